@@ -1,0 +1,68 @@
+"""What the protocol asks of a place where bytes live, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+__all__ = ["Buffer", "Listed", "ObjectStore"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One object in a listing: its path relative to the store's root, and its size."""
+
+    path: str
+    size_bytes: int
+
+
+class ObjectStore(Protocol):
+    """Immutable objects under relative, normalized, `/`-separated paths.
+
+    Every method ends within the store's deadline and may raise `StoreUnavailable`
+    (`DeadlineExceeded` among them: transient, nothing is left running) or `StoreRefused`
+    (credentials, permission, bucket: retrying does not help). A store decides nothing and
+    retries nothing beyond what its client does within the deadline.
+    Methods may be called from several threads at once.
+    """
+
+    @property
+    def conditional_create(self) -> bool:
+        """Whether `create` is atomic between writers; without it a target serves one runner only."""
+        ...
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Write `data` at `path` unless something is there; whole, durable, or not at all.
+
+        Raises:
+            AlreadyExists: something is at `path`; it may be this very write, whose reply was lost.
+            CommitUnknown: the target did not say whether it wrote.
+        """
+        ...
+
+    def put(self, path: str, data: Buffer) -> None:
+        """Write `data` durably at a path that is only ever written with these bytes. Idempotent."""
+        ...
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
+        """Return `length` bytes from `offset` (to the end by default); fewer only past the end.
+
+        Raises:
+            ObjectNotFound: the target answered that nothing is there.
+        """
+        ...
+
+    def size(self, path: str) -> int | None:
+        """Return the size in bytes, or None where the target answered that nothing is there."""
+        ...
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        """Return every object below the folder `prefix`, recursively, sorted by path, beyond `after`."""
+        ...
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Remove the objects; what is already gone is fine."""
+        ...
