@@ -1,0 +1,1 @@
+"""Where bytes live: configuration and credentials; decides nothing."""

@@ -1,0 +1,1 @@
+"""The stories: durable training, told in tasks."""

@@ -1,0 +1,1 @@
+"""Durable training and hyperparameter search as Prefect flows."""

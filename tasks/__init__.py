@@ -1,0 +1,1 @@
+"""One retryable, timed act each: run a trial, save, restore, delete, sync."""
