@@ -1,0 +1,112 @@
+"""A store that fails at its nth operation, in every way an operation can fail."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import TypeVar
+
+from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
+from prefect_tune.core.store import Buffer, Listed, ObjectStore
+
+__all__ = ["WRITES", "Crash", "DyingStore", "Way"]
+
+WRITES = frozenset({"create", "put", "delete"})
+
+_T = TypeVar("_T")
+
+
+class Crash(BaseException):
+    """The process is dead: nothing in it may catch this and go on."""
+
+
+class Way(Enum):
+    """How the nth operation fails."""
+
+    CRASH_BEFORE = "the process dies before anything is done"
+    CRASH_AFTER = "the process dies after it is done"
+    TORN = "the process dies in the middle: an object is not there, of several deletes the first half is done"
+    REPLY_LOST = "it is done or refused, and the caller is not told which"
+    UNAVAILABLE = "it is not done, and the caller is told so"
+
+
+class DyingStore:
+    """Passes everything on to `inner`, and fails once: at operation `nth` (from 1), in the given way.
+
+    After a crash every further operation crashes too, from whichever thread: the process is gone, its
+    cleaning up does not happen. `inner` keeps what survived. `operations` counts the calls by method
+    name, the failing one included, and `total` is their number, so that a test can run once with
+    `nth=0` (never fails) to learn how many points there are. With `only` just the methods named there
+    are counted as points.
+    """
+
+    def __init__(
+        self, inner: ObjectStore, nth: int, way: Way = Way.CRASH_BEFORE, *, only: frozenset[str] | None = None
+    ) -> None:
+        self.inner = inner
+        self.operations: Counter[str] = Counter()
+        self.dead = False
+        self.failed_at: str | None = None
+        self._nth = nth
+        self._way = way
+        self._only = only
+        self._points = 0
+        self._lock = threading.Lock()
+
+    @property
+    def total(self) -> int:
+        """Operations so far that count as points."""
+        return self._points
+
+    @property
+    def conditional_create(self) -> bool:
+        return self.inner.conditional_create
+
+    def create(self, path: str, data: Buffer) -> None:
+        self._do("create", path, lambda: self.inner.create(path, data))
+
+    def put(self, path: str, data: Buffer) -> None:
+        self._do("put", path, lambda: self.inner.put(path, data))
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
+        return self._do("read", path, lambda: self.inner.read(path, offset=offset, length=length))
+
+    def size(self, path: str) -> int | None:
+        return self._do("size", path, lambda: self.inner.size(path))
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        return self._do("list", prefix, lambda: self.inner.list(prefix, after=after))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        half = paths[: len(paths) // 2]
+        self._do("delete", ", ".join(paths), lambda: self.inner.delete(paths), lambda: self.inner.delete(half))
+
+    def _do(
+        self, method: str, path: str, operation: Callable[[], _T], torn: Callable[[], object] = lambda: None
+    ) -> _T:
+        if not self._fails(method):
+            return operation()
+        self.failed_at = f"{method} {path}"
+        if self._way is Way.UNAVAILABLE:
+            raise StoreUnavailable(f"{path}: {method} was made to fail")
+        if self._way is Way.TORN:
+            torn()
+        if self._way in (Way.CRASH_AFTER, Way.REPLY_LOST):
+            with suppress(TuneError):  # what the target answered, a refusal too, is what gets lost
+                operation()
+        if self._way is not Way.REPLY_LOST:
+            self.dead = True
+            raise Crash(f"at {self.failed_at}: {self._way.value}")
+        error = CommitUnknown if method == "create" else StoreUnavailable
+        raise error(f"{path}: the reply to {method} was lost")
+
+    def _fails(self, method: str) -> bool:
+        with self._lock:
+            if self.dead:
+                raise Crash("the process is dead")
+            self.operations[method] += 1
+            self._points += self._only is None or method in self._only
+            return self._points == self._nth and (self._only is None or method in self._only)

@@ -1,0 +1,78 @@
+"""An honest object store in a dictionary: atomic create-if-absent, and every operation counted."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
+from prefect_tune.core.store import Buffer, Listed
+from prefect_tune.stores.paths import checked_folder, checked_path
+
+__all__ = ["MemoryStore"]
+
+
+class MemoryStore:
+    """Object-store semantics: an object is there whole or not at all, and visible at once.
+
+    `objects` is the state itself, free to be looked at and spoilt by a test. `operations` counts the
+    calls by method name, `bytes_in` and `bytes_out` the bytes that really travelled.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.operations: Counter[str] = Counter()
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self._lock = threading.Lock()
+
+    @property
+    def conditional_create(self) -> bool:
+        return True
+
+    def create(self, path: str, data: Buffer) -> None:
+        with self._lock:
+            self.operations["create"] += 1
+            if checked_path(path) in self.objects:
+                raise AlreadyExists(f"{path}: there already")
+            self._keep(path, data)
+
+    def put(self, path: str, data: Buffer) -> None:
+        with self._lock:
+            self.operations["put"] += 1
+            self._keep(checked_path(path), data)
+
+    def _keep(self, path: str, data: Buffer) -> None:
+        self.objects[path] = bytes(data)
+        self.bytes_in += len(self.objects[path])
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        with self._lock:
+            self.operations["read"] += 1
+            data = self.objects.get(checked_path(path))
+            if data is None:
+                raise ObjectNotFound(f"{path}: nothing there")
+            wanted = data[offset:] if length is None else data[offset : offset + length]
+            self.bytes_out += len(wanted)
+            return wanted
+
+    def size(self, path: str) -> int | None:
+        with self._lock:
+            self.operations["size"] += 1
+            data = self.objects.get(checked_path(path))
+            return None if data is None else len(data)
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        folder = checked_folder(prefix)
+        start = f"{folder}/" if folder else ""
+        with self._lock:
+            self.operations["list"] += 1
+            names = sorted(path for path in self.objects if path.startswith(start) and path > after)
+            return [Listed(path, len(self.objects[path])) for path in names]
+
+    def delete(self, paths: Sequence[str]) -> None:
+        with self._lock:
+            self.operations["delete"] += 1
+            for path in paths:
+                self.objects.pop(checked_path(path), None)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable
+from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.memory_store import MemoryStore
+
+
+@pytest.mark.parametrize(("way", "survives"), [(Way.CRASH_BEFORE, False), (Way.TORN, False), (Way.CRASH_AFTER, True)])
+def test_a_crash_leaves_what_its_way_says_and_a_dead_process(way: Way, *, survives: bool) -> None:
+    store = DyingStore(MemoryStore(), nth=2, way=way)
+    store.put("a", b"1")
+
+    with pytest.raises(Crash):
+        store.create("b", b"2")
+    with pytest.raises(Crash):
+        store.delete(["a"])
+
+    assert (store.inner.size("b") is not None) == survives
+    assert store.inner.size("a") == 1
+    assert store.operations == {"put": 1, "create": 1}
+    assert store.failed_at == "create b"
+
+
+def test_a_lost_reply_means_done_and_not_known() -> None:
+    store = DyingStore(MemoryStore(), nth=1, way=Way.REPLY_LOST)
+
+    with pytest.raises(CommitUnknown):
+        store.create("a", b"1")
+
+    assert bytes(store.read("a")) == b"1"
+    with pytest.raises(AlreadyExists):
+        store.create("a", b"1")
+
+
+def test_a_lost_reply_hides_a_refusal_too() -> None:
+    inner = MemoryStore()
+    inner.create("a", b"theirs")
+    with pytest.raises(CommitUnknown):
+        DyingStore(inner, nth=1, way=Way.REPLY_LOST).create("a", b"mine")
+    assert inner.objects["a"] == b"theirs"
+
+
+@pytest.mark.parametrize("method", ["put", "delete"])
+def test_a_lost_reply_of_an_idempotent_write_asks_for_a_retry(method: str) -> None:
+    store = DyingStore(MemoryStore(), nth=1, way=Way.REPLY_LOST)
+    with pytest.raises(StoreUnavailable):
+        store.put("a", b"1") if method == "put" else store.delete(["a"])
+    assert store.inner.size("a") == (1 if method == "put" else None)
+
+
+def test_a_torn_delete_removes_the_first_half() -> None:
+    inner = MemoryStore()
+    for name in "abcd":
+        inner.put(name, b"")
+    with pytest.raises(Crash):
+        DyingStore(inner, nth=1, way=Way.TORN).delete(list("abcd"))
+    assert list(inner.objects) == ["c", "d"]
+
+
+def test_only_the_named_methods_are_points() -> None:
+    store = DyingStore(MemoryStore(), nth=2, way=Way.UNAVAILABLE, only=WRITES)
+    store.put("a", b"1")
+    store.size("a")
+    with pytest.raises(StoreUnavailable):
+        store.put("b", b"1")
+    store.put("b", b"1")
+    assert store.total == 3
+    assert store.operations == {"put": 3, "size": 1}
