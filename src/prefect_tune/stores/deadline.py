@@ -1,0 +1,48 @@
+"""One moment by which all operations of an open store must have ended."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from prefect_tune.core.errors import DeadlineExceeded
+
+__all__ = ["Deadline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment on the monotonic clock of this process, and the timeout it was made from."""
+
+    timeout: timedelta
+    at_seconds: float
+
+    @classmethod
+    def after(cls, timeout: timedelta) -> Deadline:
+        """Return the deadline that is `timeout` from now."""
+        return cls(timeout, time.monotonic() + timeout.total_seconds())
+
+    @classmethod
+    def never(cls) -> Deadline:
+        """Return the deadline that does not come."""
+        return cls(timedelta.max, math.inf)
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds left: 0.0 once it has passed, infinity for `never`."""
+        return max(0.0, self.at_seconds - time.monotonic())
+
+    def check(self, doing: str) -> None:
+        """Return while there is time.
+
+        Raises:
+            DeadlineExceeded: naming what was being done, and the timeout.
+        """
+        if time.monotonic() >= self.at_seconds:
+            raise self.exceeded(doing)
+
+    def exceeded(self, doing: str) -> DeadlineExceeded:
+        """Return the error to raise when `doing` did not end in time."""
+        return DeadlineExceeded(f"{doing}: not done within {self.timeout.total_seconds():g} s; the work was ended")
