@@ -1,0 +1,52 @@
+"""What every test may ask for, and the surroundings in which all of them run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before anything imports Prefect: neither the settings nor the server of whoever runs the tests is touched,
+# and nothing is sent anywhere. Child processes inherit it.
+_HOME = Path(tempfile.mkdtemp(prefix="prefect-tune-tests-"))
+for _name in [name for name in os.environ if name.startswith("PREFECT_")]:
+    del os.environ[_name]
+os.environ |= {
+    "PREFECT_HOME": str(_HOME),
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "NO_PROXY": "127.0.0.1,localhost",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that need a Prefect server in one worker: one server for all of them, not one each."""
+    for item in items:
+        if "prefect_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("prefect_server"))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(300))  # the first of them waits for the server to start
+
+
+def pytest_unconfigure() -> None:
+    """Leave no folder behind."""
+    shutil.rmtree(_HOME, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[str]:
+    """Return the API address of a Prefect server on an empty database, shared by the session's tests.
+
+    Started when first asked for. Flows and tasks called in the test use it without being told; give the
+    address as `PREFECT_API_URL` to child processes.
+    """
+    from prefect.settings import get_current_settings
+    from prefect.testing.utilities import prefect_test_harness
+
+    # The first start runs every migration: 16 s on an idle machine, more than 80 s on a busy one.
+    with prefect_test_harness(server_startup_timeout=180):
+        yield str(get_current_settings().api.url)
