@@ -1,0 +1,209 @@
+"""Publish a staged directory as a checkpoint: blobs first, all of them seen on the target, then the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from prefect_tune.core.chunks import FileStat, Piece, Source, blob_digest, groups, pieces
+from prefect_tune.core.errors import AlreadyCommitted, AlreadyExists, StoreUnavailable
+from prefect_tune.core.layout import CheckpointKey, TrialKey, blob_sequence
+from prefect_tune.core.manifest import About, BlobRef, ChunkRef, FileRef, Manifest, decode_manifest, encode_manifest
+from prefect_tune.core.settle import create_or_recognize
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.values import Digest, digest_of
+
+__all__ = ["Committed", "Mapper", "Reusable", "commit", "reusable"]
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+class Mapper(Protocol):
+    """`map`, or a thread pool's: how independent reads and writes are run side by side."""
+
+    def __call__(self, function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterable[_Out]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk lies on the target."""
+
+    path: str
+    size_bytes: int
+    offset: int
+    experiment: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reusable:
+    """Bytes that are on the target already and cannot be collected under this save.
+
+    `chunks` lie in blobs of live checkpoints. `blobs` (digest to path) are whole blobs, of live
+    checkpoints or left by a save that was cut short; `sizes` is the listing they were found in.
+    """
+
+    chunks: Mapping[Digest, _Place] = field(default_factory=dict)
+    blobs: Mapping[Digest, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a commit did: the manifest, and what it cost to send."""
+
+    manifest: Manifest
+    sent_blobs: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Blob:
+    """One blob's worth of chunks once it is safe on the target: what was new in it, and every chunk's place."""
+
+    chunks: tuple[tuple[Piece, Digest, _Place], ...]
+    written: tuple[str, int] | None
+
+
+def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, collected_up_to: int) -> Reusable:
+    """Find what the next save of `trial` need not send again.
+
+    A blob may be reused when a live checkpoint refers to it (`parent`), or when it was first written
+    after the last retirement (entry `collected_up_to`): older unreferenced blobs may be about to be
+    deleted, by a process that was thought dead too, and are left alone for ever.
+    """
+    sizes = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}
+    live = parent.blob_paths() if parent else frozenset[str]()
+    blobs = {
+        Digest(path.rpartition("/")[2].partition("-")[0]): path
+        for path in sizes
+        if path in live or blob_sequence(path) >= collected_up_to
+    }
+    return Reusable(_chunks_of(parent, trial, sizes) if parent else {}, blobs, sizes)
+
+
+def _chunks_of(parent: Manifest, trial: TrialKey, sizes: Mapping[str, int]) -> dict[Digest, _Place]:
+    """Only chunks whose blob the listing shows whole: what is damaged is sent again, and so healed."""
+    places: dict[Digest, _Place] = {}
+    for file in parent.files:
+        for chunk in file.chunks:
+            blob = parent.blobs[chunk.blob]
+            path = parent.blob_path(chunk.blob)
+            foreign = not path.startswith(f"{trial.blobs}/")
+            if foreign or sizes.get(path) == blob.size_bytes:
+                home = path.partition("/")[0] if not path.startswith(f"{trial.experiment}/") else None
+                places[Digest(chunk.digest)] = _Place(path, blob.size_bytes, chunk.offset, home)
+    return places
+
+
+def commit(
+    store: ObjectStore, key: CheckpointKey, source: Source, about: About, *, reuse: Reusable, side_by_side: Mapper
+) -> Committed:
+    """Publish `source` as the checkpoint `key`.
+
+    A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same
+    bytes twice is the same as committing them once.
+
+    Raises:
+        AlreadyCommitted: the key holds another write.
+        CommitUnknown: the target did not say, and could not be asked.
+        StoreUnavailable: not committed; what was sent is found again by the next try.
+        StagedFilesChanged: the directory was written to meanwhile.
+    """
+    work = groups(pieces(source.files))
+    blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
+    written = dict(blob.written for blob in blobs if blob.written)
+    _see(store, key.trial, written)
+    manifest = _publish(store, key, _manifest(key, source, about, [chunk for blob in blobs for chunk in blob.chunks]))
+    return Committed(manifest, len(written), sum(written.values()))
+
+
+def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
+    """Hash a group's chunks and send those that are not on the target, as one blob."""
+    buffer = memoryview(bytearray(sum(piece.length for piece in group)))
+    known: list[tuple[Piece, Digest, _Place]] = []
+    fresh: list[tuple[Piece, Digest]] = []
+    end = 0
+    for piece in group:
+        chunk = buffer[end : end + piece.length]
+        source.read_into(piece, chunk)
+        digest = digest_of(chunk)
+        if place := reuse.chunks.get(digest):
+            known.append((piece, digest, place))  # its room in the buffer goes to the next chunk
+        else:
+            fresh.append((piece, digest))
+            end += piece.length
+    if not fresh:
+        return _Blob(tuple(known), None)
+    digest = blob_digest((digest, piece.length) for piece, digest in fresh)
+    path = reuse.blobs.get(digest)
+    written = None
+    if path is None or reuse.sizes[path] != end:
+        path = key.trial.blob_path(digest, key.sequence)
+        store.put(path, buffer[:end])
+        written = (path, end)
+    return _Blob((*known, *_placed(fresh, path, end)), written)
+
+
+def _placed(fresh: Sequence[tuple[Piece, Digest]], path: str, size_bytes: int) -> Iterator[tuple[Piece, Digest, _Place]]:
+    offset = 0
+    for piece, digest in fresh:
+        yield piece, digest, _Place(path, size_bytes, offset)
+        offset += piece.length
+
+
+def _see(store: ObjectStore, trial: TrialKey, written: Mapping[str, int]) -> None:
+    """Believe no client: every blob that was sent must be on the target, whole, before the manifest is."""
+    if not written:
+        return
+    seen = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}
+    for path, size_bytes in written.items():
+        # A listing may lag behind its store; the object itself is asked before it is called missing.
+        found = seen.get(path)
+        if found != size_bytes and (found := store.size(path)) != size_bytes:
+            raise StoreUnavailable(
+                f"{path}: sent {size_bytes} bytes and the client reported success, but the target has "
+                f"{'nothing' if found is None else f'{found} bytes'}; not committed"
+            )
+
+
+def _manifest(
+    key: CheckpointKey, source: Source, about: About, chunks: Iterable[tuple[Piece, Digest, _Place]]
+) -> Manifest:
+    blobs: dict[str, int] = {}
+    refs: list[BlobRef] = []
+    of_file: dict[int, list[tuple[int, ChunkRef]]] = {}
+    for piece, digest, place in chunks:
+        if place.path not in blobs:
+            blobs[place.path] = len(refs)
+            path = place.path.partition("/")[2]
+            refs.append(BlobRef(path=path, size_bytes=place.size_bytes, experiment=place.experiment))
+        chunk = ChunkRef(blob=blobs[place.path], offset=place.offset, length=piece.length, digest=digest)
+        of_file.setdefault(piece.file, []).append((piece.offset, chunk))
+    return Manifest(
+        experiment=key.trial.experiment,
+        trial=key.trial.trial,
+        step=key.step,
+        sequence=key.sequence,
+        about=about,
+        blobs=tuple(refs),
+        files=tuple(_file(file, of_file.get(index, [])) for index, file in enumerate(source.files)),
+        empty_directories=tuple(source.empty_directories),
+    )
+
+
+def _file(file: FileStat, chunks: Iterable[tuple[int, ChunkRef]]) -> FileRef:
+    in_order = tuple(chunk for _, chunk in sorted(chunks, key=lambda at: at[0]))
+    return FileRef(path=file.path, size_bytes=file.size_bytes, mode=file.mode, chunks=in_order)
+
+
+def _publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manifest:
+    try:
+        create_or_recognize(store, key.manifest_path, encode_manifest(manifest))
+    except AlreadyExists as exists:
+        there = decode_manifest(store.read(key.manifest_path), key.manifest_path)
+        if there.about.write_id != manifest.about.write_id:
+            raise AlreadyCommitted(f"{key.manifest_path}: holds a checkpoint of another write") from exists
+        return there  # an earlier try of this very save, which found other bytes to reuse
+    return manifest

@@ -1,0 +1,205 @@
+"""What can happen to an experiment and its trials: the only things the journal holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from prefect_tune.core.values import ExperimentName, TrialId, Value
+
+__all__ = [
+    "Adopted",
+    "AttemptEnded",
+    "Cause",
+    "CheckpointRef",
+    "Committed",
+    "Event",
+    "Finished",
+    "GaveUp",
+    "Opened",
+    "Owner",
+    "Pinned",
+    "Quarantined",
+    "Reported",
+    "Requeued",
+    "Retired",
+    "Started",
+    "TrialAdded",
+    "TrialEvent",
+]
+
+
+class Cause(StrEnum):
+    """Why an attempt ended without finishing; each belongs to one retry budget, or to none."""
+
+    MACHINE = "machine"
+    """The machine, the worker or the target failed: the trial is not to blame."""
+    PREEMPTED = "preempted"
+    """Asked to stop, and stopped in order: nobody is to blame."""
+    USER = "user"
+    """The user's code raised."""
+    IMPORT = "import"
+    """The trainable could not be loaded: trying again changes nothing."""
+    OUT_OF_MEMORY = "out-of-memory"
+    """The kernel killed it for its memory: trying again changes nothing."""
+    BAD_METRIC = "bad-metric"
+    """It reported what cannot be stored, a NaN for one: trying again changes nothing."""
+
+
+class Owner(Value):
+    """Who opened the experiment, for the messages of whoever it supersedes."""
+
+    name: str
+    host: str
+    pid: int
+    flow_run: str | None = None
+
+    def __str__(self) -> str:
+        run = f", flow run {self.flow_run}" if self.flow_run else ""
+        return f"{self.name} (pid {self.pid} on {self.host}{run})"
+
+
+class CheckpointRef(Value):
+    """A checkpoint in the journal: its name on the target, and what retention decides by."""
+
+    step: int
+    sequence: int
+    metrics: Mapping[str, object] = Field(default_factory=dict)
+    pinned: bool = False
+
+
+class Opened(Value):
+    """A new owner begins a new epoch; every older owner's next write fails."""
+
+    type: Literal["opened"] = "opened"
+    experiment: ExperimentName
+    epoch: int
+    owner: Owner
+
+
+class Adopted(Value):
+    """The owner has looked for manifests that the last one could not journal, and took these over.
+
+    Manifests of earlier epochs that are not here, and not committed, were never commits.
+    """
+
+    type: Literal["adopted"] = "adopted"
+    checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
+
+
+class TrialEvent(Value):
+    """Something that happened to one trial."""
+
+    trial: TrialId
+
+
+class TrialAdded(TrialEvent):
+    """The trial exists, with this configuration."""
+
+    type: Literal["trial-added"] = "trial-added"
+    config: Mapping[str, object]
+    fingerprint: Mapping[str, str] = Field(default_factory=dict)
+
+
+class Started(TrialEvent):
+    """An attempt begins, from a checkpoint or from nothing. Steps reported beyond it are redone."""
+
+    type: Literal["started"] = "started"
+    attempt: int
+    from_step: int
+    from_sequence: int | None = None
+
+
+class Reported(TrialEvent):
+    """The metrics of a step."""
+
+    type: Literal["reported"] = "reported"
+    step: int
+    metrics: Mapping[str, object]
+
+
+class Committed(TrialEvent):
+    """A checkpoint's manifest was created, and its owner was still the owner afterwards.
+
+    `retires` names the sequences of checkpoints that are none from now on; only then are their bytes deleted.
+    """
+
+    type: Literal["committed"] = "committed"
+    checkpoint: CheckpointRef
+    retires: tuple[int, ...] = ()
+
+
+class Retired(TrialEvent):
+    """These checkpoints (by sequence) are none from now on; only then are their bytes deleted."""
+
+    type: Literal["retired"] = "retired"
+    retires: tuple[int, ...]
+
+
+class Quarantined(TrialEvent):
+    """A checkpoint is not used any more: its bytes are damaged, or it kills whoever loads it."""
+
+    type: Literal["quarantined"] = "quarantined"
+    sequence: int
+    reason: str
+
+
+class Pinned(TrialEvent):
+    """Retention leaves the checkpoint alone, or no longer does."""
+
+    type: Literal["pinned"] = "pinned"
+    sequence: int
+    pinned: bool = True
+
+
+class AttemptEnded(TrialEvent):
+    """The attempt is over and the trial is not: it waits to be started again."""
+
+    type: Literal["attempt-ended"] = "attempt-ended"
+    cause: Cause
+    message: str
+    at_start: bool = False
+    """Whether it died before its first step, so that what it restored may be to blame."""
+
+
+class GaveUp(TrialEvent):
+    """The retry budget of this cause is spent."""
+
+    type: Literal["gave-up"] = "gave-up"
+    cause: Cause
+    message: str
+
+
+class Finished(TrialEvent):
+    """The trial is done: a stop criterion was met, or the trainable returned."""
+
+    type: Literal["finished"] = "finished"
+    reason: str
+    returned: bool = False
+    """Whether the trainable ended by itself, so that no larger budget makes it go on."""
+
+
+class Requeued(TrialEvent):
+    """A trial that had ended goes on: more steps, or another try."""
+
+    type: Literal["requeued"] = "requeued"
+    reason: str
+
+
+OneTrialsEvent: TypeAlias = (
+    TrialAdded
+    | Started
+    | Reported
+    | Committed
+    | Retired
+    | Quarantined
+    | Pinned
+    | AttemptEnded
+    | GaveUp
+    | Finished
+    | Requeued
+)
+Event: TypeAlias = Annotated[Opened | Adopted | OneTrialsEvent, Field(discriminator="type")]

@@ -1,0 +1,131 @@
+"""An experiment is the fold of its journal: same entries, same experiment, everywhere and always."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, assert_never
+
+from pydantic import Field
+
+from prefect_tune.core.errors import IllegalTransition, JournalCorrupt
+from prefect_tune.core.events import Adopted, CheckpointRef, Event, Opened, Owner, TrialAdded
+from prefect_tune.core.trial import Trial, after
+from prefect_tune.core.values import Digest, Value
+
+__all__ = ["Entry", "Experiment", "apply", "nothing_yet"]
+
+
+class Entry(Value):
+    """One numbered, immutable record of the journal: a group of events, chained to the entry before it."""
+
+    format: Literal["prefect-tune/journal"] = "prefect-tune/journal"
+    version: Literal[1] = 1
+    number: int
+    epoch: int
+    write_id: str
+    at: str
+    previous: str
+    events: tuple[Event, ...]
+
+
+class Experiment(Value):
+    """Everything that is known of an experiment after its first `number` entries."""
+
+    format: Literal["prefect-tune/snapshot"] = "prefect-tune/snapshot"
+    version: Literal[1] = 1
+    name: str
+    number: int = 0
+    digest: str = ""
+    """The digest of the last entry."""
+    epoch: int = 0
+    owner: Owner | None = None
+    opened_at: int = 0
+    """The entry by which the present owner opened the experiment."""
+    settled_from: int = 0
+    """Manifests whose sequence is below this and that no entry names were never commits."""
+    trials: Mapping[str, Trial] = Field(default_factory=dict)
+
+    def trial(self, trial: str) -> Trial:
+        """Return the trial, which must exist."""
+        return self.trials[trial]
+
+
+def nothing_yet(name: str) -> Experiment:
+    """Return the experiment of an empty journal: a fresh start is a resume from here."""
+    return Experiment(name=name)
+
+
+def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
+    """Return the experiment after `entry`, whose bytes have this digest.
+
+    Raises:
+        JournalCorrupt: the entry does not follow the last one, or could not have happened.
+    """
+    _require_successor(experiment, entry)
+    try:
+        for event in entry.events:
+            experiment = _after(experiment, event, entry)
+    except IllegalTransition as impossible:
+        raise JournalCorrupt(f"experiment {experiment.name!r}, entry {entry.number}: {impossible}") from impossible
+    return experiment.model_copy(update={"number": entry.number, "digest": digest})
+
+
+def _require_successor(experiment: Experiment, entry: Entry) -> None:
+    opens = bool(entry.events) and isinstance(entry.events[0], Opened)
+    expected = (experiment.number + 1, experiment.digest, experiment.epoch + opens)
+    found = (entry.number, entry.previous, entry.epoch)
+    if found != expected:
+        raise JournalCorrupt(
+            f"experiment {experiment.name!r}, entry {entry.number}: expected number, predecessor and epoch "
+            f"{expected}, found {found}: an entry was lost, altered or brought from elsewhere"
+        )
+
+
+def _after(experiment: Experiment, event: Event, entry: Entry) -> Experiment:
+    match event:
+        case Opened():
+            return _opened(experiment, event, entry)
+        case Adopted():
+            return _adopted(experiment, event)
+        case TrialAdded():
+            return _added(experiment, event)
+        case _:
+            trial = _known(experiment, event.trial)
+            return _with(experiment, after(trial, event, entry.number))
+    assert_never(event)
+
+
+def _opened(experiment: Experiment, event: Opened, entry: Entry) -> Experiment:
+    if (event.experiment, event.epoch) != (experiment.name, entry.epoch):
+        raise IllegalTransition(f"it opens {event.experiment!r} for epoch {event.epoch}")
+    return experiment.model_copy(update={"epoch": event.epoch, "owner": event.owner, "opened_at": entry.number})
+
+
+def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
+    """From here on only manifests of the present epoch can be commits."""
+    for name, found in event.checkpoints.items():
+        trial = _known(experiment, name)
+        checkpoints = tuple(sorted((*trial.checkpoints, *found), key=_sequence))
+        changes = {"checkpoints": checkpoints, "machine_failures": 0, "same_start": 0} if found else {}
+        experiment = _with(experiment, trial.model_copy(update=changes))
+    return experiment.model_copy(update={"settled_from": experiment.opened_at})
+
+
+def _sequence(checkpoint: CheckpointRef) -> int:
+    return checkpoint.sequence
+
+
+def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
+    if event.trial in experiment.trials:
+        raise IllegalTransition(f"trial {event.trial!r} was added before")
+    return _with(experiment, Trial(trial=event.trial, config=event.config, fingerprint=event.fingerprint))
+
+
+def _known(experiment: Experiment, trial: str) -> Trial:
+    if trial not in experiment.trials:
+        raise IllegalTransition(f"trial {trial!r} was never added")
+    return experiment.trials[trial]
+
+
+def _with(experiment: Experiment, trial: Trial) -> Experiment:
+    return experiment.model_copy(update={"trials": {**experiment.trials, trial.trial: trial}})

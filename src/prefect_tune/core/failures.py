@@ -1,0 +1,79 @@
+"""What to do about a failed attempt: two retry budgets, and checkpoints that kill whoever loads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
+
+from prefect_tune.core.events import Cause
+from prefect_tune.core.trial import Trial
+from prefect_tune.core.values import Value
+
+__all__ = ["FailurePolicy", "GiveUp", "Quarantine", "Resumable", "TryAgain", "Verdict", "verdict"]
+
+_Count = Annotated[int, Field(ge=0)]
+_NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC})
+
+
+class FailurePolicy(Value):
+    """How often a trial is started again after a failure, by whose failure it was."""
+
+    max_failures: _Count = Field(default=0, description="Failures of your code that are tried again.")
+    max_machine_failures: _Count = Field(
+        default=10, description="Failures of machines, workers and stores in a row, without a commit in between."
+    )
+    quarantine_after: Annotated[int, Field(ge=1)] = Field(
+        default=3, description="Deaths before the first step, after which the checkpoint that was loaded is put aside."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TryAgain:
+    """Start another attempt from the newest checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Put this checkpoint aside, then start another attempt from the one before it."""
+
+    sequence: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """End here; a Retry, a Resume or a schedule goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The budget is spent."""
+
+    message: str
+
+
+Verdict: TypeAlias = TryAgain | Quarantine | Resumable | GiveUp
+
+
+def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
+    """Decide after an attempt of `trial` ended by `cause`; `trial` counts that attempt already."""
+    if cause is Cause.PREEMPTED:
+        return Resumable()
+    if spent := _spent(trial, cause, policy):
+        return GiveUp(f"{spent}: {trial.reason}")
+    if trial.started_from is not None and trial.same_start >= policy.quarantine_after:
+        died = f"{trial.same_start} attempts died before their first step: {trial.reason}"
+        return Quarantine(trial.started_from, died)
+    return TryAgain()
+
+
+def _spent(trial: Trial, cause: Cause, policy: FailurePolicy) -> str:
+    if cause in _NEVER_AGAIN:
+        return f"{cause} is not tried again"
+    if cause is Cause.MACHINE and trial.machine_failures > policy.max_machine_failures:
+        return f"{trial.machine_failures} machine failures without a commit (max_machine_failures)"
+    if cause is Cause.USER and trial.user_failures > policy.max_failures:
+        return f"failure {trial.user_failures} of the trainable (max_failures={policy.max_failures})"
+    return ""

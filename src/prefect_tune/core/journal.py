@@ -1,0 +1,174 @@
+"""The experiment's numbered entries, each created only if absent: the history, and the fence between owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prefect_tune.core.commit import Mapper
+from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, Superseded
+from prefect_tune.core.events import Event, Opened, Owner
+from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
+from prefect_tune.core.layout import journal_folder, journal_path, number_in, snapshot_folder, snapshot_path
+from prefect_tune.core.manifest import document
+from prefect_tune.core.settle import create_or_recognize
+from prefect_tune.core.store import Buffer, ObjectStore
+from prefect_tune.core.values import Stamp, canonical_json, digest_of, parse
+
+__all__ = ["SNAPSHOT_EVERY", "append", "history", "load", "take_over", "write_snapshot"]
+
+SNAPSHOT_EVERY = 64
+_RACES = 16
+_VERSION = 1
+
+
+def load(store: ObjectStore, name: str, *, side_by_side: Mapper) -> Experiment:
+    """Return the experiment as its journal tells it; an empty journal gives the empty experiment.
+
+    Reads the newest snapshot and the entries after it: two listings and at most
+    `2 + SNAPSHOT_EVERY` objects, as long as every snapshot was written.
+
+    Raises:
+        JournalCorrupt: an entry is missing, altered, or could not have happened.
+        UnknownVersion: a newer prefect-tune wrote it.
+    """
+    experiment = _newest_snapshot(store, name)
+    for entry, data in _entries(store, name, experiment.number, side_by_side):
+        experiment = apply(experiment, entry, digest_of(data))
+    return experiment
+
+
+def history(store: ObjectStore, name: str, *, side_by_side: Mapper) -> Sequence[Entry]:
+    """Return every entry from the first: for curves, timelines, and whoever wants to know why."""
+    return [entry for entry, _ in _entries(store, name, 0, side_by_side)]
+
+
+def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
+    """Write the next entry, and return the experiment after it. What it returns is durable.
+
+    Raises:
+        Superseded: somebody else has written the next entry: the experiment is theirs.
+        CommitUnknown: the target did not say; call again with the same stamp.
+        JournalCorrupt: the events cannot follow; nothing was written.
+    """
+    entry = Entry(
+        number=experiment.number + 1,
+        epoch=experiment.epoch + any(isinstance(event, Opened) for event in events),
+        previous=experiment.digest,
+        write_id=stamp.write_id,
+        at=stamp.at,
+        events=tuple(events),
+    )
+    data = _encode(entry)
+    result = apply(experiment, entry, digest_of(data))
+    path = journal_path(experiment.name, entry.number)
+    try:
+        create_or_recognize(store, path, data)
+    except AlreadyExists as exists:
+        raise _superseded(store, experiment, path) from exists
+    return result
+
+
+def take_over(
+    store: ObjectStore, name: str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper
+) -> Experiment:
+    """Open the experiment for `owner`: a new epoch.
+
+    Racing with an owner that still writes, or with another opener, it reads on and tries the next
+    number: the last to open is the owner, and every other's next write fails.
+
+    Raises:
+        Superseded: others kept opening it first.
+    """
+    lost: Superseded | None = None
+    for _ in range(_RACES):
+        found = load(store, name, side_by_side=side_by_side)
+        if found.opened_at and _opened_by(store, found, stamp):
+            return found  # an earlier try of this very call succeeded, and its reply was lost
+        opened = Opened(experiment=name, epoch=found.epoch + 1, owner=owner)
+        try:
+            return append(store, found, [opened], stamp)
+        except Superseded as race:
+            lost = race
+    raise Superseded(f"experiment {name!r}: lost {_RACES} races to open it") from lost
+
+
+def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
+    path = journal_path(found.name, found.opened_at)
+    return _decode(store.read(path), path).write_id == stamp.write_id
+
+
+def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
+    """Save the fold of all entries so far, so that opening reads little. Losing it costs only time."""
+    body = experiment.model_dump(mode="json")
+    data = canonical_json({**body, "digest_of_snapshot": digest_of(canonical_json(body))})
+    path = snapshot_path(experiment.name, experiment.number)
+    try:
+        create_or_recognize(store, path, data)
+    except AlreadyExists:
+        pass  # the fold of the same entries is the same: what is there is what we would write
+
+
+def _newest_snapshot(store: ObjectStore, name: str) -> Experiment:
+    """The newest snapshot that verifies; the journal is the truth, so a damaged one is passed over."""
+    listed = store.list(snapshot_folder(name))
+    for path in sorted((each.path for each in listed if number_in(each.path)), reverse=True):
+        try:
+            return _decode_snapshot(store.read(path), path)
+        except (JournalCorrupt, ObjectNotFound):
+            continue
+    return nothing_yet(name)
+
+
+def _decode_snapshot(data: Buffer, path: str) -> Experiment:
+    body = document(data, path, JournalCorrupt, _VERSION, digest_field="digest_of_snapshot")
+    return parse(Experiment, canonical_json(body), JournalCorrupt, path)
+
+
+def _entries(
+    store: ObjectStore, name: str, beyond: int, side_by_side: Mapper
+) -> Iterable[tuple[Entry, Buffer]]:
+    """Entries are read by number, up to the first that is absent: a listing that lags behind hides none."""
+    after = journal_path(name, beyond) if beyond else ""
+    last = max((number_in(each.path) or 0 for each in store.list(journal_folder(name), after=after)), default=beyond)
+    paths = [journal_path(name, number) for number in range(beyond + 1, last + 1)]
+    for path, data in zip(paths, side_by_side(lambda path: _read_listed(store, path), paths), strict=True):
+        yield _decode(data, path), data
+    while (data := _read_if_there(store, path := journal_path(name, last := last + 1))) is not None:
+        yield _decode(data, path), data
+
+
+def _read_listed(store: ObjectStore, path: str) -> Buffer:
+    data = _read_if_there(store, path)
+    if data is None:
+        raise JournalCorrupt(f"{path}: entries after it exist, and it is missing")
+    return data
+
+
+def _read_if_there(store: ObjectStore, path: str) -> Buffer | None:
+    try:
+        return store.read(path)
+    except ObjectNotFound:
+        return None
+
+
+def _encode(entry: Entry) -> bytes:
+    body = entry.model_dump(mode="json")
+    return canonical_json({**body, "digest": digest_of(canonical_json(body))})
+
+
+def _decode(data: Buffer, path: str) -> Entry:
+    body = document(data, path, JournalCorrupt, _VERSION)
+    entry = parse(Entry, canonical_json(body), JournalCorrupt, path)
+    if entry.number != number_in(path):
+        raise JournalCorrupt(f"{path}: holds entry {entry.number}")
+    return entry
+
+
+def _superseded(store: ObjectStore, experiment: Experiment, path: str) -> Superseded:
+    winner = _decode(store.read(path), path)
+    opened = next((event for event in winner.events if isinstance(event, Opened)), None)
+    by = str(opened.owner) if opened else f"epoch {winner.epoch}"
+    return Superseded(
+        f"experiment {experiment.name!r}: epoch {experiment.epoch} has ended; it was taken over at {winner.at} "
+        f"by {by}. Stop here: it goes on there, and everything that was committed is kept"
+    )

@@ -1,0 +1,108 @@
+"""Where everything lies below a target's root. `docs/storage-layout.md` tells it to people.
+
+    <experiment>/journal/0000000001.json
+    <experiment>/snapshots/0000000064.json
+    <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
+    <experiment>/trials/<trial>/blobs/<digest>-<sequence>
+    <experiment>/trials/<trial>/artifacts/...
+"""
+
+from __future__ import annotations
+
+from prefect_tune.core.values import Digest, Value, valid_name
+
+__all__ = ["MANIFEST", "CheckpointKey", "TrialKey", "blob_sequence", "journal_folder", "journal_path"]
+
+MANIFEST = "manifest.json"
+_DIGITS = 10
+
+
+def journal_folder(experiment: str) -> str:
+    """Return the folder of an experiment's numbered entries."""
+    return f"{valid_name(experiment)}/journal"
+
+
+def journal_path(experiment: str, number: int) -> str:
+    """Return the path of entry `number` (from 1)."""
+    return f"{journal_folder(experiment)}/{number:0{_DIGITS}d}.json"
+
+
+def snapshot_folder(experiment: str) -> str:
+    """Return the folder of an experiment's snapshots."""
+    return f"{valid_name(experiment)}/snapshots"
+
+
+def snapshot_path(experiment: str, number: int) -> str:
+    """Return the path of the snapshot of the first `number` entries."""
+    return f"{snapshot_folder(experiment)}/{number:0{_DIGITS}d}.json"
+
+
+def number_in(path: str) -> int | None:
+    """Return the number an entry or snapshot is named by; None for a foreign file."""
+    stem, _, suffix = path.rpartition("/")[2].partition(".")
+    return int(stem) if suffix == "json" and stem.isdecimal() and len(stem) == _DIGITS else None
+
+
+class TrialKey(Value):
+    """Names a trial on a target."""
+
+    experiment: str
+    trial: str
+
+    @property
+    def folder(self) -> str:
+        return f"{valid_name(self.experiment)}/trials/{valid_name(self.trial)}"
+
+    @property
+    def blobs(self) -> str:
+        return f"{self.folder}/blobs"
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.folder}/checkpoints"
+
+    @property
+    def artifacts(self) -> str:
+        return f"{self.folder}/artifacts"
+
+    def blob_path(self, digest: Digest, sequence: int) -> str:
+        """Return the path of a blob first written by the save that began after entry `sequence`."""
+        return f"{self.blobs}/{digest}-{sequence:0{_DIGITS}d}"
+
+
+class CheckpointKey(Value):
+    """Names one checkpoint: its step, and the journal's length when its save began.
+
+    The sequence is never given twice to two checkpoints of one step, so a name is written once, ever.
+    """
+
+    trial: TrialKey
+    step: int
+    sequence: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.step:0{_DIGITS}d}-{self.sequence:0{_DIGITS}d}"
+
+    @property
+    def folder(self) -> str:
+        return f"{self.trial.checkpoints}/{self.name}"
+
+    @property
+    def manifest_path(self) -> str:
+        return f"{self.folder}/{MANIFEST}"
+
+    @classmethod
+    def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:
+        """Return the key whose manifest lies at `path`; None for a foreign file."""
+        step, _, sequence = path.removeprefix(f"{trial.checkpoints}/").removesuffix(f"/{MANIFEST}").partition("-")
+        if not (step.isdecimal() and sequence.isdecimal()):
+            return None
+        key = cls(trial=trial, step=int(step), sequence=int(sequence))
+        return key if key.manifest_path == path else None
+
+
+def blob_sequence(path: str) -> int:
+    """Return the sequence in a blob's name; -1 for a foreign file, which is older than everything."""
+    sequence = path.rpartition("-")[2]
+    return int(sequence) if sequence.isdecimal() else -1

@@ -1,0 +1,179 @@
+"""The manifest: the file whose creation is the commit, and all that is needed to read the bytes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from prefect_tune.core.errors import CheckpointCorrupt, UnknownVersion
+from prefect_tune.core.store import Buffer
+from prefect_tune.core.values import Digest, Value, canonical_json, digest_of, parse
+
+__all__ = ["About", "BlobRef", "ChunkRef", "FileRef", "Manifest", "decode_manifest", "encode_manifest"]
+
+VERSION = 1
+_Count = Annotated[int, Field(ge=0)]
+
+
+class ChunkRef(Value):
+    """Where a run of a file's bytes lies: which blob, from which offset, how long, and its digest."""
+
+    blob: _Count
+    offset: _Count
+    length: Annotated[int, Field(gt=0, le=2**30)]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class BlobRef(Value):
+    """A blob: its path below the experiment's folder, and its size.
+
+    `experiment` names the experiment whose folder is meant, where it is not the manifest's own (a fork).
+    """
+
+    path: str
+    size_bytes: _Count
+    experiment: str | None = None
+
+    @model_validator(mode="after")
+    def _stays_inside(self) -> BlobRef:
+        _require_safe(self.path)
+        if self.experiment is not None:
+            _require_safe(self.experiment)
+        return self
+
+
+class FileRef(Value):
+    """One file of the checkpoint: path, size, permission bits and the chunks that make it up, in order."""
+
+    path: str
+    size_bytes: _Count
+    mode: Annotated[int, Field(ge=0, le=0o777)] = 0o644
+    chunks: tuple[ChunkRef, ...] = ()
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> FileRef:
+        _require_safe(self.path)
+        found = sum(chunk.length for chunk in self.chunks)
+        if found != self.size_bytes:
+            raise ValueError(f"{self.path!r}: expected {self.size_bytes} bytes of chunks, found {found}")
+        return self
+
+
+class About(Value):
+    """What a checkpoint says of itself beside its bytes; every field is plain JSON."""
+
+    attempt: int
+    epoch: int
+    write_id: str
+    created_at: str
+    parent: str | None = None
+    metrics: Mapping[str, object] = Field(default_factory=dict)
+    metadata: Mapping[str, object] = Field(default_factory=dict)
+    fingerprint: Mapping[str, str] = Field(default_factory=dict)
+    reports: tuple[tuple[int, Mapping[str, object]], ...] = ()
+    """Steps and metrics that were not journaled yet when the save began: whoever adopts it journals them."""
+
+
+class Manifest(Value):
+    """A committed checkpoint: what it is (`about`) and where its bytes lie."""
+
+    format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
+    version: Literal[1] = VERSION
+    experiment: str
+    trial: str
+    step: int
+    sequence: int
+    about: About
+    blobs: tuple[BlobRef, ...]
+    files: tuple[FileRef, ...]
+    empty_directories: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Manifest:
+        for file in self.files:
+            for chunk in file.chunks:
+                if chunk.blob >= len(self.blobs):
+                    raise ValueError(f"{file.path!r}: there is no blob {chunk.blob}")
+                if chunk.offset + chunk.length > self.blobs[chunk.blob].size_bytes:
+                    raise ValueError(f"{file.path!r}: a chunk ends beyond blob {chunk.blob}")
+        for directory in self.empty_directories:
+            _require_safe(directory)
+        _require_a_tree([file.path for file in self.files], self.empty_directories)
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the restored directory."""
+        return sum(file.size_bytes for file in self.files)
+
+    def blob_path(self, index: int) -> str:
+        """Return the path of blob `index` from the target's root."""
+        blob = self.blobs[index]
+        return f"{blob.experiment or self.experiment}/{blob.path}"
+
+    def blob_paths(self) -> frozenset[str]:
+        """Return the paths of all its blobs from the target's root."""
+        return frozenset(self.blob_path(index) for index in range(len(self.blobs)))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's bytes: canonical JSON that carries its own digest."""
+    body = manifest.model_dump(mode="json")
+    return canonical_json({**body, "digest": digest_of(canonical_json(body))})
+
+
+def decode_manifest(data: Buffer, where: str) -> Manifest:
+    """Read a manifest back, believing nothing: digest, version, types, sizes and paths are checked.
+
+    Raises:
+        CheckpointCorrupt: it is torn, altered, or describes an impossible or escaping directory.
+        UnknownVersion: a newer prefect-tune wrote it.
+    """
+    body = document(data, where, CheckpointCorrupt, VERSION)
+    return parse(Manifest, canonical_json(body), CheckpointCorrupt, where)
+
+
+def document(
+    data: Buffer, where: str, error: type[Exception], version: int, *, digest_field: str = "digest"
+) -> dict[str, object]:
+    """Return the JSON object in `data` without its digest, once the digest and the version are right."""
+    try:
+        body = json.loads(bytes(data))
+    except (ValueError, RecursionError) as unreadable:
+        raise error(f"{where}: not JSON ({len(data)} bytes): {unreadable}") from unreadable
+    if not isinstance(body, dict):
+        raise error(f"{where}: expected a JSON object, found {type(body).__name__}")
+    if isinstance(found := body.get("version"), int) and found > version:
+        raise UnknownVersion(f"{where}: version {found}, and this prefect-tune reads up to {version}: upgrade it")
+    claimed = body.pop(digest_field, None)
+    actual = digest_of(canonical_json(body)) if _is_canonical(body) else Digest("")
+    if claimed != actual:
+        raise error(f"{where}: expected digest {str(claimed)[:12]}…, found {actual[:12]}… ({len(data)} bytes)")
+    return body
+
+
+def _is_canonical(body: dict[str, object]) -> bool:
+    try:
+        canonical_json(body)
+    except ValueError:
+        return False
+    return True
+
+
+def _require_safe(path: str) -> None:
+    parts = path.split("/")
+    if not path or "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"path {path!r} is not a plain relative path")
+
+
+def _require_a_tree(files: Sequence[str], directories: Sequence[str]) -> None:
+    taken = set(files)
+    if len(taken) != len(files) or taken & set(directories):
+        raise ValueError("two entries share one path")
+    for path in (*files, *directories):
+        parents = path.split("/")[:-1]
+        if any("/".join(parents[:depth]) in taken for depth in range(1, len(parents) + 1)):
+            raise ValueError(f"{path!r} lies below a file")

@@ -1,0 +1,62 @@
+"""Which checkpoints stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from prefect_tune.core.events import CheckpointRef
+from prefect_tune.core.values import Value
+
+__all__ = ["Retention", "retired"]
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class Retention(Value):
+    """Which checkpoints stay; one rule that keeps a checkpoint is enough. Without any rule all stay.
+
+    The newest checkpoint and pinned ones always stay. A checkpoint whose metric is missing
+    is never among the best.
+    """
+
+    last: _Count | None = Field(default=None, description="Keep this many of the newest.")
+    best: _Count | None = Field(default=None, description="Keep this many of the best by `metric`.")
+    metric: str | None = Field(default=None, description="The reported metric that `best` goes by.")
+    mode: Literal["min", "max"] = Field(default="min", description="Whether a small metric is good, or a large one.")
+    every: _Count | None = Field(default=None, description="Keep each checkpoint whose step is a multiple of this.")
+
+    @model_validator(mode="after")
+    def _best_needs_a_metric(self) -> Retention:
+        if (self.best is None) != (self.metric is None):
+            raise ValueError("`best` and `metric` go together: which checkpoints are best, and by what?")
+        return self
+
+
+def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[int, ...]:
+    """Return the sequences of the checkpoints that need not stay; `checkpoints` is oldest first."""
+    if policy.last is None and policy.best is None and policy.every is None:
+        return ()
+    stays = {each.sequence for each in checkpoints[-(policy.last or 1) :]}
+    stays |= {each.sequence for each in checkpoints if each.pinned}
+    stays |= {each.sequence for each in checkpoints if policy.every and each.step % policy.every == 0}
+    stays |= {each.sequence for each in _best(checkpoints, policy)}
+    return tuple(each.sequence for each in checkpoints if each.sequence not in stays)
+
+
+def _best(checkpoints: Sequence[CheckpointRef], policy: Retention) -> Sequence[CheckpointRef]:
+    """Ties go to the older checkpoint, so that an equal newcomer deletes nothing."""
+    if policy.best is None:
+        return ()
+    sign = 1 if policy.mode == "min" else -1
+    scored = [(sign * score, each) for each in checkpoints if (score := _score(each, policy.metric)) is not None]
+    return [each for _, each in sorted(scored, key=lambda pair: (pair[0], pair[1].sequence))[: policy.best]]
+
+
+def _score(checkpoint: CheckpointRef, metric: str | None) -> float | None:
+    value = checkpoint.metrics.get(metric or "")
+    usable = isinstance(value, int | float) and not math.isnan(value)
+    return float(value) if usable and isinstance(value, int | float) else None

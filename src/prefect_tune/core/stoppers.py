@@ -1,0 +1,173 @@
+"""When a trial has had enough: pure functions of its reports."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Report", "Stop", "Stopper", "as_stopper"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One step's metrics, and the training time of the trial up to it, over all attempts."""
+
+    step: int
+    metrics: Mapping[str, object]
+    trained: timedelta
+
+
+class Stopper(ABC):
+    """Ends a trial. It sees every report that counts so far, oldest first, and holds no state between calls."""
+
+    @abstractmethod
+    def why_stop(self, reports: Sequence[Report]) -> str | None:
+        """Return why the trial is to stop after the last of `reports`; None to go on."""
+
+    def __or__(self, other: Stopper) -> Stopper:
+        """Stop as soon as either would."""
+        return AnyOf((self, other))
+
+
+@dataclass(frozen=True, slots=True)
+class Never(Stopper):
+    """Train until the trainable ends by itself."""
+
+    def why_stop(self, reports: Sequence[Report]) -> str | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Stopper):
+    """Stop as soon as one of several would."""
+
+    stoppers: tuple[Stopper, ...]
+
+    def why_stop(self, reports: Sequence[Report]) -> str | None:
+        return next((why for each in self.stoppers if (why := each.why_stop(reports))), None)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxSteps(Stopper):
+    """Stop after this many steps, counted once each however often a resume repeats them."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InvalidInput(f"MaxSteps({self.steps}): expected at least 1 step")
+
+    def why_stop(self, reports: Sequence[Report]) -> str | None:
+        return f"step {reports[-1].step} of {self.steps}" if reports[-1].step >= self.steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class MaxTime(Stopper):
+    """Stop after this much training time, summed over all attempts."""
+
+    time: timedelta
+
+    def __post_init__(self) -> None:
+        if self.time <= timedelta(0):
+            raise InvalidInput(f"MaxTime({self.time}): expected more than nothing")
+
+    def why_stop(self, reports: Sequence[Report]) -> str | None:
+        trained = reports[-1].trained
+        return f"trained for {trained}, of {self.time}" if trained >= self.time else None
+
+
+@dataclass(frozen=True, slots=True)
+class Plateau(Stopper):
+    """Stop when the last `reports` values of `metric` have a standard deviation of at most `std`.
+
+    Ray's TrialPlateauStopper: the first `grace` reports are never judged.
+    """
+
+    metric: str
+    std: float = 0.01
+    reports: int = 4
+    grace: int = 4
+
+    def __post_init__(self) -> None:
+        if self.std < 0 or self.reports < 2 or self.grace < 0:
+            raise InvalidInput(f"{self}: expected std >= 0, reports >= 2, grace >= 0")
+
+    def why_stop(self, reports: Sequence[Report]) -> str | None:
+        values = [_number(report.metrics, self.metric) for report in reports[-self.reports :]]
+        if len(reports) < max(self.grace, self.reports):
+            return None
+        mean = sum(values) / len(values)
+        spread = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        return f"{self.metric} has settled at {mean:g} ± {spread:g}" if spread <= self.std else None
+
+
+@dataclass(frozen=True, slots=True)
+class _AtLeast(Stopper):
+    """Stop once a reported value reaches its limit; `step` means the step itself."""
+
+    limits: tuple[tuple[str, float], ...]
+
+    def why_stop(self, reports: Sequence[Report]) -> str | None:
+        last = reports[-1]
+        for name, limit in self.limits:
+            value = float(last.step) if name == "step" else _number(last.metrics, name)
+            if value >= limit:
+                return f"{name} = {value:g} reached {limit:g}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Function(Stopper):
+    """Stop when the user's function of the step's metrics (with `step` among them) says so."""
+
+    function: Callable[[Mapping[str, object]], object]
+
+    def why_stop(self, reports: Sequence[Report]) -> str | None:
+        said = self.function({**reports[-1].metrics, "step": reports[-1].step})
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return f"{name} said so" if said else None
+
+
+StopCriteria: TypeAlias = (
+    "Stopper | Mapping[str, float] | Callable[[Mapping[str, object]], object] | Sequence[StopCriteria] | None"
+)
+
+
+def as_stopper(stop: StopCriteria) -> Stopper:
+    """Return the stopper that `stop` means: itself, `{metric: limit}` (stop at `>= limit`), a function, several, or None.
+
+    Raises:
+        InvalidInput: it is none of these, or a limit is not a number.
+    """
+    if stop is None:
+        return Never()
+    if isinstance(stop, Stopper):
+        return stop
+    if isinstance(stop, Mapping):
+        return _AtLeast(tuple((str(name), _limit(name, limit)) for name, limit in stop.items()))
+    if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
+        return AnyOf(tuple(as_stopper(each) for each in stop))
+    if callable(stop):
+        return _Function(stop)
+    raise InvalidInput(
+        f"stop={stop!r}: expected a dict of limits such as {{'step': 100}}, a function of the metrics, or a stopper"
+    )
+
+
+def _limit(name: object, limit: object) -> float:
+    if isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit):
+        return float(limit)
+    raise InvalidInput(f"stop: limit of {name!r}: expected a number, found {limit!r}")
+
+
+def _number(metrics: Mapping[str, object], name: str) -> float:
+    value = metrics.get(name)
+    if isinstance(value, int | float):
+        return float(value)
+    raise InvalidInput(f"stop: metric {name!r} was expected in each report; reported were {sorted(metrics)}")

@@ -1,0 +1,195 @@
+"""A trial is a value; a change is a pure function over one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import assert_never
+
+from pydantic import Field
+
+from prefect_tune.core.errors import IllegalTransition
+from prefect_tune.core.events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Committed,
+    Finished,
+    GaveUp,
+    OneTrialsEvent,
+    Pinned,
+    Quarantined,
+    Reported,
+    Requeued,
+    Retired,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.values import Value
+
+__all__ = ["NEXT", "Status", "Trial", "after", "newest_checkpoint"]
+
+
+class Status(StrEnum):
+    """Where a trial is in its life."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ERRORED = "errored"
+
+
+# The only place where statuses change. An event that is not here changes none.
+NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
+    (Status.PENDING, Started): Status.RUNNING,
+    (Status.RUNNING, AttemptEnded): Status.PENDING,
+    (Status.RUNNING, Finished): Status.FINISHED,
+    (Status.PENDING, Finished): Status.FINISHED,
+    (Status.RUNNING, GaveUp): Status.ERRORED,
+    (Status.PENDING, GaveUp): Status.ERRORED,
+    (Status.ERRORED, Requeued): Status.PENDING,
+    (Status.FINISHED, Requeued): Status.PENDING,
+}
+_ONLY_WHILE_RUNNING = (Reported, Committed)
+_FRESH_BUDGETS = {"user_failures": 0, "machine_failures": 0, "same_start": 0}
+_CHANGES_STATUS = frozenset(event for _, event in NEXT)
+
+
+class Trial(Value):
+    """One configuration being trained, as the journal tells it."""
+
+    trial: str
+    config: Mapping[str, object]
+    fingerprint: Mapping[str, str] = Field(default_factory=dict)
+    status: Status = Status.PENDING
+    attempt: int = 0
+    step: int = 0
+    """The newest step reported in the history that counts."""
+    metrics: Mapping[str, object] = Field(default_factory=dict)
+    """The metrics of that step."""
+    checkpoints: tuple[CheckpointRef, ...] = ()
+    """The live ones, oldest first."""
+    quarantined: tuple[int, ...] = ()
+    """Sequences of checkpoints that are not to be used."""
+    collected_up_to: int = 0
+    """The entry of the last retirement: blobs first written before it are reused only while a checkpoint refers to them."""
+    user_failures: int = 0
+    """Failures of the user's code since the trial was added or requeued."""
+    machine_failures: int = 0
+    """Failures of the machine since the last commit."""
+    same_start: int = 0
+    """How many attempts in a row died before their first step from one and the same start."""
+    started_from: int | None = None
+    """The sequence that the last attempt restored; None for a start from nothing."""
+    wasted_steps: int = 0
+    """Steps that were journaled and had to be done again."""
+    reason: str = ""
+    """Why it ended, or what the last attempt died of."""
+    returned: bool = False
+    """Whether the trainable ended by itself."""
+
+
+def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
+    """Return the checkpoint to go on from: the last one committed that is not quarantined."""
+    return trial.checkpoints[-1] if trial.checkpoints else None
+
+
+def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
+    """Return the trial after `event`, which stands in the journal's entry `number`.
+
+    Raises:
+        IllegalTransition: the event cannot happen to a trial in this status.
+    """
+    status = _next_status(trial, event)
+    return _told(trial, event, number).model_copy(update={"status": status})
+
+
+def _next_status(trial: Trial, event: OneTrialsEvent) -> Status:
+    misplaced = isinstance(event, _ONLY_WHILE_RUNNING) and trial.status is not Status.RUNNING
+    status = NEXT.get((trial.status, type(event)))
+    if misplaced or isinstance(event, TrialAdded) or (status is None and type(event) in _CHANGES_STATUS):
+        raise IllegalTransition(f"trial {trial.trial!r} is {trial.status}: {event.type!r} cannot happen to it")
+    return status or trial.status
+
+
+def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
+    match event:
+        case Started():
+            return _started(trial, event)
+        case Reported():
+            return trial.model_copy(update={"step": event.step, "metrics": event.metrics})
+        case Committed():
+            return _committed(trial, event, number)
+        case Retired():
+            return _retired(trial, event.retires, number)
+        case Quarantined():
+            return _quarantined(trial, event, number)
+        case Pinned():
+            return _pinned(trial, event)
+        case AttemptEnded() | GaveUp():
+            return _failed(trial, event)
+        case Finished():
+            return trial.model_copy(update={"reason": event.reason, "returned": event.returned})
+        case Requeued():
+            return trial.model_copy(update={"reason": event.reason, **_FRESH_BUDGETS})
+        case TrialAdded():
+            return trial
+        case _:
+            assert_never(event)
+
+
+def _started(trial: Trial, event: Started) -> Trial:
+    again = event.from_sequence == trial.started_from
+    return trial.model_copy(
+        update={
+            "attempt": event.attempt,
+            "step": event.from_step,
+            "wasted_steps": trial.wasted_steps + max(0, trial.step - event.from_step),
+            "same_start": trial.same_start if again else 0,
+            "started_from": event.from_sequence,
+        }
+    )
+
+
+def _committed(trial: Trial, event: Committed, number: int) -> Trial:
+    committed = trial.model_copy(
+        update={"checkpoints": (*trial.checkpoints, event.checkpoint), "machine_failures": 0, "same_start": 0}
+    )
+    return _retired(committed, event.retires, number)
+
+
+def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
+    if not sequences:
+        return trial
+    left = tuple(each for each in trial.checkpoints if each.sequence not in sequences)
+    return trial.model_copy(update={"checkpoints": left, "collected_up_to": number})
+
+
+def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
+    """Its blobs are not reused either: one of them may be what is damaged."""
+    left = tuple(each for each in trial.checkpoints if each.sequence != event.sequence)
+    quarantined = (*trial.quarantined, event.sequence)
+    return trial.model_copy(update={"checkpoints": left, "quarantined": quarantined, "collected_up_to": number})
+
+
+def _pinned(trial: Trial, event: Pinned) -> Trial:
+    checkpoints = tuple(
+        each.model_copy(update={"pinned": event.pinned}) if each.sequence == event.sequence else each
+        for each in trial.checkpoints
+    )
+    return trial.model_copy(update={"checkpoints": checkpoints})
+
+
+def _failed(trial: Trial, event: AttemptEnded | GaveUp) -> Trial:
+    if isinstance(event, GaveUp):
+        return trial.model_copy(update={"reason": event.message})
+    machine = event.cause is Cause.MACHINE
+    users = not machine and event.cause is not Cause.PREEMPTED
+    return trial.model_copy(
+        update={
+            "reason": event.message,
+            "machine_failures": trial.machine_failures + machine,
+            "user_failures": trial.user_failures + users,
+            "same_start": trial.same_start + 1 if event.at_start else 0,
+        }
+    )

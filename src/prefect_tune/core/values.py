@@ -1,0 +1,90 @@
+"""How the core's values look: frozen, strict about what they do not know, JSON at the edge."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, NewType, TypeAlias, TypeVar
+
+from blake3 import blake3
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = [
+    "Digest",
+    "ExperimentName",
+    "Json",
+    "Metrics",
+    "Stamp",
+    "TrialId",
+    "Value",
+    "canonical_json",
+    "digest_of",
+    "parse",
+    "valid_name",
+]
+
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Metrics: TypeAlias = Mapping[str, object]
+Digest = NewType("Digest", str)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Value(BaseModel):
+    """A frozen value that refuses fields it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Stamp(Value):
+    """What makes one write recognizable: drawn at the edge, since the core draws nothing."""
+
+    write_id: str
+    at: str
+
+
+def valid_name(name: str) -> str:
+    """Return `name` if it can be a folder on every target.
+
+    Raises:
+        InvalidInput: it is empty, too long, starts with a dot or holds other characters.
+    """
+    if _NAME.fullmatch(name) and ".." not in name:
+        return name
+    raise InvalidInput(
+        f"name {name!r}: expected 1 to 128 letters, digits, '.', '_', '=' or '-', starting with a letter "
+        "or digit and without '..': it becomes a folder on the target"
+    )
+
+
+ExperimentName: TypeAlias = Annotated[str, AfterValidator(valid_name)]
+TrialId: TypeAlias = Annotated[str, AfterValidator(valid_name)]
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> Digest:
+    """Return the BLAKE3 digest (256 bits, hexadecimal) by which the protocol names bytes."""
+    return Digest(blake3(data).hexdigest())
+
+
+def canonical_json(value: object) -> bytes:
+    """Encode `value` so that equal values give equal bytes.
+
+    Raises:
+        ValueError: it holds a NaN or an infinity, which JSON cannot say.
+        TypeError: it holds something else that JSON cannot say.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str) -> _Model:
+    """Decode `data` as `model`, or raise `error` naming `where` and what does not fit."""
+    try:
+        return model.model_validate_json(bytes(data))
+    except ValidationError as invalid:
+        problem = invalid.errors(include_url=False)[0]
+        place = ".".join(map(str, problem["loc"])) or "the document"
+        raise error(f"{where}: {place}: {problem['msg']}") from invalid

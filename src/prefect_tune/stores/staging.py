@@ -1,0 +1,150 @@
+"""Local directories at both ends of a transfer: what is sent, and where restored files are put together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+from prefect_tune.core.chunks import FileStat, Piece
+from prefect_tune.core.commit import Mapper
+from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
+from prefect_tune.core.manifest import Manifest
+
+__all__ = ["DirectorySink", "StagedFiles", "side_by_side"]
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+TRANSFERS = 8
+
+
+@contextmanager
+def side_by_side(workers: int = TRANSFERS) -> Iterator[Mapper]:
+    """Run up to `workers` transfers at once, and no more in memory; the first error ends the rest."""
+    with ThreadPoolExecutor(workers, thread_name_prefix="transfer") as pool:
+
+        def windowed(function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterator[_Out]:
+            waiting = iter(items)
+            running: list[Future[_Out]] = [pool.submit(function, item) for item in islice(waiting, 2 * workers)]
+            try:
+                while running:
+                    yield running.pop(0).result()
+                    running.extend(pool.submit(function, item) for item in islice(waiting, 1))
+            finally:
+                for future in running:
+                    future.cancel()
+
+        yield windowed
+
+
+class StagedFiles:
+    """A directory as a `Source`: listed once, read by position, never written."""
+
+    def __init__(self, directory: Path) -> None:
+        """List `directory`.
+
+        Raises:
+            InvalidInput: it is not a directory, or holds what cannot be restored elsewhere
+                (a link to a directory, a dangling link, a socket, a name that is not UTF-8).
+        """
+        self.directory = directory
+        self.files: tuple[FileStat, ...]
+        self.empty_directories: tuple[str, ...]
+        if not directory.is_dir():
+            raise InvalidInput(f"checkpoint directory {directory}: expected a directory, found nothing of the kind")
+        files: list[FileStat] = []
+        empty: list[str] = []
+        _scan(directory, "", files, empty)
+        self.files = tuple(sorted(files, key=lambda file: file.path))
+        self.empty_directories = tuple(sorted(empty))
+
+    def read_into(self, piece: Piece, buffer: memoryview) -> None:
+        file = self.files[piece.file]
+        try:
+            descriptor = os.open(self.directory / file.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as gone:
+            raise StagedFilesChanged(f"{self.directory / file.path}: was there when the save began") from gone
+        try:
+            done = 0
+            while done < piece.length and (read := os.preadv(descriptor, [buffer[done:]], piece.offset + done)):
+                done += read
+        finally:
+            os.close(descriptor)
+        if done != piece.length:
+            raise StagedFilesChanged(
+                f"{self.directory / file.path}: expected {file.size_bytes} bytes, found {piece.offset + done}: "
+                "the file was cut while it was being saved"
+            )
+
+
+def _scan(directory: Path, below: str, files: list[FileStat], empty: list[str]) -> None:
+    names = sorted(os.listdir(directory))
+    if not names and below:
+        empty.append(below)
+    for name in names:
+        path = f"{below}/{name}" if below else name
+        _require_portable(directory / name, name)
+        status = (directory / name).stat()
+        if stat.S_ISREG(status.st_mode):
+            files.append(FileStat(path, status.st_size, stat.S_IMODE(status.st_mode) & 0o777))
+        else:
+            _scan(directory / name, path, files, empty)
+
+
+def _require_portable(path: Path, name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as undecodable:
+        raise InvalidInput(f"{str(path)!r}: the name is not UTF-8, so it cannot be restored elsewhere") from undecodable
+    if "\\" in name:
+        raise InvalidInput(f"{path}: the name holds a backslash, so it cannot be restored elsewhere")
+    if path.is_symlink() and (path.is_dir() or not path.exists()):
+        raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
+    if not (path.is_file() or path.is_dir()):
+        raise InvalidInput(f"{path}: neither a file nor a directory, so it cannot be saved")
+
+
+class DirectorySink:
+    """A fresh directory beside `destination` that becomes it in one rename, once everything is in it."""
+
+    def __init__(self, manifest: Manifest, destination: Path) -> None:
+        self._manifest = manifest
+        self._destination = destination
+        self._building = destination.with_name(f".{destination.name}.{uuid4().hex}")
+
+    def __enter__(self) -> DirectorySink:
+        self._building.mkdir(parents=True)
+        for directory in self._manifest.empty_directories:
+            (self._building / directory).mkdir(parents=True, exist_ok=True)
+        for file in self._manifest.files:
+            path = self._building / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        return self
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        path = self._building / self._manifest.files[file].path
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(descriptor, data[done:], offset + done)
+        finally:
+            os.close(descriptor)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:
+            for file in self._manifest.files:
+                (self._building / file.path).chmod(file.mode | stat.S_IRUSR)
+            if self._destination.is_dir() and not any(self._destination.iterdir()):
+                self._destination.rmdir()
+            self._building.rename(self._destination)
+        else:
+            shutil.rmtree(self._building)
