@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "AlreadyCommitted",
     "AlreadyExists",
+    "BadMetric",
     "CheckpointCorrupt",
     "CheckpointNotFound",
     "CommitUnknown",
@@ -34,6 +35,10 @@ class TuneError(Exception):
 
 class InvalidInput(TuneError, ValueError):
     """What was asked for cannot be done as asked: correct the input and call again."""
+
+
+class BadMetric(InvalidInput):
+    """A reported metric cannot be stored (NaN, infinite, not a number or text): mend the trainable."""
 
 
 class StoreUnavailable(TuneError):

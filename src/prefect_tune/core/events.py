@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.values import ExperimentName, TrialId, Value
+from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value
 
 __all__ = [
     "Adopted",
@@ -68,6 +68,7 @@ class CheckpointRef(Value):
     step: int
     sequence: int
     metrics: Mapping[str, object] = Field(default_factory=dict)
+    trained_seconds: float = 0.0
     pinned: bool = False
 
 
@@ -114,11 +115,10 @@ class Started(TrialEvent):
 
 
 class Reported(TrialEvent):
-    """The metrics of a step."""
+    """A step was trained."""
 
     type: Literal["reported"] = "reported"
-    step: int
-    metrics: Mapping[str, object]
+    report: StepReport
 
 
 class Committed(TrialEvent):

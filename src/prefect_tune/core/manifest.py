@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from prefect_tune.core.errors import CheckpointCorrupt, UnknownVersion
 from prefect_tune.core.store import Buffer
-from prefect_tune.core.values import Digest, Value, canonical_json, digest_of, parse
+from prefect_tune.core.values import Digest, StepReport, Value, canonical_json, digest_of, parse
 
 __all__ = ["About", "BlobRef", "ChunkRef", "FileRef", "Manifest", "decode_manifest", "encode_manifest"]
 
@@ -73,8 +73,9 @@ class About(Value):
     metrics: Mapping[str, object] = Field(default_factory=dict)
     metadata: Mapping[str, object] = Field(default_factory=dict)
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
-    reports: tuple[tuple[int, Mapping[str, object]], ...] = ()
-    """Steps and metrics that were not journaled yet when the save began: whoever adopts it journals them."""
+    trained_seconds: float = 0.0
+    reports: tuple[StepReport, ...] = ()
+    """Reports that were not journaled yet when the save began: whoever adopts it journals them."""
 
 
 class Manifest(Value):

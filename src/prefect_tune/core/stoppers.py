@@ -10,24 +10,16 @@ from datetime import timedelta
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.values import StepReport
 
-__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Report", "Stop", "Stopper", "as_stopper"]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """One step's metrics, and the training time of the trial up to it, over all attempts."""
-
-    step: int
-    metrics: Mapping[str, object]
-    trained: timedelta
+__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stop", "Stopper", "as_stopper"]
 
 
 class Stopper(ABC):
     """Ends a trial. It sees every report that counts so far, oldest first, and holds no state between calls."""
 
     @abstractmethod
-    def why_stop(self, reports: Sequence[Report]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         """Return why the trial is to stop after the last of `reports`; None to go on."""
 
     def __or__(self, other: Stopper) -> Stopper:
@@ -39,7 +31,7 @@ class Stopper(ABC):
 class Never(Stopper):
     """Train until the trainable ends by itself."""
 
-    def why_stop(self, reports: Sequence[Report]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         return None
 
 
@@ -49,7 +41,7 @@ class AnyOf(Stopper):
 
     stoppers: tuple[Stopper, ...]
 
-    def why_stop(self, reports: Sequence[Report]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         return next((why for each in self.stoppers if (why := each.why_stop(reports))), None)
 
 
@@ -63,7 +55,7 @@ class MaxSteps(Stopper):
         if self.steps < 1:
             raise InvalidInput(f"MaxSteps({self.steps}): expected at least 1 step")
 
-    def why_stop(self, reports: Sequence[Report]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         return f"step {reports[-1].step} of {self.steps}" if reports[-1].step >= self.steps else None
 
 
@@ -77,8 +69,8 @@ class MaxTime(Stopper):
         if self.time <= timedelta(0):
             raise InvalidInput(f"MaxTime({self.time}): expected more than nothing")
 
-    def why_stop(self, reports: Sequence[Report]) -> str | None:
-        trained = reports[-1].trained
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        trained = timedelta(seconds=reports[-1].trained_seconds)
         return f"trained for {trained}, of {self.time}" if trained >= self.time else None
 
 
@@ -98,7 +90,7 @@ class Plateau(Stopper):
         if self.std < 0 or self.reports < 2 or self.grace < 0:
             raise InvalidInput(f"{self}: expected std >= 0, reports >= 2, grace >= 0")
 
-    def why_stop(self, reports: Sequence[Report]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         values = [_number(report.metrics, self.metric) for report in reports[-self.reports :]]
         if len(reports) < max(self.grace, self.reports):
             return None
@@ -113,7 +105,7 @@ class _AtLeast(Stopper):
 
     limits: tuple[tuple[str, float], ...]
 
-    def why_stop(self, reports: Sequence[Report]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         last = reports[-1]
         for name, limit in self.limits:
             value = float(last.step) if name == "step" else _number(last.metrics, name)
@@ -128,7 +120,7 @@ class _Function(Stopper):
 
     function: Callable[[Mapping[str, object]], object]
 
-    def why_stop(self, reports: Sequence[Report]) -> str | None:
+    def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         said = self.function({**reports[-1].metrics, "step": reports[-1].step})
         name = getattr(self.function, "__name__", type(self.function).__name__)
         return f"{name} said so" if said else None

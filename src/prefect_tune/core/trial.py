@@ -25,7 +25,7 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.values import Value
+from prefect_tune.core.values import StepReport, Value
 
 __all__ = ["NEXT", "Status", "Trial", "after", "newest_checkpoint"]
 
@@ -67,6 +67,8 @@ class Trial(Value):
     """The newest step reported in the history that counts."""
     metrics: Mapping[str, object] = Field(default_factory=dict)
     """The metrics of that step."""
+    trained_seconds: float = 0.0
+    """The training time up to that step."""
     checkpoints: tuple[CheckpointRef, ...] = ()
     """The live ones, oldest first."""
     quarantined: tuple[int, ...] = ()
@@ -117,7 +119,7 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
         case Started():
             return _started(trial, event)
         case Reported():
-            return trial.model_copy(update={"step": event.step, "metrics": event.metrics})
+            return _reported(trial, event.report)
         case Committed():
             return _committed(trial, event, number)
         case Retired():
@@ -138,12 +140,20 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
             assert_never(event)
 
 
+def _reported(trial: Trial, report: StepReport) -> Trial:
+    told = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
+    return trial.model_copy(update=told)
+
+
 def _started(trial: Trial, event: Started) -> Trial:
     again = event.from_sequence == trial.started_from
+    start = next((each for each in trial.checkpoints if each.sequence == event.from_sequence), None)
     return trial.model_copy(
         update={
             "attempt": event.attempt,
             "step": event.from_step,
+            "metrics": start.metrics if start else {},
+            "trained_seconds": start.trained_seconds if start else 0.0,
             "wasted_steps": trial.wasted_steps + max(0, trial.step - event.from_step),
             "same_start": trial.same_start if again else 0,
             "started_from": event.from_sequence,

@@ -18,6 +18,7 @@ __all__ = [
     "Json",
     "Metrics",
     "Stamp",
+    "StepReport",
     "TrialId",
     "Value",
     "canonical_json",
@@ -45,6 +46,14 @@ class Stamp(Value):
 
     write_id: str
     at: str
+
+
+class StepReport(Value):
+    """The metrics of a step, and the training time of the trial up to it, over all attempts that count."""
+
+    step: int
+    metrics: Mapping[str, object]
+    trained_seconds: float = 0.0
 
 
 def valid_name(name: str) -> str:
