@@ -1,0 +1,106 @@
+"""What a trial's process and its supervisor tell each other. One JSON document a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter
+
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.events import Cause
+from prefect_tune.core.values import StepReport, Value
+
+__all__ = [
+    "Broke",
+    "FromTrial",
+    "Loaded",
+    "Saved",
+    "Start",
+    "StepDone",
+    "StopAndSave",
+    "ToTrial",
+    "TrialEnded",
+    "from_trial",
+    "to_trial",
+]
+
+
+class Start(Value):
+    """Train: everything that an attempt begins with."""
+
+    type: Literal["start"] = "start"
+    experiment: str
+    trial: str
+    attempt: int
+    trainable: str
+    """`module:name`, or a pickle in hexadecimal, made by the supervisor itself a moment ago."""
+    stopper: str
+    """Likewise."""
+    import_path: tuple[str, ...]
+    config: Mapping[str, object]
+    directory: str
+    """For the trial's own files (logs, plots): synced as artifacts."""
+    staging: str
+    """Where checkpoint directories are handed over."""
+    restored: str | None
+    from_step: int
+    trained_seconds: float
+    curve: tuple[StepReport, ...]
+    cadence: Cadence
+    overlap: bool
+    """Whether training goes on while a checkpoint is uploaded."""
+
+
+class Saved(Value):
+    """The checkpoint of this step is committed."""
+
+    type: Literal["saved"] = "saved"
+    step: int
+
+
+class StopAndSave(Value):
+    """End as soon as the state is saved."""
+
+    type: Literal["stop-and-save"] = "stop-and-save"
+
+
+class Loaded(Value):
+    """The trainable is imported and set up, and the checkpoint is loaded: training begins."""
+
+    type: Literal["loaded"] = "loaded"
+    pid: int
+
+
+class StepDone(Value):
+    """A step was trained; where `checkpoint` names a directory, it is to be committed."""
+
+    type: Literal["step-done"] = "step-done"
+    report: StepReport
+    checkpoint: str | None = None
+    handed_over: bool = False
+    """Whether the directory is the supervisor's now, to be removed once it is committed."""
+
+
+class TrialEnded(Value):
+    """Nothing more will come: the trial is done, or (`interrupted`) it saved as it was asked to."""
+
+    type: Literal["trial-ended"] = "trial-ended"
+    reason: str
+    returned: bool = False
+    interrupted: bool = False
+
+
+class Broke(Value):
+    """The trainable raised."""
+
+    type: Literal["broke"] = "broke"
+    cause: Cause
+    message: str
+    traceback: str
+
+
+ToTrial: TypeAlias = Annotated[Start | Saved | StopAndSave, Field(discriminator="type")]
+FromTrial: TypeAlias = Annotated[Loaded | StepDone | TrialEnded | Broke, Field(discriminator="type")]
+to_trial: TypeAdapter[Start | Saved | StopAndSave] = TypeAdapter(ToTrial)
+from_trial: TypeAdapter[Loaded | StepDone | TrialEnded | Broke] = TypeAdapter(FromTrial)

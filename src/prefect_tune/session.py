@@ -1,0 +1,232 @@
+"""The trial's own side of an attempt: it counts steps, hands checkpoints over, and asks whether to go on."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.stoppers import Stopper
+from prefect_tune.core.values import StepReport
+from prefect_tune.core.wire import FromTrial, Saved, Start, StepDone, StopAndSave, to_trial
+from prefect_tune.trainable import TrialInfo
+
+if TYPE_CHECKING:
+    from prefect_tune.checkpoint import Checkpoint
+
+__all__ = ["TrialOver", "TrialSession", "send", "storable"]
+
+
+class TrialOver(BaseException):
+    """Unwinds the user's function when the trial is to end; not an Exception, so that no broad except stops it."""
+
+    def __init__(self, reason: str, *, interrupted: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.interrupted = interrupted
+
+
+class TrialSession:
+    """One attempt as seen from inside: the channel to the supervisor, and what has been reported."""
+
+    def __init__(self, channel: Connection, start: Start, stopper: Stopper) -> None:
+        self._channel = channel
+        self._start = start
+        self._stopper = stopper
+        self._curve: list[StepReport] = list(start.curve)
+        self._trained = timedelta(seconds=start.trained_seconds)
+        self._resumed_at = time.monotonic()
+        self._uploading: int | None = None
+        self._done = False
+        self._want_save = False
+        self.step = start.from_step
+        self.asked_to_stop = False
+
+    def info(self) -> TrialInfo:
+        start = self._start
+        self.listen()
+        return TrialInfo(
+            id=start.trial,
+            experiment=start.experiment,
+            attempt=start.attempt,
+            directory=Path(start.directory),
+            config=start.config,
+            step=self.step,
+            should_checkpoint=self.asked_to_stop,
+        )
+
+    def restored(self) -> Path | None:
+        return Path(self._start.restored) if self._start.restored else None
+
+    def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
+        """The function API's step: report, hand over, and leave by `TrialOver` when the trial is to end."""
+        told = self.count(metrics)
+        directory = _local_directory(checkpoint) if checkpoint is not None else None
+        if directory is None:
+            self.tell(told)
+        elif self._start.overlap:
+            self._wait_for_upload()
+            self.hand_over(told, _copied(directory, self.new_directory()), "moved")
+        else:
+            self.hand_over(told, directory, "lent")
+        self.end_if_due(saved=directory is not None)
+
+    def count(self, metrics: Mapping[str, object]) -> StepReport:
+        """Make the report of the next step."""
+        stored = storable(metrics, f"metrics of step {self.step + 1}")
+        self.step += 1
+        self._done = stored.pop("done", False) is True
+        self._want_save = stored.pop("should_checkpoint", False) is True
+        told = StepReport(step=self.step, metrics=stored, trained_seconds=self._trained_so_far().total_seconds())
+        self._curve.append(told)
+        return told
+
+    def wants_save(self) -> bool:
+        """Say whether the last step asked to be saved, or somebody asked the trial to stop."""
+        self.listen()
+        return self._want_save or self.asked_to_stop
+
+    def why_stop(self) -> str | None:
+        """Return why the trial is over after the last step; None to go on."""
+        return "the trainable said it is done" if self._done else self._stopper.why_stop(self._curve)
+
+    def tell(self, report: StepReport) -> None:
+        send(self._channel, StepDone(report=report))
+
+    def hand_over(self, report: StepReport, directory: Path, how: Literal["moved", "lent"]) -> None:
+        """Have `directory` committed. A lent one is waited for; a moved one is the supervisor's from now on."""
+        self._wait_for_upload()
+        moved = how == "moved"
+        send(self._channel, StepDone(report=report, checkpoint=str(directory), handed_over=moved))
+        self._uploading = report.step
+        if not (moved and self._start.overlap):
+            self._wait_for_upload()
+
+    def new_directory(self) -> Path:
+        """Return a new empty directory to hand over."""
+        directory = Path(self._start.staging) / f"{self.step:010d}-{time.monotonic_ns()}"
+        directory.mkdir(parents=True)
+        return directory
+
+    def end_if_due(self, *, saved: bool) -> None:
+        """Leave when a stop criterion is met, or when the state is saved and somebody asked to stop.
+
+        Raises:
+            TrialOver: always, where it does not return.
+        """
+        why = self.why_stop()
+        self.listen()
+        if why or (saved and self.asked_to_stop):
+            self.settle()
+            raise TrialOver(why or "saved, as asked", interrupted=why is None)
+
+    def settle(self) -> None:
+        """Return once nothing is being uploaded any more."""
+        self._wait_for_upload()
+
+    def listen(self) -> None:
+        """Take in what the supervisor has said meanwhile."""
+        while self._channel.poll():
+            self._take_in()
+
+    def _wait_for_upload(self) -> None:
+        while self._uploading is not None:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        match to_trial.validate_json(self._channel.recv_bytes()):
+            case Saved(step=step) if step == self._uploading:
+                self._uploading = None
+            case StopAndSave():
+                self.asked_to_stop = True
+            case _:
+                pass
+
+    def _trained_so_far(self) -> timedelta:
+        return self._trained + timedelta(seconds=time.monotonic() - self._resumed_at)
+
+
+def send(channel: Connection, message: FromTrial) -> None:
+    """Tell the supervisor."""
+    assert isinstance(message, BaseModel)
+    channel.send_bytes(message.model_dump_json().encode())
+
+
+def storable(value: Mapping[str, object], where: str) -> dict[str, object]:
+    """Return `value` as plain JSON: numbers of NumPy and the like become Python's.
+
+    Raises:
+        BadMetric: something cannot be stored; says what, and where.
+    """
+    if not isinstance(value, Mapping):
+        raise BadMetric(f"{where}: expected a dict of metrics, found {type(value).__name__}")
+    return {_key(name, where): _plain(each, f"{where}: {name!r}") for name, each in value.items()}
+
+
+def _key(name: object, where: str) -> str:
+    if isinstance(name, str):
+        return name
+    raise BadMetric(f"{where}: expected names of type str, found {name!r}")
+
+
+def _plain(value: object, where: str) -> object:
+    match value:
+        case None | bool() | str():
+            return value
+        case int() | float():
+            return _finite(value, where)
+        case Mapping():
+            return storable(value, where)
+        case list() | tuple():
+            return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", 1) == 1:
+        return _plain(item(), where)
+    raise BadMetric(
+        f"{where}: expected a finite number, text, or JSON made of these, found {type(value).__name__}; "
+        "convert it (float(x), x.tolist()), or save it in the checkpoint"
+    )
+
+
+def _finite(value: float, where: str) -> float:
+    if math.isfinite(value):
+        return value
+    raise BadMetric(f"{where}: found {value}; training has diverged, or the metric divides by zero")
+
+
+def _local_directory(checkpoint: Checkpoint) -> Path:
+    path = Path(str(checkpoint.path))
+    if not path.is_dir():
+        raise InvalidInput(
+            f"pt.report(checkpoint={checkpoint!r}): expected a local directory, as in "
+            "pt.Checkpoint.from_directory(path); what is on a target already need not be reported"
+        )
+    return path
+
+
+def _copied(source: Path, destination: Path) -> Path:
+    """A snapshot: the user may change or remove the directory as soon as `report` returns."""
+    shutil.copytree(source, destination, dirs_exist_ok=True, copy_function=_copy_file)
+    return destination
+
+
+def _copy_file(source: str, destination: str) -> str:
+    """Clone where the file system can share the bytes until one side writes; copy inside the kernel elsewhere."""
+    with open(source, "rb") as reading, open(destination, "wb") as writing:
+        size = os.fstat(reading.fileno()).st_size
+        done = 0
+        while done < size and (sent := os.sendfile(writing.fileno(), reading.fileno(), done, size - done)):
+            done += sent
+    shutil.copymode(source, destination)
+    return destination
+
+

@@ -1,0 +1,130 @@
+"""What users write against: the class API, and three functions for the function API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from prefect_tune.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from prefect_tune.checkpoint import Checkpoint
+
+__all__ = ["Trainable", "TrialInfo", "get_checkpoint", "get_trial", "report"]
+
+
+class Trainable:
+    """A model that trains step by step. Override `setup`, `step`, `save_checkpoint` and `load_checkpoint`.
+
+    Each attempt makes one object in a process of its own: `setup`, then `load_checkpoint` where
+    there is something to go on from, then `step` until a stop criterion is met.
+    Whatever the next step depends on (weights, optimizer, random state, place in the data)
+    belongs into the checkpoint: then a resumed run ends with the very weights of an undisturbed one.
+    """
+
+    def setup(self, config: Mapping[str, object]) -> None:
+        """Build the model from the trial's configuration."""
+
+    def step(self) -> Mapping[str, object]:
+        """Train one step and return its metrics: finite numbers, text, or JSON made of these.
+
+        `{"done": True}` ends the trial after this step; `{"should_checkpoint": True}` saves it.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.step: train one step and return its metrics")
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write the whole state into the empty directory `checkpoint_dir`. Nothing else may go on writing there."""
+        raise NotImplementedError(f"{type(self).__name__}.save_checkpoint: write the state into checkpoint_dir")
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Read back what `save_checkpoint` wrote. The directory is gone when this returns: copy what is needed later."""
+        raise NotImplementedError(f"{type(self).__name__}.load_checkpoint: read the state from checkpoint_dir")
+
+    def reset_config(self, config: Mapping[str, object]) -> bool:
+        """Become another trial with this configuration, and return True; False (the default) where that is not possible."""
+        return False
+
+    def cleanup(self) -> None:
+        """Let go of what `setup` took. Called when the trial ends in order, not when its process dies."""
+
+
+@dataclass(frozen=True)
+class TrialInfo:
+    """The trial that is being trained here."""
+
+    id: str
+    experiment: str
+    attempt: int
+    """From 1; each retry and resume adds one."""
+    directory: Path
+    """For the trial's own files (logs, plots): synced to the target as artifacts, and back on a resume."""
+    config: Mapping[str, object]
+    step: int
+    """Steps trained so far, those before a resume among them."""
+    should_checkpoint: bool
+    """Whether the trial was asked to stop: report a checkpoint next, and the run ends with nothing lost."""
+
+
+class Session(Protocol):
+    """The trial that runs in this process, as these functions see it."""
+
+    def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None: ...
+
+    def restored(self) -> Path | None: ...
+
+    def info(self) -> TrialInfo: ...
+
+
+# A thread started by the trainable sees no context variable of its starter: `_in_process` is for those.
+_in_context: ContextVar[Session] = ContextVar("prefect_tune_session")
+_in_process: list[Session] = []
+
+
+def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
+    """Tell the metrics of one step, and hand over a checkpoint of the state after it.
+
+    Without a checkpoint it returns at once. With one it returns when the checkpoint is committed
+    on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time).
+
+    Args:
+        metrics: finite numbers, text, or JSON made of these.
+        checkpoint: a local directory, as `pt.Checkpoint.from_directory(path)`.
+
+    Raises:
+        BadMetric: a value is NaN, infinite, or cannot be stored.
+        InvalidInput: no trial runs here, or the checkpoint is not a local directory.
+    """
+    _session("pt.report").report(metrics, checkpoint)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the checkpoint to go on from, as a local directory; None on a fresh start."""
+    from prefect_tune.checkpoint import Checkpoint
+
+    restored = _session("pt.get_checkpoint").restored()
+    return Checkpoint.from_directory(restored) if restored else None
+
+
+def get_trial() -> TrialInfo:
+    """Return the trial that is being trained here."""
+    return _session("pt.get_trial").info()
+
+
+def enter(session: Session, *, whole_process: bool) -> None:
+    """Make `session` the trial of this context, and of every thread of this process where it has one to itself."""
+    _in_context.set(session)
+    if whole_process:
+        _in_process[:] = [session]
+
+
+def _session(caller: str) -> Session:
+    session = _in_context.get(None) or next(iter(_in_process), None)
+    if session is None:
+        raise InvalidInput(
+            f"{caller}() was called where no trial runs. Call it inside the function that you pass to "
+            "pt.durable_trainable(train, ...), not around it"
+        )
+    return session

@@ -1,0 +1,167 @@
+"""The process that a trial is trained in: `python -m prefect_tune.trial_process`, without Prefect.
+
+It reads one `Start` from the channel that it inherits, trains, and says how it ended. It writes to
+no target. When its supervisor is gone it ends, with every process that it has started.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import cast
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.events import Cause
+from prefect_tune.core.stoppers import Stopper
+from prefect_tune.core.wire import Broke, Loaded, Start, TrialEnded, to_trial
+from prefect_tune.session import TrialOver, TrialSession, send
+from prefect_tune.trainable import Trainable, enter
+
+__all__ = ["load_trainable", "train"]
+
+TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
+
+
+class _NotLoaded(Exception):
+    """The trainable could not be imported: another attempt would fare no better."""
+
+
+def main(channel_fd: int, lifeline_fd: int) -> None:
+    """Serve one attempt on the inherited descriptors."""
+    # A group-wide SIGTERM (SLURM, a terminal) must not end training before the supervisor has asked for
+    # the state; a handler, unlike SIG_IGN, is not inherited by what the trainable starts.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_die_with_supervisor, args=(lifeline_fd,), daemon=True).start()
+    train(Connection(channel_fd), whole_process=True)
+
+
+def train(channel: Connection, *, whole_process: bool) -> None:
+    """Run the attempt that the channel's first message describes, and say on the channel how it ended."""
+    start = cast(Start, to_trial.validate_json(channel.recv_bytes()))
+    try:
+        session, trainable = _prepare(channel, start)
+        enter(session, whole_process=whole_process)
+        ended = _run(session, trainable, start, channel)
+    except BaseException as error:  # the process's edge: everything becomes a message
+        send(channel, _broke(error))
+        if not isinstance(error, Exception | SystemExit | KeyboardInterrupt):
+            raise
+    else:
+        send(channel, ended)
+
+
+def load_trainable(name: str) -> object:
+    """Return what `package.module:Name` names, or what a pickle in hexadecimal holds.
+
+    Raises:
+        InvalidInput: it is not of that form, the module cannot be imported, or has no such name.
+    """
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        import cloudpickle
+
+        return cloudpickle.loads(bytes.fromhex(name))
+    try:
+        found: object = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise InvalidInput(
+            f"trainable {name!r}: {error}. Expected 'package.module:Name', importable where the trial runs "
+            f"(working directory {os.getcwd()})"
+        ) from error
+    return found
+
+
+def _prepare(channel: Connection, start: Start) -> tuple[TrialSession, object]:
+    sys.path[:] = [*start.import_path, *(entry for entry in sys.path if entry not in start.import_path)]
+    try:
+        trainable = load_trainable(start.trainable)
+        stopper = cast(Stopper, load_trainable(start.stopper))
+    except Exception as error:
+        raise _NotLoaded(f"{type(error).__name__}: {error}") from error
+    return TrialSession(channel, start, stopper), trainable
+
+
+def _run(session: TrialSession, trainable: object, start: Start, channel: Connection) -> TrialEnded:
+    try:
+        if isinstance(trainable, type):
+            return _run_class(session, cast(type[Trainable], trainable), start, channel)
+        send(channel, Loaded(pid=os.getpid()))
+        return _run_function(session, cast(TrainFunction, trainable), start)
+    except TrialOver as over:
+        return TrialEnded(reason=over.reason, interrupted=over.interrupted)
+
+
+def _run_function(session: TrialSession, function: TrainFunction, start: Start) -> TrialEnded:
+    returned = function(dict(start.config))
+    if returned is not None:
+        session.tell(session.count(returned))
+    session.settle()
+    return TrialEnded(reason="the trainable returned", returned=True)
+
+
+def _run_class(session: TrialSession, kind: type[Trainable], start: Start, channel: Connection) -> TrialEnded:
+    trainable = kind()
+    trainable.setup(dict(start.config))
+    if start.restored:
+        trainable.load_checkpoint(start.restored)
+    send(channel, Loaded(pid=os.getpid()))
+    try:
+        saved_step, saved_at = session.step, time.monotonic()
+        while True:
+            report = session.count(trainable.step())
+            why = session.why_stop()
+            steps, elapsed = session.step - saved_step, timedelta(seconds=time.monotonic() - saved_at)
+            at_end = why is not None and start.cadence.at_end
+            if saves := session.wants_save() or at_end or start.cadence.due(steps, elapsed):
+                saved_step, saved_at = session.step, time.monotonic()
+                directory = session.new_directory()
+                trainable.save_checkpoint(str(directory))
+                session.hand_over(report, directory, "moved")
+            else:
+                session.tell(report)
+            session.end_if_due(saved=saves)
+    finally:
+        trainable.cleanup()
+
+
+def _broke(error: BaseException) -> Broke:
+    cause = _cause(error)
+    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {error}"
+    return Broke(cause=cause, message=message, traceback=traceback.format_exc())
+
+
+def _cause(error: BaseException) -> Cause:
+    match error:
+        case _NotLoaded() | ImportError():
+            return Cause.IMPORT
+        case MemoryError():
+            return Cause.OUT_OF_MEMORY
+        case BadMetric():
+            return Cause.BAD_METRIC
+        case _:
+            return Cause.USER
+
+
+def _die_with_supervisor(lifeline_fd: int) -> None:
+    """Nobody ever writes to the lifeline: reading ends when the supervisor does, however it dies."""
+    os.read(lifeline_fd, 1)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
+    # Threads and children that the trainable left behind must not keep a finished trial alive.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
