@@ -1,0 +1,406 @@
+"""Objects as files: on a local disk, on NFS, on whatever the kernel can mount."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CommitUnknown,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+)
+from prefect_tune.core.store import Buffer, Listed
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.paths import TEMPORARY, checked_folder, checked_path
+from prefect_tune.stores.posix_calls import FileStatus, FileSystemCalls, OsCalls
+from prefect_tune.stores.posix_errors import NOT_DONE, as_store_error
+from prefect_tune.stores.posix_leftovers import LEFTOVER_AFTER, remove_leftovers
+
+__all__ = ["PosixStore", "make_root"]
+
+_WRITE_BYTES = 16 << 20  # between two looks at the clock
+_READ_BYTES = 64 << 20
+_RACES = 100  # a folder is pruned under a writer again and again only if something is badly wrong
+
+
+@dataclass(frozen=True, slots=True)
+class _Temporary:
+    """Whole, synced, unpublished bytes."""
+
+    name: str
+    folder: int
+    status: FileStatus
+
+
+class PosixStore:
+    """Objects as files below `root`, which must exist (`make_root`).
+
+    An object is written under a hidden name, synced, and linked to its own: atomic between writers on any
+    machine that mounts the directory, whole after a power cut. Until the new name itself is safe the file
+    has two links; whoever meets such an object syncs its folder before believing in it. What killed
+    writers left under hidden names is removed by a later writer, after fifteen minutes.
+
+    The deadline is looked at between system calls: one that hangs (a dead NFS server) is ended only from
+    outside, by `IsolatedStore`. Symbolic links below the root are refused, never followed.
+    """
+
+    def __init__(
+        self, root: Path, *, deadline: Deadline | None = None, calls: FileSystemCalls | None = None
+    ) -> None:
+        self.root = root
+        self._deadline = deadline or Deadline.never()
+        self._calls = calls or OsCalls()
+        self._identity: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+        self._has_swept = False
+
+    @property
+    def conditional_create(self) -> bool:
+        return True
+
+    def create(self, path: str, data: Buffer) -> None:
+        """See `ObjectStore.create`."""
+        folder, _, name = checked_path(path).rpartition("/")
+        with self._told("create", path) as root, self._temporary(root, data) as fresh:
+            self._publish(root, folder, fresh, lambda target: self._link(fresh, target, name, path))
+
+    def put(self, path: str, data: Buffer) -> None:
+        """See `ObjectStore.put`. What is there with the same size is left alone."""
+        folder, _, name = checked_path(path).rpartition("/")
+        with self._told("put", path) as root:
+            if self._size(root, path) == memoryview(data).nbytes:
+                return
+            with self._temporary(root, data) as fresh:
+                self._publish(root, folder, fresh, lambda target: self._replace(fresh, target, name))
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        """See `ObjectStore.read`."""
+        with self._told("read", path) as root, self._opened_file(root, path) as (file, size_bytes):
+            end = size_bytes if length is None else min(size_bytes, offset + length)
+            pieces: list[bytes] = []
+            while offset < end:
+                self._deadline.check(f"read of {path}")
+                piece = self._calls.pread(file, min(end - offset, _READ_BYTES), offset)
+                if not piece:
+                    break
+                pieces.append(piece)
+                offset += len(piece)
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def size(self, path: str) -> int | None:
+        """See `ObjectStore.size`."""
+        with self._told("size", path) as root:
+            return self._size(root, path)
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        """See `ObjectStore.list`."""
+        folder = checked_folder(prefix)
+        with self._told("list", prefix) as root, ExitStack() as opened:
+            start = self._walk(opened, root, folder)
+            found = [] if start is None else list(self._below(start, f"{folder}/" if folder else "", after))
+        return sorted(found, key=lambda listed: listed.path)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """See `ObjectStore.delete`. Folders that become empty go too."""
+        split = sorted(checked_path(path).rpartition("/")[::2] for path in paths)
+        with self._told("delete", ", ".join(paths[:3])) as root:
+            for folder, of_folder in groupby(split, key=lambda of: of[0]):
+                with ExitStack() as opened:
+                    where = self._walk(opened, root, folder)
+                    if where is not None:
+                        self._unlink(where, [name for _, name in of_folder])
+                self._prune(root, folder)
+
+    # ------------------------------------------------------------------------------------ names and folders
+
+    @contextmanager
+    def _told(self, doing: str, path: str) -> Iterator[int]:
+        """Open the root for one operation, and tell its system errors as the store's."""
+        what = f"{doing} of {path!r} in {self.root}"
+        self._deadline.check(what)
+        with ExitStack() as opened:
+            root = self._open_root(opened, what)
+            try:
+                yield root
+            except OSError as error:
+                raise as_store_error(error, what) from error
+
+    def _open_root(self, opened: ExitStack, what: str) -> int:
+        try:
+            root = self._enter(opened, self._calls.open_root(os.fspath(self.root)))
+            status = self._calls.status(root)
+        except FileNotFoundError as error:
+            raise StoreUnavailable(
+                f"{what}: the root itself is not there, so nothing is known; create it, or mount what holds it"
+            ) from error
+        except OSError as error:
+            raise as_store_error(error, what) from error
+        identity = (status.device, status.inode)
+        if identity != (self._identity or identity):
+            raise StoreUnavailable(
+                f"{what}: the root is another directory than before; was it unmounted or replaced?"
+            )
+        self._identity = identity
+        return root
+
+    def _enter(self, opened: ExitStack, file: int) -> int:
+        opened.callback(self._calls.close, file)
+        return file
+
+    def _walk(self, opened: ExitStack, root: int, folder: str) -> int | None:
+        """Open `folder` component by component, through no link; None where there is none."""
+        where = root
+        for name in folder.split("/") if folder else ():
+            try:
+                where = self._enter(opened, self._calls.open_folder(name, where))
+            except FileNotFoundError:
+                return None
+            except NotADirectoryError:
+                if self._calls.status_of(name, where).is_link:
+                    raise
+                return None  # an object, and so no folder
+        return where
+
+    def _make(self, opened: ExitStack, root: int, folder: str) -> int:
+        """Open `folder`, making what is missing; its name is safe on the disk before anything is in it."""
+        where = root
+        for name in folder.split("/") if folder else ():
+            parent = where
+            try:
+                where = self._calls.open_folder(name, parent)
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    self._calls.mkdir(name, parent)
+                where = self._calls.open_folder(name, parent)
+            self._enter(opened, where)
+            # Whoever put something into a folder has synced its name before. An empty one may have been
+            # made by a writer that died before it could.
+            if self._calls.is_empty(where):
+                self._calls.fsync_folder(parent)
+        return where
+
+    def _size(self, root: int, path: str) -> int | None:
+        folder, _, name = checked_path(path).rpartition("/")
+        with ExitStack() as opened:
+            where = self._walk(opened, root, folder)
+            status = None if where is None else self._status(where, name)
+            if where is None or status is None or status.is_folder:
+                return None
+            self._settle(where, status)
+            return status.size_bytes
+
+    def _status(self, folder: int, name: str) -> FileStatus | None:
+        try:
+            return self._calls.status_of(name, folder)
+        except FileNotFoundError:
+            return None
+
+    def _settle(self, folder: int, status: FileStatus) -> None:
+        """Make sure that an object which is believed in is also there after a power cut."""
+        if status.is_link:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if status.links > 1:
+            self._calls.fsync_folder(folder)
+
+    @contextmanager
+    def _opened_file(self, root: int, path: str) -> Iterator[tuple[int, int]]:
+        folder, _, name = checked_path(path).rpartition("/")
+        with ExitStack() as opened:
+            where = self._walk(opened, root, folder)
+            try:
+                file = None if where is None else self._enter(opened, self._calls.open_file(name, where))
+            except FileNotFoundError:
+                file = None
+            status = None if file is None else self._calls.status(file)
+            if where is None or file is None or status is None or status.is_folder:
+                raise ObjectNotFound(f"{path}: nothing there in {self.root}")
+            if not status.is_file:
+                raise StoreRefused(f"{path} in {self.root}: not a plain file")
+            self._settle(where, status)
+            yield file, status.size_bytes
+
+    def _below(self, folder: int, prefix: str, after: str) -> Iterator[Listed]:
+        """Yield the objects below an open folder, in no order; what vanishes meanwhile is left out."""
+        for name in self._calls.names(folder):
+            path = prefix + name
+            status = None if path == TEMPORARY else self._status(folder, name)
+            if status is None:
+                continue
+            if status.is_file and path > after:
+                yield Listed(path, status.size_bytes)
+            elif status.is_folder and (f"{path}/" > after or after.startswith(f"{path}/")):
+                with ExitStack() as opened, suppress(FileNotFoundError):
+                    self._deadline.check(f"list of {path}")
+                    inner = self._enter(opened, self._calls.open_folder(name, folder))
+                    yield from self._below(inner, f"{path}/", after)
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    @contextmanager
+    def _temporary(self, root: int, data: Buffer) -> Iterator[_Temporary]:
+        """Write and sync `data` under a hidden name; it goes afterwards, unless the outcome is unknown."""
+        with ExitStack() as opened:
+            folder = self._open_temporary(opened, root)
+            name = uuid.uuid4().hex
+            file = self._enter(opened, self._calls.new_file(name, folder))
+            try:
+                self._calls.try_lock(file)  # tells those who sweep that this writer is alive
+                self._write(file, data)
+                self._sweep(folder, self._calls.status(file).modified_ns)
+                yield _Temporary(name, folder, self._calls.status(file))
+            except CommitUnknown:
+                raise  # the second link is what tells the next reader to sync
+            except BaseException:
+                self._discard(name, folder)
+                raise
+            self._discard(name, folder)
+
+    def _open_temporary(self, opened: ExitStack, root: int) -> int:
+        if self._status(root, TEMPORARY) is None:
+            with suppress(FileExistsError):
+                self._calls.mkdir(TEMPORARY, root)
+        return self._enter(opened, self._calls.open_folder(TEMPORARY, root))
+
+    def _write(self, file: int, data: Buffer) -> None:
+        left = memoryview(data).cast("B")
+        while left:
+            self._deadline.check("write")
+            left = left[self._calls.write(file, left[:_WRITE_BYTES]) :]
+        self._calls.fsync(file)
+
+    def _discard(self, name: str, folder: int) -> None:
+        with suppress(OSError):  # the outcome stands whatever becomes of the hidden name; it is swept later
+            self._calls.unlink(name, folder)
+
+    def _publish(self, root: int, folder: str, fresh: _Temporary, into: Callable[[int], None]) -> None:
+        """Run `into` with the folder, made again when a delete pruned it in the meantime."""
+        for _ in range(_RACES):
+            self._deadline.check(f"publishing in {folder!r}")
+            try:
+                with ExitStack() as opened:
+                    into(self._make(opened, root, folder))
+                return
+            except FileNotFoundError as error:
+                if self._status(fresh.folder, fresh.name) is None:
+                    raise StoreUnavailable(f"{fresh.name}: somebody removed it from {TEMPORARY!r}") from error
+        raise StoreUnavailable(f"{folder!r} in {self.root}: vanished {_RACES} times while it was written to")
+
+    def _link(self, fresh: _Temporary, folder: int, name: str, path: str) -> None:
+        try:
+            self._calls.link(fresh.name, fresh.folder, name, folder)
+        except OSError as error:
+            if not self._is_linked(fresh, folder, name, error):
+                raise AlreadyExists(f"{path}: there already in {self.root}") from error
+        try:
+            self._calls.fsync_folder(folder)
+        except OSError as error:
+            raise CommitUnknown(
+                f"{path} in {self.root}: written, but its folder cannot be synced: {error}"
+            ) from error
+
+    def _is_linked(self, fresh: _Temporary, folder: int, name: str, error: OSError) -> bool:
+        """Say whether a link that failed is there all the same (a lost reply of NFS), or another file.
+
+        Raises:
+            OSError: it was not made.
+            CommitUnknown: it cannot be said.
+        """
+        if error.errno in NOT_DONE:
+            raise error
+        try:
+            there = self._status(folder, name)
+            if there is not None and there.inode != fresh.status.inode:
+                self._settle(folder, there)
+        except OSError as blind:
+            raise CommitUnknown(f"{name!r} in {self.root}: {error}, and then {blind}") from error
+        if there is None:
+            raise CommitUnknown(f"{name!r} in {self.root}: {error}; not there yet") from error
+        if there.is_folder:
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
+        return there.inode == fresh.status.inode
+
+    def _replace(self, fresh: _Temporary, folder: int, name: str) -> None:
+        """Link the object, over one whose size is wrong: spoilt by another writer, or by a disk."""
+        try:
+            self._calls.link(fresh.name, fresh.folder, name, folder)
+        except FileExistsError:
+            there = self._status(folder, name)
+            if there is not None and not there.is_file:
+                raise
+            if there is None or there.size_bytes != fresh.status.size_bytes:
+                self._rename(fresh, folder, name)
+        self._calls.fsync_folder(folder)
+
+    def _rename(self, fresh: _Temporary, folder: int, name: str) -> None:
+        second = f"{fresh.name}-again"
+        self._calls.link(
+            fresh.name, fresh.folder, second, fresh.folder
+        )  # two links until the folder is synced
+        try:
+            self._calls.rename(second, fresh.folder, name, folder)
+        except BaseException:
+            self._discard(second, fresh.folder)
+            raise
+
+    # --------------------------------------------------------------------------------------------- removing
+
+    def _unlink(self, folder: int, names: Sequence[str]) -> None:
+        for name in names:
+            self._deadline.check(f"delete of {name!r}")
+            with suppress(FileNotFoundError, IsADirectoryError):
+                self._calls.unlink(name, folder)
+        self._calls.fsync_folder(folder)  # a manifest must not come back after its blobs have gone
+
+    def _prune(self, root: int, folder: str) -> None:
+        while folder:
+            parent, _, name = folder.rpartition("/")
+            with ExitStack() as opened:
+                where = self._walk(opened, root, parent)
+                try:
+                    if where is not None:
+                        self._calls.rmdir(name, where)
+                except (
+                    OSError
+                ):  # not empty, or in use, or not ours to remove: a folder that stays hurts nobody
+                    return
+            folder = parent
+
+    def _sweep(self, folder: int, now_ns: int) -> None:
+        """Remove, once per open store, what killed writers left; `now_ns` is the file system's own clock."""
+        with self._lock:
+            if self._has_swept:
+                return
+            self._has_swept = True
+        remove_leftovers(self._calls, folder, now_ns, older_than=LEFTOVER_AFTER)
+
+
+def make_root(root: Path) -> None:
+    """Make the directory of a store, and those above it, safe against a power cut. Done already is fine.
+
+    Raises:
+        StoreRefused: not permitted, or something else stands there.
+        StoreUnavailable: the disk is full or does not answer.
+    """
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                OsCalls().fsync_folder(above)
+            finally:
+                os.close(above)
+        if not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(root))
+    except OSError as error:
+        raise as_store_error(error, f"making {root}") from error

@@ -1,0 +1,151 @@
+"""The system calls a file store is made of, behind a seam where tests put a disk that loses power."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["FileStatus", "FileSystemCalls", "OsCalls"]
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync() stops at the drive's cache
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """What `stat` says about a name or an open file."""
+
+    mode: int
+    device: int
+    inode: int
+    links: int
+    size_bytes: int
+    modified_ns: int
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_folder(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_link(self) -> bool:
+        return stat.S_ISLNK(self.mode)
+
+
+class FileSystemCalls(Protocol):
+    """One system call per method; names are single path components below an open folder.
+
+    No call follows a symbolic link (but `open_root`), every call raises the `OSError` of the system.
+    """
+
+    def open_root(self, path: str) -> int: ...
+    def open_folder(self, name: str, folder: int) -> int: ...
+    def open_file(self, name: str, folder: int) -> int: ...
+    def new_file(self, name: str, folder: int) -> int: ...
+    def close(self, file: int) -> None: ...
+    def write(self, file: int, data: memoryview) -> int: ...
+    def pread(self, file: int, length: int, offset: int) -> bytes: ...
+    def fsync(self, file: int) -> None: ...
+    def fsync_folder(self, folder: int) -> None: ...
+    def sync(self) -> None: ...
+    def link(self, name: str, folder: int, new_name: str, new_folder: int) -> None: ...
+    def rename(self, name: str, folder: int, new_name: str, new_folder: int) -> None: ...
+    def unlink(self, name: str, folder: int) -> None: ...
+    def mkdir(self, name: str, folder: int) -> None: ...
+    def rmdir(self, name: str, folder: int) -> None: ...
+    def status(self, file: int) -> FileStatus: ...
+    def status_of(self, name: str, folder: int) -> FileStatus: ...
+    def names(self, folder: int) -> list[str]: ...
+    def is_empty(self, folder: int) -> bool: ...
+    def try_lock(self, file: int) -> bool: ...
+
+
+class OsCalls:
+    """The calls of this machine's kernel."""
+
+    def open_root(self, path: str) -> int:
+        return os.open(path, _FOLDER)
+
+    def open_folder(self, name: str, folder: int) -> int:
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+
+    def open_file(self, name: str, folder: int) -> int:
+        # O_NONBLOCK: somebody's pipe under this name must not hold the caller for ever.
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+
+    def new_file(self, name: str, folder: int) -> int:
+        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def write(self, file: int, data: memoryview) -> int:
+        return os.write(file, data)
+
+    def pread(self, file: int, length: int, offset: int) -> bytes:
+        return os.pread(file, length, offset)
+
+    def fsync(self, file: int) -> None:
+        if _FULL_SYNC is not None:  # pragma: no cover - macOS only
+            fcntl.fcntl(file, _FULL_SYNC)
+        else:
+            os.fsync(file)
+
+    def fsync_folder(self, folder: int) -> None:
+        try:
+            os.fsync(folder)
+        except OSError as error:
+            # Some network file systems have nothing to sync in a folder, and say so this way.
+            if error.errno != errno.EINVAL:
+                raise
+
+    def sync(self) -> None:
+        os.sync()
+
+    def link(self, name: str, folder: int, new_name: str, new_folder: int) -> None:
+        os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
+
+    def rename(self, name: str, folder: int, new_name: str, new_folder: int) -> None:
+        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
+
+    def unlink(self, name: str, folder: int) -> None:
+        os.unlink(name, dir_fd=folder)
+
+    def mkdir(self, name: str, folder: int) -> None:
+        os.mkdir(name, dir_fd=folder)
+
+    def rmdir(self, name: str, folder: int) -> None:
+        os.rmdir(name, dir_fd=folder)
+
+    def status(self, file: int) -> FileStatus:
+        return _status(os.fstat(file))
+
+    def status_of(self, name: str, folder: int) -> FileStatus:
+        return _status(os.stat(name, dir_fd=folder, follow_symlinks=False))
+
+    def names(self, folder: int) -> list[str]:
+        return os.listdir(folder)
+
+    def is_empty(self, folder: int) -> bool:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is None
+
+    def try_lock(self, file: int) -> bool:
+        with suppress(OSError):  # held by a live writer, or a file system without locks: not ours either way
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+
+def _status(found: os.stat_result) -> FileStatus:
+    return FileStatus(
+        found.st_mode, found.st_dev, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns
+    )

@@ -1,0 +1,46 @@
+"""Hidden files that killed writers left behind: found, and removed beside living writers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+
+from prefect_tune.stores.posix_calls import FileSystemCalls
+
+__all__ = ["LEFTOVER_AFTER", "remove_leftovers"]
+
+LEFTOVER_AFTER = timedelta(minutes=15)
+_THOUGH_LOCKED = timedelta(days=7)  # for file systems that grant no locks, or keep those of the dead
+
+
+def remove_leftovers(calls: FileSystemCalls, folder: int, now_ns: int, *, older_than: timedelta) -> int:
+    """Remove the files in an open folder that are `older_than` and whose writer is dead; return their number.
+
+    A writer holds a lock on its file, which the kernel drops with the process. Safety does not rest on
+    that: a writer whose file is taken away fails to link it, and publishes nothing.
+    """
+    removed = 0
+    is_synced = False
+    for name in calls.names(folder):
+        with suppress(OSError):  # another writer removes it at the same time, or its owner is somebody else
+            status = calls.status_of(name, folder)
+            age = timedelta(microseconds=(now_ns - status.modified_ns) / 1000)
+            if age < older_than or not _is_abandoned(calls, name, folder, age):
+                continue
+            if status.links > 1 and not is_synced:
+                # Published, but maybe not safe yet: the second link is the only sign of it.
+                calls.sync()
+                is_synced = True
+            calls.unlink(name, folder)
+            removed += 1
+    return removed
+
+
+def _is_abandoned(calls: FileSystemCalls, name: str, folder: int, age: timedelta) -> bool:
+    if age >= _THOUGH_LOCKED:
+        return True
+    file = calls.open_file(name, folder)
+    try:
+        return calls.try_lock(file)
+    finally:
+        calls.close(file)
