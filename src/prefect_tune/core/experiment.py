@@ -8,8 +8,8 @@ from typing import Literal, assert_never
 from pydantic import Field
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt
-from prefect_tune.core.events import Adopted, CheckpointRef, Event, Opened, Owner, TrialAdded
-from prefect_tune.core.trial import Trial, after
+from prefect_tune.core.events import Adopted, Event, Opened, Owner, TrialAdded
+from prefect_tune.core.trial import Trial, after, with_adopted
 from prefect_tune.core.values import Digest, Value
 
 __all__ = ["Entry", "Experiment", "apply", "nothing_yet"]
@@ -66,7 +66,9 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
         for event in entry.events:
             experiment = _after(experiment, event, entry)
     except IllegalTransition as impossible:
-        raise JournalCorrupt(f"experiment {experiment.name!r}, entry {entry.number}: {impossible}") from impossible
+        raise JournalCorrupt(
+            f"experiment {experiment.name!r}, entry {entry.number}: {impossible}"
+        ) from impossible
     return experiment.model_copy(update={"number": entry.number, "digest": digest})
 
 
@@ -98,21 +100,16 @@ def _after(experiment: Experiment, event: Event, entry: Entry) -> Experiment:
 def _opened(experiment: Experiment, event: Opened, entry: Entry) -> Experiment:
     if (event.experiment, event.epoch) != (experiment.name, entry.epoch):
         raise IllegalTransition(f"it opens {event.experiment!r} for epoch {event.epoch}")
-    return experiment.model_copy(update={"epoch": event.epoch, "owner": event.owner, "opened_at": entry.number})
+    return experiment.model_copy(
+        update={"epoch": event.epoch, "owner": event.owner, "opened_at": entry.number}
+    )
 
 
 def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
     """From here on only manifests of the present epoch can be commits."""
     for name, found in event.checkpoints.items():
-        trial = _known(experiment, name)
-        checkpoints = tuple(sorted((*trial.checkpoints, *found), key=_sequence))
-        changes = {"checkpoints": checkpoints, "machine_failures": 0, "same_start": 0} if found else {}
-        experiment = _with(experiment, trial.model_copy(update=changes))
+        experiment = _with(experiment, with_adopted(_known(experiment, name), found))
     return experiment.model_copy(update={"settled_from": experiment.opened_at})
-
-
-def _sequence(checkpoint: CheckpointRef) -> int:
-    return checkpoint.sequence
 
 
 def _added(experiment: Experiment, event: TrialAdded) -> Experiment:

@@ -27,7 +27,7 @@ from prefect_tune.core.events import (
 )
 from prefect_tune.core.values import StepReport, Value
 
-__all__ = ["NEXT", "Status", "Trial", "after", "newest_checkpoint"]
+__all__ = ["NEXT", "Status", "Trial", "after", "is_acceptable", "newest_checkpoint", "with_adopted"]
 
 
 class Status(StrEnum):
@@ -96,6 +96,27 @@ def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
     return trial.checkpoints[-1] if trial.checkpoints else None
 
 
+def is_acceptable(trial: Trial, sequence: int) -> bool:
+    """Return whether a save that began after entry `sequence` may still become a checkpoint of `trial`.
+
+    Not one that began before the last retirement: what it reused may have been deleted since. Not one
+    that is older than a checkpoint the journal names, or as old: its owner has gone on without it.
+    """
+    known = max((*(each.sequence for each in trial.checkpoints), *trial.quarantined), default=0)
+    return sequence > known and sequence >= trial.collected_up_to
+
+
+def with_adopted(trial: Trial, found: tuple[CheckpointRef, ...]) -> Trial:
+    """Return the trial with the checkpoints that a new owner found and the old one did not journal.
+
+    Raises:
+        IllegalTransition: one of them is not acceptable.
+    """
+    for checkpoint in found:
+        trial = _with_checkpoint(trial, checkpoint)
+    return trial
+
+
 def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
     """Return the trial after `event`, which stands in the journal's entry `number`.
 
@@ -110,7 +131,9 @@ def _next_status(trial: Trial, event: OneTrialsEvent) -> Status:
     misplaced = isinstance(event, _ONLY_WHILE_RUNNING) and trial.status is not Status.RUNNING
     status = NEXT.get((trial.status, type(event)))
     if misplaced or isinstance(event, TrialAdded) or (status is None and type(event) in _CHANGES_STATUS):
-        raise IllegalTransition(f"trial {trial.trial!r} is {trial.status}: {event.type!r} cannot happen to it")
+        raise IllegalTransition(
+            f"trial {trial.trial!r} is {trial.status}: {event.type!r} cannot happen to it"
+        )
     return status or trial.status
 
 
@@ -162,10 +185,18 @@ def _started(trial: Trial, event: Started) -> Trial:
 
 
 def _committed(trial: Trial, event: Committed, number: int) -> Trial:
-    committed = trial.model_copy(
-        update={"checkpoints": (*trial.checkpoints, event.checkpoint), "machine_failures": 0, "same_start": 0}
-    )
-    return _retired(committed, event.retires, number)
+    return _retired(_with_checkpoint(trial, event.checkpoint), event.retires, number)
+
+
+def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
+    if not is_acceptable(trial, checkpoint.sequence):
+        raise IllegalTransition(
+            f"trial {trial.trial!r}: checkpoint of step {checkpoint.step} was begun after entry {checkpoint.sequence}, "
+            f"which is not after its checkpoints {[each.sequence for each in trial.checkpoints]}, those quarantined "
+            f"{list(trial.quarantined)} and the last retirement ({trial.collected_up_to})"
+        )
+    checkpoints = (*trial.checkpoints, checkpoint)
+    return trial.model_copy(update={"checkpoints": checkpoints, "machine_failures": 0, "same_start": 0})
 
 
 def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
@@ -179,7 +210,9 @@ def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
     """Its blobs are not reused either: one of them may be what is damaged."""
     left = tuple(each for each in trial.checkpoints if each.sequence != event.sequence)
     quarantined = (*trial.quarantined, event.sequence)
-    return trial.model_copy(update={"checkpoints": left, "quarantined": quarantined, "collected_up_to": number})
+    return trial.model_copy(
+        update={"checkpoints": left, "quarantined": quarantined, "collected_up_to": number}
+    )
 
 
 def _pinned(trial: Trial, event: Pinned) -> Trial:

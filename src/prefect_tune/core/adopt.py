@@ -1,0 +1,100 @@
+"""What a new owner finds: saves whose manifest exists and whose journal entry was never written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prefect_tune.core.commit import Mapper
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
+from prefect_tune.core.events import (
+    Adopted,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Event,
+    OneTrialsEvent,
+    Quarantined,
+    Reported,
+)
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.manifest import Manifest
+from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.trial import Status, Trial, is_acceptable
+
+__all__ = ["adopt"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The newest unjournaled save of a trial, and damaged ones that were newer still."""
+
+    trial: Trial
+    manifest: Manifest | None
+    damaged: tuple[Quarantined, ...]
+
+
+def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: Mapper) -> Sequence[Event]:
+    """Return what the owner that has just opened `experiment` journals before anything else.
+
+    For each trial that is still running: the newest save of its present attempt that has a manifest
+    and no entry becomes a checkpoint, the reports that it carries count, and the attempt ends as a
+    failure of the machine. A damaged manifest is quarantined and the one before it tried. Whatever
+    is not adopted here was never a commit. Writes nothing: a crash before the entry changes nothing.
+    """
+    running = [trial for trial in experiment.trials.values() if trial.status is Status.RUNNING]
+    found = list(side_by_side(lambda trial: _find(store, experiment, trial), running))
+    adopted = {each.trial.trial: (_ref(each.manifest),) for each in found if each.manifest}
+    return [Adopted(checkpoints=adopted), *(event for each in found for event in _told_by(each))]
+
+
+def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _Found:
+    damaged: list[Quarantined] = []
+    for key in _candidates(store, experiment, trial):
+        if damaged and damaged[-1].sequence == key.sequence:
+            continue  # the journal names checkpoints by their sequence, and this one is taken
+        try:
+            manifest = read_manifest(store, key)
+        except CheckpointNotFound:
+            continue  # listed, and deleted since by a process that was thought dead
+        except CheckpointCorrupt as corrupt:
+            damaged.append(Quarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
+            continue
+        if manifest.about.attempt == trial.attempt:  # its owner has given up what earlier attempts left
+            return _Found(trial, manifest, tuple(damaged))
+    return _Found(trial, None, tuple(damaged))
+
+
+def _candidates(store: ObjectStore, experiment: Experiment, trial: Trial) -> list[CheckpointKey]:
+    """Newest first."""
+    folder = TrialKey(experiment=experiment.name, trial=trial.trial)
+    keys = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
+    unsettled = [
+        key
+        for key in keys
+        if key
+        and experiment.settled_from <= key.sequence < experiment.opened_at
+        and is_acceptable(trial, key.sequence)
+    ]
+    return sorted(unsettled, key=lambda key: (key.sequence, key.step), reverse=True)
+
+
+def _ref(manifest: Manifest) -> CheckpointRef:
+    about = manifest.about
+    return CheckpointRef(
+        step=manifest.step,
+        sequence=manifest.sequence,
+        metrics=about.metrics,
+        trained_seconds=about.trained_seconds,
+    )
+
+
+def _told_by(found: _Found) -> Iterator[OneTrialsEvent]:
+    trial = found.trial
+    yield from found.damaged
+    for report in found.manifest.about.reports if found.manifest else ():
+        if report.step > trial.step:
+            yield Reported(trial=trial.trial, report=report)
+    yield AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, message="its owner vanished without ending it")
