@@ -141,7 +141,7 @@ class PosixStore:
             status = self._calls.status(root)
         except FileNotFoundError as error:
             raise StoreUnavailable(
-                f"{what}: the root itself is not there, so nothing is known; create it, or mount what holds it"
+                f"{what}: the root itself is not there, so nothing is known; make it, or mount what holds it"
             ) from error
         except OSError as error:
             raise as_store_error(error, what) from error
@@ -248,7 +248,7 @@ class PosixStore:
 
     @contextmanager
     def _temporary(self, root: int, data: Buffer) -> Iterator[_Temporary]:
-        """Write and sync `data` under a hidden name; it goes afterwards, unless the outcome is unknown."""
+        """Write and sync `data` under a hidden name, which goes once the object is safe or was not made."""
         with ExitStack() as opened:
             folder = self._open_temporary(opened, root)
             name = uuid.uuid4().hex
@@ -258,10 +258,10 @@ class PosixStore:
                 self._write(file, data)
                 self._sweep(folder, self._calls.status(file).modified_ns)
                 yield _Temporary(name, folder, self._calls.status(file))
-            except CommitUnknown:
-                raise  # the second link is what tells the next reader to sync
             except BaseException:
-                self._discard(name, folder)
+                # Once it is published, the second link is what tells the next reader to sync.
+                if not self._may_be_published(file):
+                    self._discard(name, folder)
                 raise
             self._discard(name, folder)
 
@@ -277,6 +277,12 @@ class PosixStore:
             self._deadline.check("write")
             left = left[self._calls.write(file, left[:_WRITE_BYTES]) :]
         self._calls.fsync(file)
+
+    def _may_be_published(self, file: int) -> bool:
+        try:
+            return self._calls.status(file).links > 1
+        except OSError:
+            return True
 
     def _discard(self, name: str, folder: int) -> None:
         with suppress(OSError):  # the outcome stands whatever becomes of the hidden name; it is swept later
