@@ -1,1 +1,143 @@
-"""Durable training and hyperparameter search as Prefect flows."""
+"""Durable training and hyperparameter search as Prefect flows.
+
+The public names, each imported when it is first used: neither a child process that trains nor
+`prefect-tune --help` waits for Prefect.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefect_tune.blocks import (
+        AzureTarget,
+        FsspecTarget,
+        GcsTarget,
+        LocalTarget,
+        S3Target,
+        StorageTarget,
+        SyncConfig,
+    )
+    from prefect_tune.checkpoint import Checkpoint
+    from prefect_tune.core.errors import (
+        AlreadyCommitted,
+        AlreadyExists,
+        BadMetric,
+        CheckpointCorrupt,
+        CheckpointNotFound,
+        CommitUnknown,
+        DeadlineExceeded,
+        IllegalTransition,
+        InvalidInput,
+        JournalCorrupt,
+        ObjectNotFound,
+        ResumeFailed,
+        StagedFilesChanged,
+        StoreRefused,
+        StoreUnavailable,
+        Superseded,
+        TrialFailed,
+        TuneError,
+        UnknownVersion,
+        UnsafePayload,
+    )
+    from prefect_tune.core.retention import Retention
+    from prefect_tune.core.stoppers import MaxSteps, MaxTime, Plateau
+    from prefect_tune.flows.durable_trainable import durable_trainable
+    from prefect_tune.tasks import (
+        delete_checkpoint,
+        restore_checkpoint,
+        restore_experiment_state,
+        run_trial,
+        save_checkpoint,
+        sync_experiment_state,
+    )
+    from prefect_tune.tasks.syncer import Syncer
+    from prefect_tune.trainable import Trainable, get_checkpoint, get_trial, report
+
+    __version__: str
+
+__all__ = [
+    "AlreadyCommitted",
+    "AlreadyExists",
+    "AzureTarget",
+    "BadMetric",
+    "Checkpoint",
+    "CheckpointCorrupt",
+    "CheckpointNotFound",
+    "CommitUnknown",
+    "DeadlineExceeded",
+    "FsspecTarget",
+    "GcsTarget",
+    "IllegalTransition",
+    "InvalidInput",
+    "JournalCorrupt",
+    "LocalTarget",
+    "MaxSteps",
+    "MaxTime",
+    "ObjectNotFound",
+    "Plateau",
+    "ResumeFailed",
+    "Retention",
+    "S3Target",
+    "StagedFilesChanged",
+    "StorageTarget",
+    "StoreRefused",
+    "StoreUnavailable",
+    "Superseded",
+    "SyncConfig",
+    "Syncer",
+    "Trainable",
+    "TrialFailed",
+    "TuneError",
+    "UnknownVersion",
+    "UnsafePayload",
+    "__version__",
+    "delete_checkpoint",
+    "durable_trainable",
+    "get_checkpoint",
+    "get_trial",
+    "report",
+    "restore_checkpoint",
+    "restore_experiment_state",
+    "run_trial",
+    "save_checkpoint",
+    "sync_experiment_state",
+]
+
+_NAMES_BY_MODULE = {
+    "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
+    "prefect_tune.checkpoint": "Checkpoint",
+    "prefect_tune.core.retention": "Retention",
+    "prefect_tune.core.stoppers": "MaxSteps MaxTime Plateau",
+    "prefect_tune.flows.durable_trainable": "durable_trainable",
+    "prefect_tune.tasks": "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
+    "save_checkpoint sync_experiment_state",
+    "prefect_tune.tasks.syncer": "Syncer",
+    "prefect_tune.trainable": "Trainable get_checkpoint get_trial report",
+}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = _version() if name == "__version__" else getattr(import_module(_home(name)), name)
+    globals()[name] = value  # from now on found without asking here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _home(name: str) -> str:
+    return _MODULE_OF.get(name, "prefect_tune.core.errors")
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("prefect-tune")

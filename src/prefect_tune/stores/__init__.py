@@ -1,0 +1,1 @@
+"""Bytes in motion: the places where objects lie, without Prefect."""

@@ -1,0 +1,83 @@
+# On a fresh machine with only Python 3.11 and make, each target does all its own set-up, in $(VENV).
+
+PYTHON ?= python3.11
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.8  # writes the locks; nothing else needs it
+
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# mypy and import-linter look for packages in folders, not through the mapping in pyproject.toml.
+LINKS := $(VENV)/links
+ROOMS := src flows tasks blocks tests benchmarks tools
+CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/null),$(room)))
+
+.DEFAULT_GOAL := help
+.PHONY: FORCE help demo test check lint house layers types deep bench lock format clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(VENV)/.demo  ## train, kill in the middle of an upload, resume, compare
+	$(BIN)/prefect-tune demo
+
+test: $(VENV)/.dev  ## the normal suite
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+check: lint house layers types  ## lint, format, house numbers, layers, types
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check --quiet $(CODE)
+	$(BIN)/ruff format --quiet --check $(CODE)
+
+house: $(VENV)/.dev
+	$(BIN)/python tools/house.py
+
+layers: $(LINKS)
+	PYTHONPATH=$(LINKS) $(BIN)/lint-imports --no-cache --no-logo
+
+types: $(LINKS)
+	MYPYPATH=$(LINKS) $(BIN)/mypy -p prefect_tune
+	$(BIN)/mypy tools
+
+$(LINKS): $(VENV)/.dev FORCE
+	@rm -rf $(LINKS) && mkdir -p $(LINKS)/prefect_tune
+	@ln -s $(CURDIR)/src/prefect_tune/* $(CURDIR)/flows $(CURDIR)/tasks $(CURDIR)/blocks $(LINKS)/prefect_tune/
+
+deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
+	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600
+
+bench: $(VENV)/.dev  ## the figures in benchmarks/
+	$(BIN)/python -m benchmarks
+
+format: $(VENV)/.dev  ## let ruff write
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+# Exact versions with hashes and no address: they install from whatever index the machine is set up with.
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade \
+	--no-emit-index-url --no-emit-find-links --no-annotate --no-header
+lock: $(VENV)/.venv  ## newest versions that fit, into requirements/
+	$(PIP_INSTALL) uv==$(UV_VERSION)
+	$(LOCK) --extra dev --extra benchmark -o requirements/dev.txt pyproject.toml requirements/build.in
+	$(LOCK) --extra demo -c requirements/dev.txt -o requirements/demo.txt pyproject.toml requirements/build.in
+
+clean:  ## remove everything that the other targets made
+	rm -rf $(VENV) build dist prefect_tune.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(ROOMS) -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(VENV)/.venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# --no-deps and --no-build-isolation: nothing is installed that the lock does not name.
+$(VENV)/.demo: $(VENV)/.venv requirements/demo.txt pyproject.toml
+	$(PIP_INSTALL) --require-hashes -r requirements/demo.txt
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.venv requirements/dev.txt pyproject.toml
+	$(PIP_INSTALL) --require-hashes -r requirements/dev.txt
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,192 @@
+"""What is installed is what lies in the repository, and the front door costs nothing to open."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import prefect_tune
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+ROOMS = ("src/prefect_tune", "blocks", "tasks", "flows")
+HEAVY = {
+    "prefect",
+    "pyarrow",
+    "obstore",
+    "pydantic",
+    "fsspec",
+    "numpy",
+    "rich",
+    "typer",
+    "importlib.metadata",
+}
+
+
+def module_files() -> set[PurePosixPath]:
+    """Every file that belongs into an installation, by its path there."""
+    found = set()
+    for room in ROOMS:
+        package = PurePosixPath("prefect_tune") / PurePosixPath(room).relative_to(
+            "src/prefect_tune" if room.startswith("src") else "."
+        )
+        paths = [*(ROOT / room).rglob("*.py"), *(ROOT / room).rglob("py.typed")]
+        found |= {package / path.relative_to(ROOT / room).as_posix() for path in paths}
+    return found
+
+
+def python(code: str, *, cwd: Path, **environment: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+
+
+def test_every_folder_with_modules_is_a_listed_package() -> None:
+    packages = {str(path.parent).replace("/", ".") for path in module_files()}
+    assert packages == set(SETUPTOOLS["packages"])
+
+
+def test_every_listed_package_says_where_it_lies() -> None:
+    assert set(SETUPTOOLS["package-dir"]) == set(SETUPTOOLS["packages"])
+
+
+def test_the_rooms_are_found_from_any_directory_and_a_users_own_do_not_shadow_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "flows").mkdir()
+    (tmp_path / "flows" / "__init__.py").write_text("raise ImportError('the bare name was imported')")
+    code = "import prefect_tune.blocks, prefect_tune.flows; print(prefect_tune.flows.__file__)"
+    assert Path(python(code, cwd=tmp_path).strip()).parent.name == "flows"
+
+
+def test_the_entry_points_lead_somewhere() -> None:
+    (collection,) = entry_points(group="prefect.collections", name="prefect_tune")
+    assert collection.load() is import_module("prefect_tune.blocks")
+    (script,) = entry_points(group="console_scripts", name="prefect-tune")
+    assert callable(script.load())
+
+
+def test_opening_the_front_door_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = "import sys; before = {*sys.modules}; import prefect_tune; print(*{*sys.modules} - before)"
+    imported = set(python(code, cwd=tmp_path).split())
+    assert imported & HEAVY == set()
+    ours = {name for name in imported if name.startswith("prefect_tune")}
+    assert ours == {"prefect_tune"}
+    assert len(imported) < 10
+
+
+def test_listing_the_front_door_imports_nothing_either(tmp_path: Path) -> None:
+    code = "import sys, prefect_tune; assert 'Trainable' in dir(prefect_tune); print(*sys.modules)"
+    assert set(python(code, cwd=tmp_path).split()) & HEAVY == set()
+
+
+@pytest.mark.parametrize("name", prefect_tune.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(prefect_tune, name) is not None
+
+
+def test_every_error_is_a_public_name() -> None:
+    errors = import_module("prefect_tune.core.errors")
+    assert set(errors.__all__) <= set(prefect_tune.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="Chekpoint"):
+        prefect_tune.Chekpoint  # noqa: B018  reading it is the test
+
+
+def test_the_flow_is_public_and_its_module_keeps_its_dotted_path() -> None:
+    flow = prefect_tune.durable_trainable
+    module = import_module("prefect_tune.flows.durable_trainable")
+    assert import_module("prefect_tune.flows").durable_trainable is module
+    assert module.durable_trainable is flow
+
+
+@pytest.mark.parametrize("lock", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.name)
+def test_a_lock_names_exact_versions_and_hashes_and_no_address(lock: Path) -> None:
+    requirement = re.compile(r"[a-z0-9.-]+==\S+( ; [^\\]+)? \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+")
+    assert requirement.sub("", lock.read_text()) == ""
+
+
+def test_the_lock_of_the_demo_is_part_of_the_lock_of_the_tests() -> None:
+    demo, dev = (
+        set(re.findall(r"^\S+==\S+", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+        for name in ("demo.txt", "dev.txt")
+    )
+    assert demo <= dev
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that was built from a source archive, and that archive."""
+    folder = tmp_path_factory.mktemp("dist")
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    ).stdout
+    source = folder / "source"
+    for name in names.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
+    subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=110)
+    return folder
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> None:
+    (wheel,) = distributions.glob("*.whl")
+    held = {PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()}
+    assert {path for path in held if path.parts[0] == "prefect_tune"} == module_files()
+    metadata = f"prefect_tune-{PYPROJECT['project']['version']}.dist-info"
+    assert {path.parts[0] for path in held} == {"prefect_tune", metadata}
+
+
+def test_the_source_archive_holds_every_module_and_the_licence(distributions: Path) -> None:
+    (archive,) = distributions.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        held = {str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in opened.getnames()}
+    wanted = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    assert wanted | {"LICENSE", "README.md", "pyproject.toml", "src/prefect_tune/py.typed"} <= held
+
+
+def test_a_plain_installation_is_whole_and_does_not_need_the_repository(
+    distributions: Path, tmp_path: Path
+) -> None:
+    (wheel,) = distributions.glob("*.whl")
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        "site",
+        wheel,
+    ]
+    subprocess.run(install, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    code = "import prefect_tune.flows as f, prefect_tune.core.errors as e; print(f.__file__, e.__file__)"
+    for path in python(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")).split():
+        assert Path(path).is_relative_to(tmp_path / "site")

@@ -1,0 +1,164 @@
+"""Check what no linter counts: the house numbers of CONTRIBUTING.md.
+
+Prints one line per violation and one line of figures; exits with 1 when there is a violation.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+ROOMS = ("src", "blocks", "tasks", "flows", "tools")  # the numbers hold here ...
+BESIDE = ("tests", "benchmarks")  # ... and here only the longest file, and a reason for each exemption
+FILE_LINES = 400
+FILE_LINES_BESIDE = 500
+FUNCTION_LINES = 50
+FUNCTION_LINES_MEDIAN = 10
+NESTING = 3
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_NESTS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match)
+_DIRECTIVE = re.compile(
+    r"#\s*(noqa(:\s*[A-Z]+[0-9]+(,\s*[A-Z]+[0-9]+)*)?|type:\s*ignore(\[[^\]]*\])?|pragma: no cover)"
+)
+_REASON_CHARACTERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file: its path below the root, its text, and its syntax tree."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def line_count(self) -> int:
+        """Lines of text, blank ones and comments included."""
+        return self.text.count("\n")
+
+    def functions(self) -> Iterator[_Function]:
+        """Every function, methods and nested ones included."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, _Function))
+
+
+def read_sources(root: Path, rooms: Sequence[str]) -> list[Source]:
+    """Return every Python file in the rooms, sorted."""
+    paths = sorted(path for room in rooms for path in (root / room).rglob("*.py"))
+    texts = {path.relative_to(root): path.read_text() for path in paths}
+    return [Source(path, text, ast.parse(text, path.name)) for path, text in texts.items()]
+
+
+def function_lines(function: _Function) -> int:
+    """Lines from `def` to the end; the docstring, which is the contract, costs nothing."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function, clean=False) is not None:
+        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return lines
+
+
+def nesting(function: _Function) -> int:
+    """How deep blocks lie in blocks; an `elif` is as deep as its `if`, and a `with` does not count."""
+    return _depth(function.body)
+
+
+def _depth(body: Sequence[ast.stmt]) -> int:
+    return max((_depth_of(statement) for statement in body), default=0)
+
+
+def _depth_of(statement: ast.stmt) -> int:
+    if isinstance(statement, _Function | ast.ClassDef):
+        return 0  # counted by itself
+    inner = _depth([node for node in _blocks(statement) if not _is_elif(statement, node)])
+    chained = _depth([node for node in _blocks(statement) if _is_elif(statement, node)])
+    return max(inner + isinstance(statement, _NESTS), chained)
+
+
+def _is_elif(statement: ast.stmt, inner: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and isinstance(inner, ast.If) and statement.orelse == [inner]
+
+
+def _blocks(statement: ast.stmt) -> Iterator[ast.stmt]:
+    for child in ast.iter_child_nodes(statement):
+        if isinstance(child, ast.stmt):
+            yield child
+        elif isinstance(child, (ast.ExceptHandler, ast.match_case)):
+            yield from child.body
+
+
+def swallows(handler: ast.ExceptHandler) -> bool:
+    """Whether the handler catches everything and does not end by raising."""
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    names = {each.id for each in caught if isinstance(each, ast.Name)}
+    broad = handler.type is None or names & {"Exception", "BaseException"}
+    return bool(broad) and not isinstance(handler.body[-1], ast.Raise)
+
+
+def exemptions(text: str) -> Iterator[tuple[int, bool]]:
+    """Return the line of each `noqa`, `type: ignore` and `pragma: no cover`, and whether it says why."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and _DIRECTIVE.search(token.string):
+            said = _DIRECTIVE.sub("", token.string).strip(" #:-")
+            yield token.start[0], len(said) >= _REASON_CHARACTERS
+
+
+def violations(source: Source) -> Iterator[str]:
+    """Every house number that the file breaks."""
+    if source.line_count > FILE_LINES:
+        yield f"{source.path}:1: {source.line_count} lines, at most {FILE_LINES}: it is about two things"
+    for function in source.functions():
+        where = f"{source.path}:{function.lineno}: {function.name}"
+        if (lines := function_lines(function)) > FUNCTION_LINES:
+            yield f"{where}: {lines} lines, at most {FUNCTION_LINES}"
+        if (depth := nesting(function)) > NESTING:
+            yield f"{where}: nested {depth} deep, at most {NESTING}"
+    yield from _swallowed(source)
+
+
+def _swallowed(source: Source) -> Iterator[str]:
+    said = {line for line, has_reason in exemptions(source.text) if has_reason}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler) and swallows(node) and node.lineno not in said:
+            yield f"{source.path}:{node.lineno}: a broad except that neither ends with raise nor says why"
+
+
+def unexplained(source: Source) -> Iterator[str]:
+    """Every exemption without its reason on the line."""
+    for line, has_reason in exemptions(source.text):
+        if not has_reason:
+            yield f"{source.path}:{line}: an exemption without its reason on the line"
+
+
+def main(root: Path) -> int:
+    """Print violations and figures; return the exit code."""
+    inside, beside = read_sources(root, ROOMS), read_sources(root, BESIDE)
+    found = [each for source in inside for each in violations(source)]
+    found += [each for source in (*inside, *beside) for each in unexplained(source)]
+    found += [
+        f"{source.path}:1: {source.line_count} lines, at most {FILE_LINES_BESIDE}"
+        for source in beside
+        if source.line_count > FILE_LINES_BESIDE
+    ]
+    lengths = [function_lines(each) for source in inside for each in source.functions()]
+    middle = median(lengths or [0])
+    if middle > FUNCTION_LINES_MEDIAN:
+        found.append(f"median function: {middle} lines, at most {FUNCTION_LINES_MEDIAN}")
+    print(*found, sep="\n", end="\n" if found else "")
+    longest_file = max((source.line_count for source in inside), default=0)
+    print(
+        f"house: {len(inside)} files, longest {longest_file} lines; {len(lengths)} functions, "
+        f"median {middle:g}, longest {max(lengths, default=0)} lines; {len(found)} violations"
+    )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parent.parent))
