@@ -46,7 +46,6 @@ class TrialSession:
         self._trained = timedelta(seconds=start.trained_seconds)
         self._resumed_at = time.monotonic()
         self._uploading: int | None = None
-        self._done = False
         self._want_save = False
         self.step = start.from_step
         self.asked_to_stop = False
@@ -84,7 +83,6 @@ class TrialSession:
         """Make the report of the next step."""
         stored = storable(metrics, f"metrics of step {self.step + 1}")
         self.step += 1
-        self._done = stored.pop("done", False) is True
         self._want_save = stored.pop("should_checkpoint", False) is True
         told = StepReport(step=self.step, metrics=stored, trained_seconds=self._trained_so_far().total_seconds())
         self._curve.append(told)
@@ -96,8 +94,12 @@ class TrialSession:
         return self._want_save or self.asked_to_stop
 
     def why_stop(self) -> str | None:
-        """Return why the trial is over after the last step; None to go on."""
-        return "the trainable said it is done" if self._done else self._stopper.why_stop(self._curve)
+        """Return why the trial is over after the last step, be it one before a resume; None to go on."""
+        if not self._curve:
+            return None
+        if self._curve[-1].metrics.get("done") is True:
+            return "the trainable said it is done"
+        return self._stopper.why_stop(self._curve)
 
     def tell(self, report: StepReport) -> None:
         send(self._channel, StepDone(report=report))

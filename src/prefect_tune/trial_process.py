@@ -7,6 +7,7 @@ no target. When its supervisor is gone it ends, with every process that it has s
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from typing import cast
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.events import Cause
 from prefect_tune.core.stoppers import Stopper
+from prefect_tune.core.values import digest_of
 from prefect_tune.core.wire import Broke, Loaded, Start, TrialEnded, to_trial
 from prefect_tune.session import TrialOver, TrialSession, send
 from prefect_tune.trainable import Trainable, enter
@@ -93,10 +95,12 @@ def _prepare(channel: Connection, start: Start) -> tuple[TrialSession, object]:
 
 
 def _run(session: TrialSession, trainable: object, start: Start, channel: Connection) -> TrialEnded:
+    if why := session.why_stop():
+        return TrialEnded(reason=why)  # its last step was committed, and its end was not
     try:
         if isinstance(trainable, type):
             return _run_class(session, cast(type[Trainable], trainable), start, channel)
-        send(channel, Loaded(pid=os.getpid()))
+        send(channel, Loaded(pid=os.getpid(), code=_code(trainable)))
         return _run_function(session, cast(TrainFunction, trainable), start)
     except TrialOver as over:
         return TrialEnded(reason=over.reason, interrupted=over.interrupted)
@@ -115,7 +119,7 @@ def _run_class(session: TrialSession, kind: type[Trainable], start: Start, chann
     trainable.setup(dict(start.config))
     if start.restored:
         trainable.load_checkpoint(start.restored)
-    send(channel, Loaded(pid=os.getpid()))
+    send(channel, Loaded(pid=os.getpid(), code=_code(kind)))
     try:
         saved_step, saved_at = session.step, time.monotonic()
         while True:
@@ -133,6 +137,14 @@ def _run_class(session: TrialSession, kind: type[Trainable], start: Start, chann
             session.end_if_due(saved=saves)
     finally:
         trainable.cleanup()
+
+
+def _code(trainable: type | TrainFunction) -> str:
+    """What comes from a pickle may have no source to look at; then nothing is claimed about it."""
+    try:
+        return digest_of(inspect.getsource(trainable).encode())[:16]
+    except (TypeError, OSError):
+        return ""
 
 
 def _broke(error: BaseException) -> Broke:

@@ -18,6 +18,11 @@ __all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stop", "Stopper"
 class Stopper(ABC):
     """Ends a trial. It sees every report that counts so far, oldest first, and holds no state between calls."""
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether it needs more than the last report; one that does not makes a resume cheaper."""
+        return True
+
     @abstractmethod
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         """Return why the trial is to stop after the last of `reports`; None to go on."""
@@ -31,6 +36,8 @@ class Stopper(ABC):
 class Never(Stopper):
     """Train until the trainable ends by itself."""
 
+    looks_back = False
+
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         return None
 
@@ -41,6 +48,10 @@ class AnyOf(Stopper):
 
     stoppers: tuple[Stopper, ...]
 
+    @property
+    def looks_back(self) -> bool:
+        return any(each.looks_back for each in self.stoppers)
+
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         return next((why for each in self.stoppers if (why := each.why_stop(reports))), None)
 
@@ -50,6 +61,7 @@ class MaxSteps(Stopper):
     """Stop after this many steps, counted once each however often a resume repeats them."""
 
     steps: int
+    looks_back = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -64,6 +76,7 @@ class MaxTime(Stopper):
     """Stop after this much training time, summed over all attempts."""
 
     time: timedelta
+    looks_back = False
 
     def __post_init__(self) -> None:
         if self.time <= timedelta(0):
@@ -104,6 +117,7 @@ class _AtLeast(Stopper):
     """Stop once a reported value reaches its limit; `step` means the step itself."""
 
     limits: tuple[tuple[str, float], ...]
+    looks_back = False
 
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         last = reports[-1]
@@ -119,6 +133,7 @@ class _Function(Stopper):
     """Stop when the user's function of the step's metrics (with `step` among them) says so."""
 
     function: Callable[[Mapping[str, object]], object]
+    looks_back = False
 
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         said = self.function({**reports[-1].metrics, "step": reports[-1].step})

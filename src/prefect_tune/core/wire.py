@@ -70,6 +70,8 @@ class Loaded(Value):
 
     type: Literal["loaded"] = "loaded"
     pid: int
+    code: str
+    """A digest of the trainable's source; empty where the source cannot be had."""
 
 
 class StepDone(Value):

@@ -1,0 +1,215 @@
+"""Train one trial that cannot be lost: restore, train, persist, commit, sync, repeat."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, assert_never
+
+from prefect import flow
+from prefect.logging import get_run_logger
+
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput, Superseded, TrialFailed
+from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, verdict
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.retention import Retention
+from prefect_tune.core.stoppers import Stopper
+from prefect_tune.core.trial import Status, Trial, newest_checkpoint
+from prefect_tune.core.values import StepReport
+from prefect_tune.flows.request import experiment_name, stopper_for, storable_config, valid_trainable
+from prefect_tune.tasks import restore_experiment_state, run_trial, sync_experiment_state
+from prefect_tune.tasks.attempt import Failed
+from prefect_tune.tasks.experiment_state import read_experiment
+from prefect_tune.tasks.interruption import interruption
+from prefect_tune.tasks.plan import TrialPlan, payload
+from prefect_tune.tasks.stamp import new_stamp, this_owner
+
+__all__ = ["TrialResult", "durable_trainable"]
+
+_TRIAL = "trial"
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How a trial stands when its flow ends."""
+
+    experiment: str
+    trial: str
+    status: Status
+    reason: str
+    step: int
+    metrics: Mapping[str, object]
+    checkpoint: CheckpointKey | None
+    attempts: int
+    wasted_steps: int
+
+
+@flow(name="durable-trainable", persist_result=False)
+def durable_trainable(
+    trainable: Any,
+    config: dict[str, Any] | None = None,
+    *,
+    target: StorageTarget | str,
+    experiment: str | None = None,
+    stop: Any = None,
+    checkpoint: Cadence | None = None,
+    retention: Retention | None = None,
+    failures: FailurePolicy | None = None,
+    sync: SyncConfig | None = None,
+    isolation: Literal["process", "thread"] = "process",
+    grace_period_seconds: float = 25,
+    silence_timeout_seconds: float | None = None,
+) -> TrialResult:
+    """Train `trainable` until it is done, whatever happens to the process, the machine or the network meanwhile.
+
+    Every checkpoint is persisted on `target` before it is committed. Started again with the same
+    experiment name, by whatever means, it goes on from the newest committed checkpoint; a trial
+    that is done already is returned at once.
+
+    Args:
+        trainable: a subclass of `pt.Trainable`, a function `train(config)`, or `"package.module:Name"`.
+        config: what the trainable is given; JSON.
+        target: where checkpoints and state live: a block, a `"block-type/name"` slug, or a URI.
+        experiment: its name on the target. Default: the id of the root flow run, which a Retry keeps.
+        stop: `{"step": 100}` or other limits (stop at `>=`), a function of the metrics, or a stopper.
+        checkpoint: when a class trainable saves. Default: every 60 s and at the end.
+        retention: which checkpoints stay. Default: all.
+        failures: the two retry budgets. Default: none for the trainable's own failures, 10 for the machine's.
+        sync: periods, timeouts, artifacts, and `commit="async"` to train on while a checkpoint is uploaded.
+        isolation: `"process"` trains in a child process; `"thread"` in this one, for debuggers.
+        grace_period_seconds: how long the trial may take to save once SIGTERM or a cancellation arrives.
+        silence_timeout_seconds: without a report for so long the trial is taken for hung and started again.
+
+    Returns:
+        TrialResult: step, metrics and newest checkpoint of the finished trial.
+
+    Raises:
+        InvalidInput: what was asked for cannot be done; nothing was started.
+        TrialFailed: a retry budget is spent. Running it again, with the cause mended, goes on.
+        Superseded: another run has taken the experiment over.
+        ResumeFailed: the experiment exists and cannot be read.
+    """
+    stopper = stopper_for(stop)
+    plan = TrialPlan(
+        target=resolve_target(target),
+        trial=TrialKey(experiment=experiment_name(experiment), trial=_TRIAL),
+        trainable=payload(valid_trainable(trainable)),
+        stopper=payload(stopper),
+        needs_curve=stopper.looks_back,
+        cadence=checkpoint or Cadence(),
+        retention=retention or Retention(),
+        sync=sync or SyncConfig(),
+        isolation=isolation,
+        grace=timedelta(seconds=grace_period_seconds),
+        silence=None if silence_timeout_seconds is None else timedelta(seconds=silence_timeout_seconds),
+    )
+    _require_storable(plan)
+    return _train(plan, storable_config(config), stopper, failures or FailurePolicy())
+
+
+def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, policy: FailurePolicy) -> TrialResult:
+    log = get_run_logger()
+    with interruption() as stop:
+        state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp())
+        state = _ready(plan, state, config, stopper, policy)
+        log.info("%s", _where_it_stands(plan, state))
+        while state.trial(_TRIAL).status is Status.PENDING and not stop.is_set():
+            state = _attempt(plan, state, policy, stop)
+    trial = state.trial(_TRIAL)
+    if trial.status is Status.ERRORED:
+        raise TrialFailed(f"{plan.trial.experiment}: {trial.reason}")
+    return _result(plan, trial)
+
+
+def _attempt(plan: TrialPlan, state: Experiment, policy: FailurePolicy, stop: threading.Event) -> Experiment:
+    """Run one attempt, then decide what its end means."""
+    outcome = run_trial(plan, state.epoch, stop)
+    after = read_experiment(plan.target, plan.trial.experiment)
+    if after.epoch != state.epoch:
+        raise Superseded(f"experiment {after.name!r}: taken over by {after.owner}; it goes on there")
+    if not isinstance(outcome, Failed):
+        return after
+    get_run_logger().warning("attempt %d: %s: %s", after.trial(_TRIAL).attempt, outcome.cause, outcome.message)
+    return _judge(plan, after, outcome.cause, policy)
+
+
+def _judge(plan: TrialPlan, state: Experiment, cause: Cause, policy: FailurePolicy) -> Experiment:
+    match verdict(state.trial(_TRIAL), cause, policy):
+        case TryAgain() | Resumable():
+            return state
+        case Quarantine(sequence=sequence, reason=reason):
+            get_run_logger().error("a checkpoint is put aside: %s", reason)
+            return _write(plan, state, Quarantined(trial=_TRIAL, sequence=sequence, reason=reason))
+        case GiveUp(message=message):
+            return _write(plan, state, GaveUp(trial=_TRIAL, cause=cause, message=message))
+        case never:
+            assert_never(never)
+
+
+def _ready(
+    plan: TrialPlan, state: Experiment, config: Mapping[str, object], stopper: Stopper, policy: FailurePolicy
+) -> Experiment:
+    """Bring the trial into a state in which it can be started, or that is final. A fresh start is the empty case."""
+    trial = state.trials.get(_TRIAL)
+    if trial is None:
+        return _write(plan, state, TrialAdded(trial=_TRIAL, config=config))
+    if trial.config != config:
+        raise InvalidInput(
+            f"experiment {state.name!r} at {plan.target.uri}: it trains with config {dict(trial.config)}, and was "
+            f"asked to go on with {dict(config)}. Give the same config, or another experiment name"
+        )
+    if trial.status is Status.ERRORED:
+        return _write(plan, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
+    if trial.status is Status.FINISHED and not trial.returned and not _has_had_enough(trial, stopper):
+        return _write(plan, state, Requeued(trial=_TRIAL, reason=f"extended beyond step {trial.step}"))
+    if trial.status is Status.PENDING and trial.machine_failures:
+        return _judge(plan, state, Cause.MACHINE, policy)
+    return state
+
+
+def _has_had_enough(trial: Trial, stopper: Stopper) -> bool:
+    last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+    return stopper.looks_back or stopper.why_stop([last]) is not None
+
+
+def _write(plan: TrialPlan, state: Experiment, event: Event) -> Experiment:
+    return sync_experiment_state(plan.target, state, [event], new_stamp())
+
+
+def _where_it_stands(plan: TrialPlan, state: Experiment) -> str:
+    trial = state.trial(_TRIAL)
+    where = f"experiment {state.name!r} at {plan.target.uri}"
+    newest = newest_checkpoint(trial)
+    if trial.status is Status.FINISHED:
+        return f"{where}: finished before, at step {trial.step}: {trial.reason}"
+    if newest is None:
+        return f"{where}: starts from nothing"
+    return f"{where}: goes on from step {newest.step}, after {trial.attempt} attempts"
+
+
+def _require_storable(plan: TrialPlan) -> None:
+    if plan.grace < timedelta(0):
+        raise InvalidInput(f"grace_period_seconds: expected 0 or more, found {plan.grace.total_seconds():g}")
+    if plan.silence is not None and plan.silence <= timedelta(0):
+        raise InvalidInput(f"silence_timeout_seconds: expected more than 0, found {plan.silence.total_seconds():g}")
+
+
+def _result(plan: TrialPlan, trial: Trial) -> TrialResult:
+    newest = newest_checkpoint(trial)
+    return TrialResult(
+        experiment=plan.trial.experiment,
+        trial=trial.trial,
+        status=trial.status,
+        reason=trial.reason,
+        step=trial.step,
+        metrics=trial.metrics,
+        checkpoint=newest and CheckpointKey(trial=plan.trial, step=newest.step, sequence=newest.sequence),
+        attempts=trial.attempt,
+        wasted_steps=trial.wasted_steps,
+    )

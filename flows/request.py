@@ -1,0 +1,83 @@
+"""What a flow was asked for, checked whole before any work starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from prefect.runtime import flow_run
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.stoppers import Stopper, as_stopper
+from prefect_tune.core.values import valid_name
+from prefect_tune.session import storable
+from prefect_tune.trial_process import load_trainable
+
+__all__ = ["experiment_name", "stopper_for", "storable_config", "valid_trainable"]
+
+
+def experiment_name(given: str | None) -> str:
+    """Return the experiment's name: as given, or the id of the root flow run, which a Retry keeps.
+
+    Raises:
+        InvalidInput: it cannot be a folder on every target.
+    """
+    return valid_name(given if given is not None else str(flow_run.root_flow_run_id or flow_run.id))
+
+
+def storable_config(config: Mapping[str, Any] | None) -> dict[str, object]:
+    """Return the configuration as plain JSON.
+
+    Raises:
+        InvalidInput: it holds what JSON cannot say.
+    """
+    try:
+        return storable(config or {}, "config")
+    except BadMetric as error:
+        raise InvalidInput(
+            f"{error}. A configuration is stored with the trial, so it is JSON: name functions and objects "
+            "by text, and build them in the trainable"
+        ) from error
+
+
+def stopper_for(stop: Any) -> Stopper:
+    """Return the stopper that `stop` means; text names one as `package.module:name`.
+
+    Raises:
+        InvalidInput: it means none.
+    """
+    return as_stopper(load_trainable(stop) if isinstance(stop, str) and ":" in stop else stop)
+
+
+def valid_trainable(trainable: object) -> object:
+    """Return the trainable, seen to be one as far as can be told without importing the user's module.
+
+    Raises:
+        InvalidInput: it is neither a class with `step`, nor a function, nor `package.module:Name`.
+    """
+    if isinstance(trainable, str):
+        return _importable(trainable)
+    if isinstance(trainable, type):
+        if callable(getattr(trainable, "step", None)):
+            return trainable
+        raise InvalidInput(f"trainable {trainable.__name__}: a class needs a `step` method; subclass pt.Trainable")
+    if callable(trainable):
+        return trainable
+    raise InvalidInput(
+        f"trainable {trainable!r}: expected a function of the configuration, a subclass of pt.Trainable, "
+        "or 'package.module:Name'"
+    )
+
+
+def _importable(name: str) -> str:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise InvalidInput(f"trainable {name!r}: expected 'package.module:Name', as in 'my_project.train:Model'")
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise InvalidInput(f"trainable {name!r}: {error}; is its project installed where the flow runs?") from error
+    if found is None:
+        raise InvalidInput(f"trainable {name!r}: there is no module {module!r}; is its project installed here?")
+    return name

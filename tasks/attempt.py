@@ -1,0 +1,145 @@
+"""One attempt, from the supervisor's chair: hear the trial, have its checkpoints committed, say how it ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias, assert_never
+
+from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished
+from prefect_tune.core.wire import Broke, FromTrial, Loaded, Saved, StepDone, StopAndSave, TrialEnded
+from prefect_tune.tasks.ledger import HandedOver, Ledger
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.trial_channel import TrialChannel
+
+__all__ = ["Done", "Failed", "Outcome", "events_of", "supervise"]
+
+_TICK = timedelta(seconds=0.1)
+# A crash signal is the trainable's doing (or its libraries'); SIGKILL comes from outside.
+_OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The trial met a stop criterion, or its trainable returned."""
+
+    reason: str
+    returned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The attempt ended and the trial has not; `at_start` when it died before its first step."""
+
+    cause: Cause
+    message: str
+    at_start: bool
+
+
+Outcome: TypeAlias = Done | Failed
+
+
+def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
+    """Return what the journal is told of an outcome."""
+    match outcome:
+        case Done(reason=reason, returned=returned):
+            return [Finished(trial=trial, reason=reason, returned=returned)]
+        case Failed(cause=cause, message=message, at_start=at_start):
+            return [AttemptEnded(trial=trial, cause=cause, message=message, at_start=at_start)]
+        case _:
+            assert_never(outcome)
+
+
+def supervise(channel: TrialChannel, ledger: Ledger, plan: TrialPlan, stop: threading.Event) -> Outcome:
+    """Serve the trial until it ends, dies, falls silent, or `stop` is set and the grace period is over."""
+    return _Supervisor(channel, ledger, plan, stop).run()
+
+
+class _Supervisor:
+    def __init__(self, channel: TrialChannel, ledger: Ledger, plan: TrialPlan, stop: threading.Event) -> None:
+        self._channel = channel
+        self._ledger = ledger
+        self._plan = plan
+        self._stop = stop
+        self._steps = 0
+        self._heard_at = time.monotonic()
+        self._asked_at: float | None = None
+        self._out_of_memory_kills = _out_of_memory_kills()
+
+    def run(self) -> Outcome:
+        while True:
+            try:
+                message = self._channel.receive(_TICK)
+            except EOFError:
+                return self._died()
+            outcome = self._took_in(message) if message else self._waited_enough()
+            if outcome is not None:
+                return outcome
+
+    def _took_in(self, message: FromTrial) -> Outcome | None:
+        self._heard_at = time.monotonic()
+        match message:
+            case Loaded(code=code):
+                self._ledger.code = code
+            case StepDone():
+                self._steps += 1
+                self._take_down(message)
+            case TrialEnded(reason=reason, interrupted=True):
+                return self._failed(Cause.PREEMPTED, reason)
+            case TrialEnded(reason=reason, returned=returned):
+                return Done(reason, returned)
+            case Broke(cause=cause, message=why, traceback=trace):
+                return self._failed(cause, f"{why}\n{trace}")
+            case _:
+                assert_never(message)
+        return self._waited_enough()
+
+    def _take_down(self, done: StepDone) -> None:
+        if done.checkpoint is None:
+            self._ledger.note(done.report)
+        else:
+            handed_over = HandedOver(done.report, Path(done.checkpoint), done.handed_over)
+            self._ledger.save(handed_over, lambda step: self._channel.tell(Saved(step=step)))
+
+    def _waited_enough(self) -> Outcome | None:
+        """What the clock, the ledger and whoever wants the trial to stop have to say."""
+        if self._ledger.error is not None:
+            return self._failed(Cause.MACHINE, f"its checkpoint could not be committed: {self._ledger.error}")
+        if self._stop.is_set():
+            return self._ask_to_stop()
+        silent = timedelta(seconds=time.monotonic() - self._heard_at)
+        if self._plan.silence is not None and silent > self._plan.silence:
+            return self._failed(Cause.MACHINE, f"no report for {silent}, so it was taken for hung and ended")
+        return None
+
+    def _ask_to_stop(self) -> Outcome | None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._channel.tell(StopAndSave())
+        waited = timedelta(seconds=time.monotonic() - self._asked_at)
+        if waited <= self._plan.grace:
+            return None
+        return self._failed(Cause.PREEMPTED, f"asked to stop; it reported no checkpoint within {self._plan.grace}")
+
+    def _died(self) -> Outcome:
+        became = self._channel.end()
+        if _out_of_memory_kills() > self._out_of_memory_kills and "SIGKILL" in became:
+            return self._failed(Cause.OUT_OF_MEMORY, f"the kernel killed it for its memory: {became}")
+        own = "exited with code" in became or any(name in became for name in _OWN_SIGNALS)
+        return self._failed(Cause.USER if own else Cause.MACHINE, f"the trial's process {became}")
+
+    def _failed(self, cause: Cause, message: str) -> Failed:
+        return Failed(cause, message, at_start=self._steps == 0 and cause is not Cause.PREEMPTED)
+
+
+def _out_of_memory_kills() -> int:
+    """How often this machine's kernel has killed for memory; 0 where it does not say."""
+    try:
+        counters = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill ")), 0)

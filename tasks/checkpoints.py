@@ -1,0 +1,98 @@
+"""Save, restore and delete a checkpoint: one retryable, timed act each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from prefect import task
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.collect import collect
+from prefect_tune.core.commit import Committed, commit, reusable
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.manifest import About, Manifest
+from prefect_tune.core.restore import read_manifest, restore
+from prefect_tune.core.trial import Trial
+from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
+from prefect_tune.tasks.transient import RETRYING
+
+__all__ = ["delete_checkpoint", "restore_checkpoint", "save_checkpoint"]
+
+_TIMEOUT_SECONDS = 1800.0
+
+
+@task(name="save-checkpoint", task_run_name="save {key.trial.trial} step {key.step}", **RETRYING)
+def save_checkpoint(
+    target: StorageTarget,
+    key: CheckpointKey,
+    directory: Path,
+    about: About,
+    *,
+    parent: Manifest | None = None,
+    collected_up_to: int = 0,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> Committed:
+    """Publish the local `directory` as the checkpoint `key` on `target`: when it returns, it is there, whole.
+
+    A try that failed or was killed leaves no checkpoint, and what it sent is not sent again. Nobody
+    may write to `directory` meanwhile.
+
+    Args:
+        about: step, metrics, write id and the like. A try with the same write id is the same save.
+        parent: the newest live checkpoint: what it holds already is not sent.
+        collected_up_to: the trial's; see `prefect_tune.core.commit.reusable`.
+        timeout_seconds: by then it has ended, one way or the other, and nothing goes on in the background.
+
+    Raises:
+        AlreadyCommitted: the key holds another save.
+        InvalidInput: the directory holds what cannot be saved.
+        StagedFilesChanged: somebody wrote to the directory.
+        StoreRefused: credentials, permission or bucket; not retried.
+        StoreUnavailable, CommitUnknown: the retries are spent.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        reuse = reusable(store, key.trial, parent, collected_up_to)
+        return commit(store, key, StagedFiles(Path(directory)), about, reuse=reuse, side_by_side=transfers)
+
+
+@task(name="restore-checkpoint", task_run_name="restore {key.trial.trial} step {key.step}", **RETRYING)
+def restore_checkpoint(
+    target: StorageTarget, key: CheckpointKey, destination: Path, *, timeout_seconds: float = _TIMEOUT_SECONDS
+) -> Manifest:
+    """Bring the checkpoint `key` into the new directory `destination`: every byte verified, all of it or nothing.
+
+    Raises:
+        CheckpointNotFound: no such checkpoint is committed.
+        CheckpointCorrupt: its bytes are missing or altered; not retried.
+        StoreRefused: credentials, permission or bucket; not retried.
+        StoreUnavailable: the retries are spent.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        manifest = read_manifest(store, key)
+        with DirectorySink(manifest, Path(destination)) as sink:
+            restore(store, manifest, sink, side_by_side=transfers)
+        return manifest
+
+
+@task(name="delete-checkpoint", task_run_name="delete retired of {trial.trial}", **RETRYING)
+def delete_checkpoint(
+    target: StorageTarget,
+    trial: TrialKey,
+    state: Trial,
+    retired: Sequence[CheckpointKey],
+    *,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> int:
+    """Delete checkpoints that the journal has retired; blobs that a live one refers to stay.
+
+    `state` is the trial after the entry that retired them: whatever it lists as live is left alone.
+    Returns how many objects were deleted. Deleting twice is deleting once.
+
+    Raises:
+        CheckpointCorrupt: a live manifest cannot be read, so that nothing may be deleted.
+        StoreUnavailable: the retries are spent; the next owner of the experiment goes on with it.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        return collect(store, trial, state, retired, side_by_side=transfers)

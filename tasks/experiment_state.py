@@ -1,0 +1,84 @@
+"""Open an experiment, and write its next journal entry: one retryable, timed act each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from prefect import task
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.adopt import adopt
+from prefect_tune.core.errors import JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
+from prefect_tune.core.events import Event, Owner
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import SNAPSHOT_EVERY, append, load, take_over, write_snapshot
+from prefect_tune.core.values import Stamp
+from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tasks.stamp import new_stamp
+from prefect_tune.tasks.transient import RETRYING
+
+__all__ = ["read_experiment", "restore_experiment_state", "sync_experiment_state"]
+
+_TIMEOUT_SECONDS = 120.0
+
+
+@task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
+def restore_experiment_state(
+    target: StorageTarget,
+    experiment: str,
+    owner: Owner,
+    stamp: Stamp,
+    *,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> Experiment:
+    """Open `experiment` for `owner` and return its state; from now on every earlier owner's writes fail.
+
+    A checkpoint whose save was killed between its manifest and its journal entry is taken over, and
+    trials that were running are waiting again. An experiment that is not there yet is an empty one.
+
+    Raises:
+        ResumeFailed: it exists and cannot be read, whatever the number of tries. Nothing is started afresh.
+        Superseded: others kept opening it first.
+        StoreUnavailable, CommitUnknown: the retries are spent.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        try:
+            opened = take_over(store, experiment, owner, stamp, side_by_side=transfers)
+            if opened.settled_from == opened.opened_at:
+                return opened
+            return append(store, opened, adopt(store, opened, side_by_side=transfers), new_stamp())
+        except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
+            raise ResumeFailed(
+                f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started afresh, nothing is lost"
+            ) from error
+
+
+@task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **RETRYING)
+def sync_experiment_state(
+    target: StorageTarget,
+    experiment: Experiment,
+    events: Sequence[Event],
+    stamp: Stamp,
+    *,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> Experiment:
+    """Write `events` as the next journal entry of `experiment`, and return the state after it: durable, and still ours.
+
+    Raises:
+        Superseded: somebody else owns the experiment now.
+        StoreUnavailable, CommitUnknown: the retries are spent.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
+        after = append(store, experiment, events, stamp)
+        if after.number % SNAPSHOT_EVERY == 0:
+            write_snapshot(store, after)
+        return after
+
+
+def read_experiment(
+    target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS
+) -> Experiment:
+    """Return the state of `experiment` without opening it: for whoever only looks."""
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        return load(store, experiment, side_by_side=transfers)

@@ -1,0 +1,199 @@
+"""What a running trial says becomes commits and journal entries: in order, one at a time, off the training path."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from prefect_tune.core.commit import Committed as Saved
+from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable
+from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import CheckpointKey
+from prefect_tune.core.manifest import About, Manifest
+from prefect_tune.core.retention import retired
+from prefect_tune.core.trial import Trial
+from prefect_tune.core.values import StepReport
+from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.experiment_state import sync_experiment_state
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.stamp import new_stamp
+
+__all__ = ["HandedOver", "Ledger"]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A directory that the trial gave to be committed, with the report of its step."""
+
+    report: StepReport
+    directory: Path
+    ours: bool
+    """Whether it is to be removed once it is committed."""
+
+
+class Ledger:
+    """The experiment as one attempt writes it.
+
+    The attempt's thread notes reports and asks for saves; a thread of the ledger's own carries them
+    out in that order, in the context of the task that made it, so that its work shows under that task.
+    """
+
+    def __init__(self, plan: TrialPlan, experiment: Experiment, parent: Manifest | None, log: logging.Logger) -> None:
+        self._plan = plan
+        self._experiment = experiment
+        self._parent = parent
+        self._log = log
+        self._waiting: list[StepReport] = []
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._synced_at = time.monotonic()
+        self.code = ""
+        """The digest of the trainable's source, once the trial has told it."""
+        self.error: BaseException | None = None
+        """What the ledger's thread died of; nothing is written after it."""
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="ledger", daemon=True)
+        self._thread.start()
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment after the last entry that was written. Read it once the ledger is closed."""
+        return self._experiment
+
+    def note(self, report: StepReport) -> None:
+        """Take down a step; it is journaled with the next commit, or when `sync_period` is over."""
+        self._waiting.append(report)
+        if timedelta(seconds=time.monotonic() - self._synced_at) >= self._plan.sync.sync_period:
+            self._synced_at = time.monotonic()
+            self._work.put(lambda: self._write(()))
+
+    def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+        """Have it committed, and then call `committed` with its step, from the ledger's thread."""
+        self._waiting.append(handed_over.report)
+        self._work.put(lambda: self._save(handed_over, committed))
+
+    def close(self, events: Callable[[Trial], Sequence[Event]]) -> None:
+        """Finish what was asked for, write the reports that are left and `events` of the trial as it is then.
+
+        Raises what the ledger's thread died of.
+        """
+        self._work.put(lambda: self._write(events(self._trial)))
+        self._work.put(None)
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            while (work := self._work.get()) is not None:
+                work()
+        except BaseException as error:  # noqa: BLE001 - the thread's edge: `close` raises it in the attempt's thread
+            self.error = error
+
+    @property
+    def _trial(self) -> Trial:
+        return self._experiment.trial(self._plan.trial.trial)
+
+    def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+        reports = self._take_reports(handed_over.report.step)
+        key = CheckpointKey(
+            trial=self._plan.trial, step=handed_over.report.step, sequence=self._experiment.number
+        )
+        saved = save_checkpoint(
+            self._plan.target,
+            key,
+            handed_over.directory,
+            self._about(handed_over.report, reports),
+            parent=self._parent,
+            collected_up_to=self._trial.collected_up_to,
+            timeout_seconds=self._plan.sync.sync_timeout_seconds,
+        )
+        doomed = self._commit(key, handed_over.report, reports)
+        self._parent = saved.manifest
+        committed(handed_over.report.step)
+        self._tell(saved)
+        if handed_over.ours:
+            shutil.rmtree(handed_over.directory)
+        self._delete(doomed)
+
+    def _commit(
+        self, key: CheckpointKey, report: StepReport, reports: Sequence[StepReport]
+    ) -> Sequence[CheckpointKey]:
+        """Write the commit's entry, and return the checkpoints that it retires."""
+        new = CheckpointRef(
+            step=key.step,
+            sequence=key.sequence,
+            metrics=report.metrics,
+            trained_seconds=report.trained_seconds,
+        )
+        live = (*self._trial.checkpoints, new)
+        going = retired(live, self._plan.retention)
+        trial = self._plan.trial.trial
+        self._write((Committed(trial=trial, checkpoint=new, retires=going),), reports)
+        steps = {each.sequence: each.step for each in live}
+        return [CheckpointKey(trial=key.trial, step=steps[sequence], sequence=sequence) for sequence in going]
+
+    def _write(self, events: Sequence[Event], reports: Sequence[StepReport] | None = None) -> None:
+        told = self._take_reports(None) if reports is None else reports
+        trial = self._plan.trial.trial
+        entry: list[Event] = [Reported(trial=trial, report=report) for report in told]
+        if entry or events:
+            self._experiment = sync_experiment_state(
+                self._plan.target, self._experiment, [*entry, *events], new_stamp()
+            )
+        self._synced_at = time.monotonic()
+
+    def _take_reports(self, up_to: int | None) -> Sequence[StepReport]:
+        taken = [report for report in self._waiting if up_to is None or report.step <= up_to]
+        del self._waiting[: len(taken)]  # the attempt's thread only ever appends
+        return taken
+
+    def _about(self, report: StepReport, reports: Sequence[StepReport]) -> About:
+        stamp = new_stamp()
+        trial = self._trial
+        return About(
+            attempt=trial.attempt,
+            epoch=self._experiment.epoch,
+            write_id=stamp.write_id,
+            created_at=stamp.at,
+            parent=None if self._parent is None else f"{self._parent.step}-{self._parent.sequence}",
+            metrics=report.metrics,
+            trained_seconds=report.trained_seconds,
+            fingerprint={**trial.fingerprint, "code": self.code} if self.code else trial.fingerprint,
+            reports=tuple(reports),
+        )
+
+    def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
+        """A deletion that fails loses only disk: the journal knows what is retired, and the next owner goes on."""
+        if not doomed:
+            return
+        try:
+            delete_checkpoint(self._plan.target, self._plan.trial, self._trial, doomed)
+        except (StoreUnavailable, CheckpointCorrupt) as error:
+            self._log.warning("retired checkpoints stay on the target until the next resume: %s", error)
+
+    def _tell(self, saved: Saved) -> None:
+        manifest = saved.manifest
+        self._log.info(
+            "step %d committed: %s in %d files, %s sent",
+            manifest.step,
+            _size(manifest.size_bytes),
+            len(manifest.files),
+            _size(saved.sent_bytes),
+        )
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

@@ -1,0 +1,55 @@
+"""Everything that is fixed about training one trial, before its first attempt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import cloudpickle
+
+from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.retention import Retention
+
+__all__ = ["TrialPlan", "payload"]
+
+
+@dataclass(frozen=True)
+class TrialPlan:
+    """How a trial is trained, and where its bytes go."""
+
+    target: StorageTarget
+    trial: TrialKey
+    trainable: str
+    """As `payload` gives it."""
+    stopper: str
+    needs_curve: bool
+    """Whether the stopper looks back further than the last report."""
+    cadence: Cadence = field(default_factory=Cadence)
+    retention: Retention = field(default_factory=Retention)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    isolation: Literal["process", "thread"] = "process"
+    grace: timedelta = timedelta(seconds=25)
+    """How long a trial that is asked to stop may take to save."""
+    silence: timedelta | None = None
+    """How long a trial may train without a report before it is taken for hung."""
+
+
+def payload(thing: object) -> str:
+    """Return `thing` as the trial's process can load it: its import path as given, or else a pickle.
+
+    Raises:
+        InvalidInput: it cannot be taken to another process.
+    """
+    if isinstance(thing, str):
+        return thing
+    try:
+        return bytes(cloudpickle.dumps(thing)).hex()
+    except Exception as error:
+        raise InvalidInput(
+            f"{thing!r} cannot be sent to the trial's process ({type(error).__name__}: {error}). Put it into a "
+            "module and pass 'package.module:Name', or open files and connections inside it"
+        ) from error

@@ -1,0 +1,27 @@
+"""The edge where time, chance and identity come in."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import UTC, datetime
+from uuid import uuid4
+
+from prefect.runtime import flow_run
+
+from prefect_tune.core.events import Owner
+from prefect_tune.core.values import Stamp
+
+__all__ = ["new_stamp", "this_owner"]
+
+
+def new_stamp() -> Stamp:
+    """Draw a write id, and look at the clock (which decides nothing: it is for people)."""
+    return Stamp(write_id=uuid4().hex, at=datetime.now(UTC).isoformat(timespec="milliseconds"))
+
+
+def this_owner() -> Owner:
+    """Say who this process is, for the messages of whoever it supersedes."""
+    return Owner(
+        name=flow_run.name or "a script", host=socket.gethostname(), pid=os.getpid(), flow_run=flow_run.id
+    )

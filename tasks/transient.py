@@ -1,0 +1,36 @@
+"""Which failures of a task are worth another try, and how long to wait for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prefect.cache_policies import NO_CACHE
+from prefect.tasks import exponential_backoff
+
+from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
+
+if TYPE_CHECKING:
+    from prefect import Task
+    from prefect.client.schemas.objects import State, TaskRun
+
+__all__ = ["RETRYING", "is_transient"]
+
+
+def is_transient(task: Task[..., object], task_run: TaskRun, state: State[object]) -> bool:
+    """Say whether the target failed in a way that may pass; everything else fails at once.
+
+    A plain function on purpose: Prefect takes any other callable to mean "do not retry".
+    """
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, StoreUnavailable | CommitUnknown)
+
+
+# What every task that talks to a target is made with. What is read is never cached: the store is the truth.
+RETRYING: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "persist_result": False,
+    "retries": 5,
+    "retry_delay_seconds": exponential_backoff(backoff_factor=1),
+    "retry_jitter_factor": 0.5,
+    "retry_condition_fn": is_transient,
+}

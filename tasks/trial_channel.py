@@ -1,0 +1,175 @@
+"""Start a trial's process, hear it, and end it: the supervisor's half of `prefect_tune.core.wire`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Protocol
+
+from prefect_tune.core.wire import FromTrial, Start, ToTrial, from_trial
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+__all__ = ["TrialChannel", "trial_in_place", "trial_process"]
+
+_LAST_WORDS = 20
+_GOODBYE = timedelta(seconds=5)
+
+
+class _Body(Protocol):
+    """What trains: a process, or a thread of this one."""
+
+    def is_alive(self) -> bool: ...
+
+    def end(self) -> str:
+        """End it, now, and say what became of it."""
+        ...
+
+
+class TrialChannel:
+    """A running attempt. `receive` in one thread, `tell` in any."""
+
+    def __init__(self, connection: Connection, body: _Body) -> None:
+        self._connection = connection
+        self._body = body
+        self._sending = threading.Lock()
+
+    def tell(self, message: ToTrial) -> None:
+        """Say it; a trial that is gone need not hear it, since `receive` tells."""
+        with self._sending, suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send_bytes(message.model_dump_json().encode())
+
+    def receive(self, patience: timedelta) -> FromTrial | None:
+        """Return the next message; None when there is none yet.
+
+        Raises:
+            EOFError: the trial is gone, and everything it said has been received.
+        """
+        try:
+            if not wait([self._connection], patience.total_seconds()):
+                return None
+            return from_trial.validate_json(self._connection.recv_bytes())
+        except ConnectionResetError as gone:
+            raise EOFError("the trial is gone") from gone
+
+    def end(self) -> str:
+        """End the trial, and everything that it has started; say what became of it."""
+        return self._body.end()
+
+
+@contextmanager
+def trial_process(start: Start, log: logging.Logger) -> Iterator[TrialChannel]:
+    """Train in a child process of its own session. Leaving the block kills what is left of it."""
+    ours, theirs = socket.socketpair()
+    hold, lifeline = _pipe()
+    command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.trial_process"]
+    child = subprocess.Popen(  # noqa: S603 - our own module, by this very interpreter
+        [*command, str(theirs.fileno()), str(lifeline)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        pass_fds=(theirs.fileno(), lifeline),
+        start_new_session=True,
+    )
+    theirs.close()
+    os.close(lifeline)
+    body = _Process(child, log)
+    connection = Connection(ours.detach())
+    channel = TrialChannel(connection, body)
+    try:
+        channel.tell(start)
+        yield channel
+    finally:
+        body.end()
+        connection.close()
+        os.close(hold)
+
+
+@contextmanager
+def trial_in_place(start: Start, log: logging.Logger) -> Iterator[TrialChannel]:
+    """Train in a thread of this process, for notebooks and debuggers. Nothing can end it but itself."""
+    from prefect_tune.trial_process import train
+
+    ours, theirs = socket.socketpair()
+    inside = Connection(theirs.detach())
+
+    def run() -> None:
+        with inside:
+            train(inside, whole_process=False)
+
+    thread = threading.Thread(target=run, name=f"trial-{start.trial}", daemon=True)
+    with Connection(ours.detach()) as connection:
+        channel = TrialChannel(connection, _Thread(thread))
+        channel.tell(start)
+        thread.start()
+        yield channel
+
+
+def _pipe() -> tuple[int, int]:
+    reading, writing = os.pipe()
+    return writing, reading
+
+
+class _Thread:
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self) -> str:
+        self._thread.join(_GOODBYE.total_seconds())
+        return "its thread goes on: a thread cannot be ended" if self.is_alive() else "its thread ended"
+
+
+class _Process:
+    """A child process, its output passed on to the log line by line."""
+
+    def __init__(self, child: subprocess.Popen[str], log: logging.Logger) -> None:
+        self._child = child
+        self._said: deque[str] = deque(maxlen=_LAST_WORDS)
+        assert child.stdout is not None
+        self._pump = threading.Thread(target=self._pass_on, args=(child.stdout, log), daemon=True)
+        self._pump.start()
+        self._became = ""
+
+    def is_alive(self) -> bool:
+        return self._child.poll() is None
+
+    def end(self) -> str:
+        """Give a process that is leaving by itself a moment, then kill its whole group."""
+        if not self._became:
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(0.2)
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+            self._pump.join(_GOODBYE.total_seconds())
+            self._became = _became(self._child.returncode, self._said)
+        return self._became
+
+    def _pass_on(self, output: TextIOWrapper, log: logging.Logger) -> None:
+        for line in output:
+            text = line.rstrip("\n")
+            self._said.append(text)
+            log.info("%s", text)
+
+
+def _became(code: int, said: deque[str]) -> str:
+    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    words = "\n".join(said)
+    return f"{how}; last output:\n{words}" if words else how
