@@ -1,1 +1,31 @@
-"""Where bytes live: configuration and credentials; decides nothing."""
+"""Where bytes live: configuration and credentials; decides nothing.
+
+Importing this registers every block, so that they appear in the Prefect UI (`prefect.collections`). No client
+of any storage is imported before a target is opened.
+"""
+
+from __future__ import annotations
+
+from prefect_tune.blocks.azure_target import AzureTarget
+from prefect_tune.blocks.check import TargetCheck
+from prefect_tune.blocks.fsspec_target import FsspecTarget
+from prefect_tune.blocks.gcs_target import GcsTarget
+from prefect_tune.blocks.local_target import LocalTarget
+from prefect_tune.blocks.resolve import resolve_target, target_reference
+from prefect_tune.blocks.s3_target import S3Target
+from prefect_tune.blocks.sync_config import SyncConfig, SyncerLike
+from prefect_tune.blocks.target import StorageTarget
+
+__all__ = [
+    "AzureTarget",
+    "FsspecTarget",
+    "GcsTarget",
+    "LocalTarget",
+    "S3Target",
+    "StorageTarget",
+    "SyncConfig",
+    "SyncerLike",
+    "TargetCheck",
+    "resolve_target",
+    "target_reference",
+]

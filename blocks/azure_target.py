@@ -1,0 +1,94 @@
+"""Azure Blob Storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, Self
+
+from pydantic import AnyHttpUrl, Field, SecretStr, field_validator, model_validator
+
+from prefect_tune.blocks.credentials import AzureBlock, azure_access, connection_options
+from prefect_tune.blocks.logos import AZURE_LOGO
+from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
+
+__all__ = ["AzureTarget"]
+
+
+class AzureTarget(ObjectTarget):
+    """A container of Azure Blob Storage, or of its emulator.
+
+    Without credentials it uses what it finds where it runs: the environment, a workload or a managed identity.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import AzureTarget
+
+        target = AzureTarget.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name: ClassVar[str | None] = "Azure Target"
+    _block_type_slug: ClassVar[str | None] = "azure-target"
+    _logo_url: ClassVar[AnyHttpUrl | None] = AZURE_LOGO
+
+    container: str = Field(description="Its name alone.")
+    account_name: str | None = Field(
+        default=None, description="The storage account; empty: what the environment or the connection string says."
+    )
+    account_key: SecretStr | None = Field(default=None, description="A key of the account.")
+    sas_token: SecretStr | None = Field(default=None, description="A shared access signature.")
+    connection_string: SecretStr | None = Field(
+        default=None, description="A connection string, which names the account too."
+    )
+    credentials: AzureBlock = Field(
+        default=None, description="An AzureBlobStorageCredentials block of prefect-azure, instead."
+    )
+
+    @field_validator("container")
+    @classmethod
+    def _container_name(cls, container: str) -> str:
+        return bare_name("container", container, r"\$web|(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")
+
+    @field_validator("connection_string")
+    @classmethod
+    def _readable(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None:
+            connection_options(secret.get_secret_value())
+        return secret
+
+    @model_validator(mode="after")
+    def _one_way_to_sign(self) -> Self:
+        one_at_most(
+            {
+                "account_key": self.account_key,
+                "sas_token": self.sas_token,
+                "connection_string": self.connection_string,
+                "credentials": self.credentials,
+                "anonymous": self.anonymous,
+            }
+        )
+        return self
+
+    @property
+    def uri(self) -> str:
+        account = self.account_name or self._secrets().get("account_name")
+        if account is None:
+            return f"az://{self.container}/{self.prefix}".rstrip("/")
+        return f"abfss://{self.container}@{account}.dfs.core.windows.net/{self.prefix}".rstrip("/")
+
+    def _connector(self) -> Callable[..., Any]:
+        from obstore.store import AzureStore
+
+        named = {"account_name": self.account_name, "endpoint": self.endpoint_url}
+        config: dict[str, Any] = {**self._secrets(), **{name: value for name, value in named.items() if value}}
+        config |= {"skip_signature": True} if self.anonymous else {}
+        return partial(AzureStore, self.container, prefix=self.prefix or None, config=config)
+
+    def _secrets(self) -> Mapping[str, str]:
+        if self.credentials is not None:
+            return azure_access(self.credentials)
+        if self.connection_string is not None:
+            return connection_options(self.connection_string.get_secret_value())
+        given = {"account_key": self.account_key, "sas_key": self.sas_token}
+        return {option: secret.get_secret_value() for option, secret in given.items() if secret is not None}

@@ -1,0 +1,99 @@
+"""What an error of a storage service means to the person who configured it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+
+from prefect_tune.core.errors import DeadlineExceeded, StoreUnavailable, TuneError
+
+__all__ = ["diagnosis"]
+
+_MOST_CHARACTERS = 240
+_PROBE = re.compile(r"'?\.check/[0-9a-f]{32}(/\w+)?'?")
+_NOISE = re.compile(r"Generic \w+ error: |Error performing list request: ")
+
+# In this order: a message that names the region also says 403, a missing bucket also says 404.
+_CAUSES: tuple[tuple[str, str], ...] = (
+    (
+        r"169\.254\.169\.254|metadata\.google\.internal|169\.254\.170\.2|no credentials|CredentialsNotFound",
+        "no credentials: none in the block, the environment or a profile, and this machine offers none of its own",
+    ),
+    (
+        r"AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint|301 Moved|307 Temporary"
+        r"|region '[^']*' is wrong|incorrect region|wrong region",
+        "wrong region or endpoint: the bucket lives elsewhere; set region to the bucket's own",
+    ),
+    (
+        r"NoSuchBucket|ContainerNotFound|bucket does not exist|container does not exist|no such bucket"
+        r"|bucket .{0,80}not found",
+        "no such bucket or container: create it, or correct its name",
+    ),
+    (
+        r"InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed|InvalidToken|ExpiredToken|invalid_grant"
+        r"|Unauthenticated|UnauthorizedAccess|401 Unauthorized|invalid_client|Authentication failed"
+        r"|NoAuthenticationInformation|InvalidAuthenticationInfo|530 |Login incorrect",
+        "wrong credentials: the service does not accept them",
+    ),
+    (
+        r"certificate|UnknownIssuer|invalid peer|tls handshake",
+        "no trust in the server's certificate: set ca_certificate, or correct the endpoint",
+    ),
+    (r"mounted read-only|Read-only file system", "read-only: the file system takes no writes"),
+    (r"no space left|disk is full|QuotaExceeded|quota", "full: no space is left"),
+    (
+        r"dns error|failed to lookup|Name or service not known|Connection refused|tcp connect|connect error"
+        r"|error sending request|No route to host|Network is unreachable|Unable to connect|getaddrinfo",
+        "unreachable: nothing answers at the endpoint; correct its address, or start the server",
+    ),
+)
+_FORBIDDEN = re.compile(
+    r"AccessDenied|Access Denied|AuthorizationFailure|AuthorizationPermissionMismatch|403 Forbidden|Forbidden"
+    r"|permission|AccountIsDisabled",
+    re.IGNORECASE,
+)
+
+
+def diagnosis(step: str, error: TuneError, timeout: timedelta) -> str:
+    """Say in one sentence what is wrong, and then what the service said."""
+    said = " / ".join(_said(error))
+    return f"{_cause(step, error, said, timeout)} (at: {step}; {_shortened(said)})"
+
+
+def _cause(step: str, error: TuneError, said: str, timeout: timedelta) -> str:
+    for pattern, sentence in _CAUSES:
+        if re.search(pattern, said, re.IGNORECASE):
+            return sentence
+    if _FORBIDDEN.search(said):
+        return _forbidden(step)
+    if isinstance(error, DeadlineExceeded):
+        return f"no answer within {timeout.total_seconds():g} s: unreachable, very slow, or behind a firewall"
+    if isinstance(error, StoreUnavailable):
+        return "unavailable at the moment: try again"
+    return "unusable"
+
+
+def _forbidden(step: str) -> str:
+    match step:
+        case "write" | "write again" | "write at once":
+            return "read-only: listing is permitted, writing is not"
+        case "delete":
+            return "no permission to delete: old checkpoints could never be removed"
+        case _:
+            return f"no permission to {step}"
+
+
+def _said(error: BaseException | None) -> Iterator[str]:
+    told: set[str] = set()
+    while error is not None:
+        text = str(error).strip()
+        if text and not any(text in earlier for earlier in told):
+            told.add(text)
+            yield text
+        error = error.__cause__
+
+
+def _shortened(said: str) -> str:
+    line = _NOISE.sub("", _PROBE.sub("a probe", " ".join(said.split())))
+    return line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 1] + "…"

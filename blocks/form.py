@@ -1,0 +1,92 @@
+"""What every block here has in common: it refuses what it does not know, in one line, and then never changes."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from prefect.blocks.core import Block, schema_extra
+from pydantic import AnyHttpUrl, ConfigDict, SecretStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = ["Form"]
+
+# Prefect writes these beside the fields, in documents as in dumps.
+_BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})
+
+
+def _required_first(schema: dict[str, Any], model: type[Block]) -> None:
+    schema_extra(schema, model)
+    required = schema.get("required", ())
+    # sorted() is stable, and the UI shows the fields in this order
+    schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: item[0] not in required))
+
+
+class Form(Block, ABC):
+    """A frozen Prefect block without unknown fields.
+
+    Called with fields that do not fit, it raises one `InvalidInput` of one line. Values never appear in an
+    error: they may be secrets.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_required_first
+    )
+    _documentation_url: ClassVar[AnyHttpUrl | None] = AnyHttpUrl("https://docs.prefect.io/v3/concepts/blocks")
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            # from None: the cause would print the input, secrets included
+            raise InvalidInput(_in_one_line(type(self).__name__, error)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields_only(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        cls.validate_block_type_slug(values)
+        fields = {name: value for name, value in values.items() if name not in _BOOKKEEPING}
+        for name in fields:
+            if name not in cls.model_fields:
+                raise PydanticCustomError("unknown_field", "{message}", {"message": _unknown(cls, name)})
+        return fields
+
+    def secret_values(self) -> Iterator[str]:
+        """Yield every secret that this block holds itself, to keep it out of messages."""
+        for name in type(self).model_fields:
+            yield from _secrets_in(getattr(self, name))
+
+
+def _secrets_in(value: object) -> Iterator[str]:
+    match value:
+        case SecretStr():
+            yield value.get_secret_value()
+        case Form():
+            yield from value.secret_values()
+        case _ if hasattr(value, "get_secret_value"):  # SecretDict
+            yield from (str(secret) for secret in value.get_secret_value().values())
+
+
+def _unknown(cls: type[Form], name: str) -> str:
+    known = list(cls.model_fields)
+    nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    advice = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known)}"
+    return f"no field {name!r}: {advice}"
+
+
+def _in_one_line(block: str, error: ValidationError) -> str:
+    return f"{block}: " + "; ".join(_complaint(detail) for detail in error.errors(include_url=False))
+
+
+def _complaint(detail: ErrorDetails) -> str:
+    message = detail["msg"].removeprefix("Value error, ")
+    where = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "missing":
+        return f"{where!r} is missing"
+    return f"{where}: {message}" if where else message

@@ -1,0 +1,101 @@
+"""Everything else that fsspec or pyarrow can reach: hdfs, sftp, ftp, webdav, smb, memory, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from prefect.types import SecretDict
+from pydantic import AnyHttpUrl, Field, field_validator
+
+from prefect_tune.blocks.logos import FILES_LOGO
+from prefect_tune.blocks.target import StorageTarget
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.store import ObjectStore
+
+__all__ = ["FsspecTarget", "known_schemes"]
+
+_ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
+
+
+class FsspecTarget(StorageTarget):
+    """Any URI that fsspec or pyarrow can open: hdfs, sftp, ftp, webdav, smb, memory and more.
+
+    Its client works in a process of its own, which is ended at the deadline. There is no create-if-absent on
+    most of them, so such a target serves one runner only.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import FsspecTarget
+
+        target = FsspecTarget.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name: ClassVar[str | None] = "Fsspec Target"
+    _block_type_slug: ClassVar[str | None] = "fsspec-target"
+    _logo_url: ClassVar[AnyHttpUrl | None] = FILES_LOGO
+
+    location: str = Field(
+        title="URI", description="Where, e.g. 'sftp://host/folder'; without a password, which is a secret option."
+    )
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the fsspec implementation, e.g. {'port': 2222}."
+    )
+    secret_options: SecretDict | None = Field(
+        default=None, description="Options that are secret, e.g. {'password': '...'}."
+    )
+
+    @field_validator("location")
+    @classmethod
+    def _known_and_without_password(cls, uri: str) -> str:
+        scheme, separator, _ = uri.partition("://")
+        if not separator:
+            raise ValueError(f"expected 'scheme://...', found {uri!r}")
+        if urlsplit(uri).password:
+            raise ValueError("it carries a password, which everybody could read: use secret_options={'password': ...}")
+        if scheme not in known_schemes():
+            raise ValueError(f"neither fsspec nor pyarrow knows the scheme {scheme!r}")
+        return uri.rstrip("/") if not uri.endswith("://") else uri
+
+    @property
+    def uri(self) -> str:
+        return self.location
+
+    def options(self) -> Mapping[str, Any]:
+        """Return all options, secret ones included."""
+        secrets = {} if self.secret_options is None else self.secret_options.get_secret_value()
+        if both := self.storage_options.keys() & secrets.keys():
+            raise InvalidInput(f"{self.uri}: {sorted(both)[0]!r} is both a plain and a secret option: keep one")
+        return {**self.storage_options, **secrets}
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        raise NotImplementedError
+        yield
+
+
+def known_schemes() -> frozenset[str]:
+    """Return every scheme that fsspec or pyarrow has heard of, whether its package is installed or not."""
+    import fsspec
+
+    return frozenset(fsspec.available_protocols()) | _ARROW_SCHEMES
+
+
+def require_implementation(scheme: str) -> None:
+    """Import what `scheme` needs.
+
+    Raises:
+        InvalidInput: a package is missing; the message names it.
+    """
+    import fsspec
+
+    if scheme in _ARROW_SCHEMES:
+        return
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise InvalidInput(f"{scheme}:// needs a package that is not installed: {error}") from error

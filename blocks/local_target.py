@@ -1,0 +1,74 @@
+"""A folder of this machine, or one that all machines mount."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import AnyHttpUrl, Field, field_validator
+
+from prefect_tune.blocks.logos import FILES_LOGO
+from prefect_tune.blocks.target import StorageTarget
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.posix import PosixStore, make_root
+
+__all__ = ["LocalTarget"]
+
+
+class LocalTarget(StorageTarget):
+    """A folder of this machine, or a file system that every machine mounts at the same place.
+
+    It is made when it is first used. Creating a file there only if it is absent needs hard links.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import LocalTarget
+
+        target = LocalTarget.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name: ClassVar[str | None] = "Local Target"
+    _block_type_slug: ClassVar[str | None] = "local-target"
+    _logo_url: ClassVar[AnyHttpUrl | None] = FILES_LOGO
+
+    path: str = Field(description="The folder: an absolute path, or one that starts with '~'.")
+
+    must_exist: bool = Field(
+        default=False,
+        description="Whether a missing folder is an error instead of being made: for mounts, where missing means "
+        "not mounted.",
+    )
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _absolute(cls, path: object) -> object:
+        if not isinstance(path, str | os.PathLike):
+            return path
+        text = os.fspath(path)
+        if not isinstance(text, str) or "\0" in text:
+            raise ValueError("expected text without NUL characters")
+        expanded = os.path.expanduser(text)
+        if not os.path.isabs(expanded):
+            raise ValueError(
+                f"expected an absolute path or one that starts with '~', found {text!r}: "
+                "a relative one would mean another folder in each process"
+            )
+        return os.path.normpath(expanded)
+
+    @property
+    def uri(self) -> str:
+        return Path(self.path).as_uri()
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        deadline = Deadline.after(timeout)
+        root = Path(self.path)
+        if not self.must_exist:
+            make_root(root)
+        yield PosixStore(root, deadline=deadline)

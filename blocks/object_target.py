@@ -1,0 +1,145 @@
+"""What the three object storages have in common: a bucket, a prefix, an endpoint, a client of the same library."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from prefect_tune.blocks.target import StorageTarget
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.stores.deadline import Deadline
+
+__all__ = ["ObjectTarget", "bare_name", "http_endpoint", "one_at_most"]
+
+
+class ObjectTarget(StorageTarget, ABC):
+    """A prefix in a bucket (or container) that is reached over HTTP."""
+
+    prefix: str = Field(default="", description="The folder within it; empty for all of it.")
+    endpoint_url: str | None = Field(
+        default=None, description="The server's address, for anything but the cloud's own, e.g. 'https://minio:9000'."
+    )
+    allow_http: bool = Field(
+        default=False, description="Whether an endpoint without TLS is fine; bytes then travel readable."
+    )
+    verify_tls: bool = Field(
+        default=True, description="Whether the server must prove who it is; without it anybody can answer."
+    )
+    ca_certificate: str | None = Field(
+        default=None, description="A certificate authority to trust besides the system's, as PEM text."
+    )
+    request_timeout_seconds: float = Field(
+        default=60, gt=0, allow_inf_nan=False, description="Most time in seconds for one request and its answer."
+    )
+
+    anonymous: bool = Field(
+        default=False, description="Whether requests go unsigned, for public buckets and emulators."
+    )
+    conditional_writes: bool = Field(
+        default=True,
+        description="Whether the server refuses a second create of an object, which check() finds out. "
+        "Without it the target serves one runner only.",
+    )
+
+    @field_validator("prefix")
+    @classmethod
+    def _relative_folder(cls, prefix: str) -> str:
+        folder = prefix.strip("/")
+        if any(part in ("", ".", "..") for part in folder.split("/")) and folder:
+            raise ValueError(f"expected a folder without empty parts, '.' and '..', found {prefix!r}")
+        return folder
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _http_endpoint(cls, url: str | None) -> str | None:
+        return None if url is None else http_endpoint(url)
+
+    @model_validator(mode="after")
+    def _plain_http_is_said_aloud(self) -> Self:
+        if (self.endpoint_url or "").startswith("http:") and not self.allow_http:
+            raise ValueError(
+                f"endpoint_url {self.endpoint_url!r} is not encrypted: set allow_http=True if that is meant"
+            )
+        return self
+
+    @abstractmethod
+    def _connector(self) -> Callable[..., Any]:
+        """Find the credentials, and return the client's constructor without its times and TLS settings."""
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        from prefect_tune.stores.object_storage import ObstoreStore
+
+        deadline = Deadline.after(timeout)
+        connector = self._connector()
+        store = ObstoreStore(
+            lambda limit: self._connected(connector, limit),
+            deadline=deadline,
+            request_limit=timedelta(seconds=self.request_timeout_seconds),
+            conditional_create=self.conditional_writes,
+        )
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def _connected(self, connector: Callable[..., Any], limit: timedelta) -> Any:
+        from obstore.exceptions import BaseError
+
+        from prefect_tune.stores.object_storage import client_times
+
+        times = client_times(limit)
+        options = {**times["client_options"], **self._transport()}
+        try:
+            return connector(client_options=options, retry_config=times["retry_config"])
+        except (BaseError, ValueError) as error:
+            said = str(error).partition("\n")[0]
+            raise InvalidInput(f"{self.uri}: the client does not accept these settings: {said}") from error
+
+    def _transport(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"allow_http": self.allow_http}
+        if not self.verify_tls:
+            options["allow_invalid_certificates"] = True
+        if self.ca_certificate is not None:
+            options["root_certificate"] = self.ca_certificate
+        return options
+
+
+def one_at_most(ways: Mapping[str, object]) -> None:
+    """Refuse several ways to say the same."""
+    given = [name for name, value in ways.items() if value]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} contradict each other: keep one")
+
+
+def bare_name(kind: str, name: str, pattern: str) -> str:
+    """Return `name` if it is one; the error says what else it looks like."""
+    if "://" in name:
+        raise ValueError(f"expected the {kind}'s name alone, found the URI {name!r}: use resolve_target for URIs")
+    if "/" in name:
+        raise ValueError(f"expected the {kind}'s name alone, found {name!r}: what follows the '/' is the prefix")
+    if not re.fullmatch(pattern, name):
+        raise ValueError(f"{name!r} cannot be the name of a {kind}")
+    return name
+
+
+def http_endpoint(url: str) -> str:
+    """Return `url` without a closing slash if it can be an endpoint."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ValueError("expected 'https://host' or 'https://host:port'")
+    if parts.username or parts.password:
+        raise ValueError("it carries a user name or password: credentials have fields of their own")
+    return url.rstrip("/")

@@ -1,0 +1,139 @@
+"""Amazon S3, and everything that speaks its protocol."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import AnyHttpUrl, Field, SecretStr, field_validator, model_validator
+
+from prefect_tune.blocks.credentials import AwsBlock, S3Access, S3Keys, s3_access, session_keys, static_keys
+from prefect_tune.blocks.logos import AWS_LOGO
+from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = ["S3Target"]
+
+
+class S3Target(ObjectTarget):
+    """A bucket of Amazon S3, MinIO, Ceph, R2 or another server that speaks S3.
+
+    Without credentials it uses what it finds where it runs: the environment, a profile in ~/.aws (with boto3
+    installed), a web identity, the container or the instance.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import S3Target
+
+        target = S3Target.load("BLOCK_NAME")
+        ```
+    """
+
+    _block_type_name: ClassVar[str | None] = "S3 Target"
+    _block_type_slug: ClassVar[str | None] = "s3-target"
+    _logo_url: ClassVar[AnyHttpUrl | None] = AWS_LOGO
+
+    bucket: str = Field(description="Its name alone, without 's3://'.")
+    region: str | None = Field(
+        default=None, description="The bucket's region; empty: what the environment says, else us-east-1."
+    )
+    access_key_id: str | None = Field(default=None, description="The access key, together with its secret.")
+    secret_access_key: SecretStr | None = Field(default=None, description="The secret of the access key.")
+    session_token: SecretStr | None = Field(default=None, description="The token of temporary credentials.")
+    credentials: AwsBlock = Field(
+        default=None, description="An AwsCredentials or MinIOCredentials block of prefect-aws, instead of keys here."
+    )
+    addressing_style: Literal["path", "virtual-hosted"] = Field(
+        default="path", description="Whether the bucket's name stands in the path or in the host name."
+    )
+
+    payload_signing: Literal["without-tls", "always", "never"] = Field(
+        default="without-tls",
+        description="When the signature covers the bytes too: it costs more CPU than the upload itself, and TLS "
+        "protects them already.",
+    )
+
+    @field_validator("bucket")
+    @classmethod
+    def _bucket_name(cls, bucket: str) -> str:
+        return bare_name("bucket", bucket, r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+
+    @model_validator(mode="after")
+    def _one_way_to_sign(self) -> Self:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key belong together: give both or neither")
+        if self.session_token is not None and self.access_key_id is None:
+            raise ValueError("session_token belongs to an access_key_id and a secret_access_key")
+        one_at_most({"keys": self.access_key_id, "credentials": self.credentials, "anonymous": self.anonymous})
+        return self
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def _connector(self) -> Callable[..., Any]:
+        from obstore.store import S3Store
+
+        access = self._access()
+        endpoint = self.endpoint_url or access.endpoint_url or _ambient_endpoint(os.environ)
+        if (endpoint or "").startswith("http:") and not self._may_use_http():
+            raise InvalidInput(f"{self.uri}: its endpoint {endpoint!r} is not encrypted: set allow_http=True if that is meant")
+        config = {
+            "region": self.region or access.region,
+            "endpoint": endpoint,
+            "virtual_hosted_style_request": self.addressing_style == "virtual-hosted",
+            "skip_signature": self.anonymous,
+            "unsigned_payload": not self._signs_payload(endpoint),
+        }
+        given = {name: value for name, value in config.items() if value is not None}
+        prefix = self.prefix or None
+        return partial(S3Store, self.bucket, prefix=prefix, config=given, credential_provider=access.keys)
+
+    def _transport(self) -> dict[str, Any]:
+        return {**super()._transport(), "allow_http": self._may_use_http()}
+
+    def _may_use_http(self) -> bool:
+        return self.allow_http or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
+
+    def _signs_payload(self, endpoint: str | None) -> bool:
+        has_tls = not (endpoint or "").startswith("http:")
+        return self.payload_signing == "always" or (self.payload_signing == "without-tls" and not has_tls)
+
+    def _access(self) -> S3Access:
+        if self.credentials is not None:
+            return s3_access(self.credentials)
+        if self.access_key_id is not None and self.secret_access_key is not None:
+            token = self.session_token.get_secret_value() if self.session_token else None
+            keys = static_keys(self.access_key_id, self.secret_access_key.get_secret_value(), token)
+            return S3Access(keys, None, None)
+        return S3Access(None, None, None) if self.anonymous else _ambient_access(os.environ)
+
+
+def _ambient_endpoint(environment: Mapping[str, str]) -> str | None:
+    return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+
+
+def _ambient_access(environment: Mapping[str, str]) -> S3Access:
+    """Return what a profile in ~/.aws says, where nothing in the environment comes before it.
+
+    Everything else ambient (variables, web identity, container, instance) is found by the client itself.
+    """
+    stronger = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+    if any(name in environment for name in stronger) or not _has_profile(environment) or not find_spec("boto3"):
+        return S3Access(None, None, None)
+    import boto3
+
+    session = boto3.Session()
+    keys = session_keys(session) if session.get_credentials() else None  # a profile may be a region alone
+    return S3Access(keys, session.region_name, None)
+
+
+def _has_profile(environment: Mapping[str, str]) -> bool:
+    files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+    return "AWS_PROFILE" in environment or any(
+        Path(environment.get(variable, usual)).expanduser().is_file() for variable, usual in files.items()
+    )

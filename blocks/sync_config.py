@@ -1,0 +1,188 @@
+"""When experiment state and artifacts travel to the target, and how long that may take."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
+
+from pydantic import AnyHttpUrl, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from prefect_tune.blocks.azure_target import AzureTarget
+from prefect_tune.blocks.form import Form
+from prefect_tune.blocks.fsspec_target import FsspecTarget
+from prefect_tune.blocks.gcs_target import GcsTarget
+from prefect_tune.blocks.local_target import LocalTarget
+from prefect_tune.blocks.logos import PREFECT_LOGO
+from prefect_tune.blocks.resolve import resolve_target, target_from_fields, validate_target
+from prefect_tune.blocks.s3_target import S3Target
+from prefect_tune.blocks.target import StorageTarget
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = ["SyncConfig", "SyncerLike"]
+
+# Names that trials use for themselves, and that were never artifacts.
+_NEVER_ARTIFACTS = ("checkpoint_-00001*", "checkpoint_tmp*", "save_to_object*", "rank_*", ".lazy_checkpoint_marker")
+
+
+@runtime_checkable
+class SyncerLike(Protocol):
+    """A user's own way to move the artifact directory."""
+
+    def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool: ...
+    def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool: ...
+    def delete(self, remote_dir: str) -> bool: ...
+
+
+class SyncConfig(Form):
+    """When experiment state and artifacts are synced, how long one sync may take, and what it leaves out.
+
+    Checkpoints do not wait for a period: each one is persisted before it is committed.
+
+    Example:
+        ```python
+        from prefect_tune.blocks import SyncConfig
+
+        sync_config = SyncConfig.load("BLOCK_NAME")
+        ```
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)  # a Syncer of the user's is any object
+    _block_type_name: ClassVar[str | None] = "Sync Config"
+    _block_type_slug: ClassVar[str | None] = "sync-config"
+    _logo_url: ClassVar[AnyHttpUrl | None] = PREFECT_LOGO
+
+    upload_dir: (
+        LocalTarget | S3Target | GcsTarget | AzureTarget | FsspecTarget | SkipJsonSchema[StorageTarget] | str | None
+    ) = Field(
+        default=None,
+        title="Upload target",
+        description="Where everything goes: a target block, a 'block-type/name' slug or a URI. "
+        "Empty: the target that the flow was given.",
+    )
+    syncer: SkipJsonSchema[SyncerLike] | str | None = Field(
+        default="auto",
+        description="Who moves the artifacts: 'auto', a 'package.module:Name' of your own, or nobody.",
+    )
+    sync_period_seconds: float = Field(
+        default=300,
+        ge=0,
+        allow_inf_nan=False,
+        description="Least time in seconds between two syncs of reports and artifacts that nothing else forces.",
+    )
+    sync_timeout_seconds: float = Field(
+        default=1800,
+        gt=0,
+        allow_inf_nan=False,
+        description="Most time in seconds that one sync may take; then it is ended, and nothing of it goes on.",
+    )
+    sync_artifacts: bool = Field(
+        default=True,
+        description="Whether files in the trial directory that belong to no checkpoint are uploaded too.",
+    )
+    sync_on_checkpoint: bool = Field(
+        default=True,
+        description="Whether artifacts are synced at each checkpoint, whatever the period.",
+    )
+    artifact_excludes: tuple[str, ...] = Field(
+        default=(),
+        description="Patterns (fnmatch, on paths relative to the trial directory) of files that stay behind.",
+    )
+    commit: Literal["sync", "async"] = Field(
+        default="sync",
+        description="'sync': a report returns when its checkpoint is committed. "
+        "'async': it returns after a local snapshot, with at most one upload in flight.",
+    )
+
+    @field_validator("upload_dir", mode="before")
+    @classmethod
+    def _one_kind_of_target(cls, value: object) -> object:
+        if isinstance(value, Mapping):  # from the server; a union would complain once per kind
+            return target_from_fields(value)
+        if isinstance(value, os.PathLike):
+            return resolve_target(value)
+        if value is None or isinstance(value, StorageTarget | str):
+            return value
+        raise ValueError(f"expected a target block, a 'block-type/name' slug or a URI, found a {type(value).__name__}")
+
+    @field_validator("syncer")
+    @classmethod
+    def _nameable_syncer(cls, syncer: object) -> object:
+        if not isinstance(syncer, str) or syncer == "auto":
+            return syncer
+        module, _, name = syncer.partition(":")
+        if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+            raise ValueError(f"expected 'auto', 'package.module:Name' or a Syncer, found {syncer!r}")
+        return syncer
+
+    @field_validator("artifact_excludes")
+    @classmethod
+    def _patterns_of_relative_paths(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            if not pattern or pattern.startswith("/"):
+                raise ValueError(f"expected patterns of paths relative to the trial directory, found {pattern!r}")
+        return tuple(pattern.removeprefix("./") for pattern in patterns)
+
+    @model_validator(mode="after")
+    def _syncer_and_target_agree(self) -> Self:
+        if self.upload_dir is not None and self.syncer is None:
+            raise ValueError("upload_dir asks for syncing, but syncer=None forbids it: drop one of them")
+        if self.upload_dir is None and self.syncer not in (None, "auto"):
+            raise ValueError("a syncer of your own needs an upload_dir to sync to")
+        return self
+
+    @field_serializer("syncer")
+    def _storable_syncer(self, syncer: object) -> str | None:
+        if syncer is None or isinstance(syncer, str):
+            return syncer
+        raise InvalidInput(
+            f"a {type(syncer).__name__} object cannot be stored: give syncer='package.module:Name' instead"
+        )
+
+    @property
+    def sync_period(self) -> timedelta:
+        return timedelta(seconds=self.sync_period_seconds)
+
+    @property
+    def sync_timeout(self) -> timedelta:
+        return timedelta(seconds=self.sync_timeout_seconds)
+
+    @property
+    def excludes(self) -> tuple[str, ...]:
+        """What is never uploaded as an artifact: the user's patterns and the names trials keep to themselves."""
+        return (*self.artifact_excludes, *_NEVER_ARTIFACTS)
+
+    def target(self) -> StorageTarget | None:
+        """Return the target that `upload_dir` means, if it is set; a slug is loaded from the server."""
+        return None if self.upload_dir is None else resolve_target(self.upload_dir)
+
+    def validate_upload_dir(self) -> bool:
+        """Return True if `upload_dir` can be synced to, as far as can be said without connecting.
+
+        Raises:
+            InvalidInput: it cannot; a syncer of the user's own is asked first.
+        """
+        own_rule: Any = getattr(self.syncer, "validate_upload_dir", None)
+        if own_rule is not None and isinstance(self.upload_dir, str):
+            return bool(own_rule(self.upload_dir))
+        if self.upload_dir is not None:
+            validate_target(self.upload_dir)
+        return True
+
+    def _repr_html_(self) -> str:
+        rows = (
+            ("Upload target", _shown(self.upload_dir)),
+            ("Sync on checkpoint", str(self.sync_on_checkpoint)),
+            ("Sync period", f"{self.sync_period_seconds:g} s"),
+        )
+        cells = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
+        return f"<table><caption>SyncConfig</caption>{cells}</table>"
+
+
+def _shown(upload_dir: StorageTarget | str | None) -> str:
+    if upload_dir is None:
+        return "the flow's target"
+    return upload_dir if isinstance(upload_dir, str) else upload_dir.uri
