@@ -36,7 +36,7 @@ class _Found:
     damaged: tuple[Quarantined, ...]
 
 
-def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: Mapper) -> Sequence[Event]:
+def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: Mapper = map) -> Sequence[Event]:
     """Return what the owner that has just opened `experiment` journals before anything else.
 
     For each trial that is still running: the newest save of its present attempt that has a manifest

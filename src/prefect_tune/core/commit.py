@@ -9,7 +9,16 @@ from typing import Protocol, TypeVar
 from prefect_tune.core.chunks import FileStat, Piece, Source, blob_digest, groups, pieces
 from prefect_tune.core.errors import AlreadyCommitted, AlreadyExists, StoreUnavailable
 from prefect_tune.core.layout import CheckpointKey, TrialKey, blob_sequence
-from prefect_tune.core.manifest import About, BlobRef, ChunkRef, FileRef, Manifest, decode_manifest, encode_manifest
+from prefect_tune.core.manifest import (
+    About,
+    BlobRef,
+    ChunkRef,
+    FileRef,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+)
+from prefect_tune.core.sealed import as_read_back
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Digest, digest_of
@@ -98,7 +107,13 @@ def _chunks_of(parent: Manifest, trial: TrialKey, sizes: Mapping[str, int]) -> d
 
 
 def commit(
-    store: ObjectStore, key: CheckpointKey, source: Source, about: About, *, reuse: Reusable, side_by_side: Mapper
+    store: ObjectStore,
+    key: CheckpointKey,
+    source: Source,
+    about: About,
+    *,
+    reuse: Reusable,
+    side_by_side: Mapper,
 ) -> Committed:
     """Publish `source` as the checkpoint `key`.
 
@@ -106,20 +121,26 @@ def commit(
     bytes twice is the same as committing them once.
 
     Raises:
+        InvalidInput: `about` holds what JSON cannot say; nothing was sent.
         AlreadyCommitted: the key holds another write.
         CommitUnknown: the target did not say, and could not be asked.
         StoreUnavailable: not committed; what was sent is found again by the next try.
         StagedFilesChanged: the directory was written to meanwhile.
     """
+    about = as_read_back(about)
     work = groups(pieces(source.files))
     blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
     written = dict(blob.written for blob in blobs if blob.written)
     _see(store, key.trial, written)
-    manifest = _publish(store, key, _manifest(key, source, about, [chunk for blob in blobs for chunk in blob.chunks]))
+    manifest = _publish(
+        store, key, _manifest(key, source, about, [chunk for blob in blobs for chunk in blob.chunks])
+    )
     return Committed(manifest, len(written), sum(written.values()))
 
 
-def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
+def _place(
+    store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable
+) -> _Blob:
     """Hash a group's chunks and send those that are not on the target, as one blob."""
     buffer = memoryview(bytearray(sum(piece.length for piece in group)))
     known: list[tuple[Piece, Digest, _Place]] = []
@@ -146,7 +167,9 @@ def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequen
     return _Blob((*known, *_placed(fresh, path, end)), written)
 
 
-def _placed(fresh: Sequence[tuple[Piece, Digest]], path: str, size_bytes: int) -> Iterator[tuple[Piece, Digest, _Place]]:
+def _placed(
+    fresh: Sequence[tuple[Piece, Digest]], path: str, size_bytes: int
+) -> Iterator[tuple[Piece, Digest, _Place]]:
     offset = 0
     for piece, digest in fresh:
         yield piece, digest, _Place(path, size_bytes, offset)

@@ -133,7 +133,11 @@ class Committed(TrialEvent):
 
 
 class Retired(TrialEvent):
-    """These checkpoints (by sequence) are none from now on; only then are their bytes deleted."""
+    """These checkpoints (by sequence) are none from now on; only then are their bytes deleted.
+
+    Without any it still draws the line: what was begun before this entry, and is no checkpoint, never
+    becomes one and is not reused, so that it can be deleted.
+    """
 
     type: Literal["retired"] = "retired"
     retires: tuple[int, ...]

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from prefect_tune.core.commit import Mapper
-from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, Superseded
+from prefect_tune.core.errors import AlreadyExists, InvalidInput, JournalCorrupt, ObjectNotFound, Superseded
 from prefect_tune.core.events import Event, Opened, Owner
 from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
 from prefect_tune.core.layout import journal_folder, journal_path, number_in, snapshot_folder, snapshot_path
-from prefect_tune.core.manifest import document
+from prefect_tune.core.sealed import seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import Buffer, ObjectStore
-from prefect_tune.core.values import Stamp, canonical_json, digest_of, parse
+from prefect_tune.core.values import Stamp, digest_of
 
 __all__ = ["SNAPSHOT_EVERY", "append", "history", "load", "take_over", "write_snapshot"]
 
 SNAPSHOT_EVERY = 64
 _RACES = 16
-_VERSION = 1
 
 
 def load(store: ObjectStore, name: str, *, side_by_side: Mapper) -> Experiment:
@@ -45,7 +44,11 @@ def history(store: ObjectStore, name: str, *, side_by_side: Mapper) -> Sequence[
 def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
     """Write the next entry, and return the experiment after it. What it returns is durable.
 
+    The events are taken as they will be read back (a tuple in a config becomes a list), so that who
+    goes on now and who resumes later see the same.
+
     Raises:
+        InvalidInput: an event holds what JSON cannot say, or what could not be read back; nothing was written.
         Superseded: somebody else has written the next entry: the experiment is theirs.
         CommitUnknown: the target did not say; call again with the same stamp.
         JournalCorrupt: the events cannot follow; nothing was written.
@@ -58,9 +61,9 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
         at=stamp.at,
         events=tuple(events),
     )
-    data = _encode(entry)
-    result = apply(experiment, entry, digest_of(data))
     path = journal_path(experiment.name, entry.number)
+    data = seal(entry)
+    result = apply(experiment, unseal(Entry, data, path, InvalidInput), digest_of(data))
     try:
         create_or_recognize(store, path, data)
     except AlreadyExists as exists:
@@ -99,39 +102,43 @@ def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
 
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
     """Save the fold of all entries so far, so that opening reads little. Losing it costs only time."""
-    body = experiment.model_dump(mode="json")
-    data = canonical_json({**body, "digest_of_snapshot": digest_of(canonical_json(body))})
     path = snapshot_path(experiment.name, experiment.number)
     try:
-        create_or_recognize(store, path, data)
+        create_or_recognize(store, path, seal(experiment))
     except AlreadyExists:
         pass  # the fold of the same entries is the same: what is there is what we would write
 
 
 def _newest_snapshot(store: ObjectStore, name: str) -> Experiment:
     """The newest snapshot that verifies; the journal is the truth, so a damaged one is passed over."""
-    listed = store.list(snapshot_folder(name))
-    for path in sorted((each.path for each in listed if number_in(each.path)), reverse=True):
+    folder = snapshot_folder(name)
+    numbers = (number_in(folder, each.path) for each in store.list(folder))
+    for number in sorted((number for number in numbers if number), reverse=True):
         try:
-            return _decode_snapshot(store.read(path), path)
+            return _read_snapshot(store, name, number)
         except (JournalCorrupt, ObjectNotFound):
             continue
     return nothing_yet(name)
 
 
-def _decode_snapshot(data: Buffer, path: str) -> Experiment:
-    body = document(data, path, JournalCorrupt, _VERSION, digest_field="digest_of_snapshot")
-    return parse(Experiment, canonical_json(body), JournalCorrupt, path)
+def _read_snapshot(store: ObjectStore, name: str, number: int) -> Experiment:
+    path = snapshot_path(name, number)
+    found = unseal(Experiment, store.read(path), path, JournalCorrupt)
+    if (found.name, found.number) != (name, number):
+        raise JournalCorrupt(f"{path}: holds the first {found.number} entries of {found.name!r}")
+    return found
 
 
 def _entries(
     store: ObjectStore, name: str, beyond: int, side_by_side: Mapper
 ) -> Iterable[tuple[Entry, Buffer]]:
     """Entries are read by number, up to the first that is absent: a listing that lags behind hides none."""
-    after = journal_path(name, beyond) if beyond else ""
-    last = max((number_in(each.path) or 0 for each in store.list(journal_folder(name), after=after)), default=beyond)
-    paths = [journal_path(name, number) for number in range(beyond + 1, last + 1)]
-    for path, data in zip(paths, side_by_side(lambda path: _read_listed(store, path), paths), strict=True):
+    folder = journal_folder(name)
+    listed = store.list(folder, after=journal_path(name, beyond) if beyond else "")
+    last = max((beyond, *(number_in(folder, each.path) or 0 for each in listed)))
+    # One by one: a foreign file named like the ten-billionth entry must not be believed.
+    paths = (journal_path(name, number) for number in range(beyond + 1, last + 1))
+    for path, data in side_by_side(lambda path: (path, _read_listed(store, path)), paths):
         yield _decode(data, path), data
     while (data := _read_if_there(store, path := journal_path(name, last := last + 1))) is not None:
         yield _decode(data, path), data
@@ -151,15 +158,9 @@ def _read_if_there(store: ObjectStore, path: str) -> Buffer | None:
         return None
 
 
-def _encode(entry: Entry) -> bytes:
-    body = entry.model_dump(mode="json")
-    return canonical_json({**body, "digest": digest_of(canonical_json(body))})
-
-
 def _decode(data: Buffer, path: str) -> Entry:
-    body = document(data, path, JournalCorrupt, _VERSION)
-    entry = parse(Entry, canonical_json(body), JournalCorrupt, path)
-    if entry.number != number_in(path):
+    entry = unseal(Entry, data, path, JournalCorrupt)
+    if entry.number != number_in(path.rpartition("/")[0], path):
         raise JournalCorrupt(f"{path}: holds entry {entry.number}")
     return entry
 

@@ -1,17 +1,27 @@
 """Where everything lies below a target's root. `docs/storage-layout.md` tells it to people.
 
-    <experiment>/journal/0000000001.json
-    <experiment>/snapshots/0000000064.json
-    <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
-    <experiment>/trials/<trial>/blobs/<digest>-<sequence>
-    <experiment>/trials/<trial>/artifacts/...
+<experiment>/journal/0000000001.json
+<experiment>/snapshots/0000000064.json
+<experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
+<experiment>/trials/<trial>/blobs/<digest>-<sequence>
+<experiment>/trials/<trial>/artifacts/...
 """
 
 from __future__ import annotations
 
 from prefect_tune.core.values import Digest, Value, valid_name
 
-__all__ = ["MANIFEST", "CheckpointKey", "TrialKey", "blob_sequence", "journal_folder", "journal_path"]
+__all__ = [
+    "MANIFEST",
+    "CheckpointKey",
+    "TrialKey",
+    "blob_sequence",
+    "journal_folder",
+    "journal_path",
+    "number_in",
+    "snapshot_folder",
+    "snapshot_path",
+]
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
@@ -37,10 +47,11 @@ def snapshot_path(experiment: str, number: int) -> str:
     return f"{snapshot_folder(experiment)}/{number:0{_DIGITS}d}.json"
 
 
-def number_in(path: str) -> int | None:
-    """Return the number an entry or snapshot is named by; None for a foreign file."""
-    stem, _, suffix = path.rpartition("/")[2].partition(".")
-    return int(stem) if suffix == "json" and stem.isdecimal() and len(stem) == _DIGITS else None
+def number_in(folder: str, path: str) -> int | None:
+    """Return the number that the entry or snapshot at `path` in `folder` is named by; None for a foreign file."""
+    stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
+    is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGITS
+    return int(stem) if suffix == "json" and is_number else None
 
 
 class TrialKey(Value):
@@ -95,7 +106,9 @@ class CheckpointKey(Value):
     @classmethod
     def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:
         """Return the key whose manifest lies at `path`; None for a foreign file."""
-        step, _, sequence = path.removeprefix(f"{trial.checkpoints}/").removesuffix(f"/{MANIFEST}").partition("-")
+        step, _, sequence = (
+            path.removeprefix(f"{trial.checkpoints}/").removesuffix(f"/{MANIFEST}").partition("-")
+        )
         if not (step.isdecimal() and sequence.isdecimal()):
             return None
         key = cls(trial=trial, step=int(step), sequence=int(sequence))
@@ -105,4 +118,4 @@ class CheckpointKey(Value):
 def blob_sequence(path: str) -> int:
     """Return the sequence in a blob's name; -1 for a foreign file, which is older than everything."""
     sequence = path.rpartition("-")[2]
-    return int(sequence) if sequence.isdecimal() else -1
+    return int(sequence) if sequence.isascii() and sequence.isdecimal() else -1

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prefect_tune.core.errors import CheckpointCorrupt, UnknownVersion
+from prefect_tune.core.errors import CheckpointCorrupt
+from prefect_tune.core.sealed import VERSION, seal, unseal
 from prefect_tune.core.store import Buffer
-from prefect_tune.core.values import Digest, StepReport, Value, canonical_json, digest_of, parse
+from prefect_tune.core.values import StepReport, Value
 
 __all__ = ["About", "BlobRef", "ChunkRef", "FileRef", "Manifest", "decode_manifest", "encode_manifest"]
 
-VERSION = 1
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, lt=2**53)]  # what every JSON reader, and every store's offset, can hold
 
 
 class ChunkRef(Value):
@@ -122,8 +121,7 @@ class Manifest(Value):
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's bytes: canonical JSON that carries its own digest."""
-    body = manifest.model_dump(mode="json")
-    return canonical_json({**body, "digest": digest_of(canonical_json(body))})
+    return seal(manifest)
 
 
 def decode_manifest(data: Buffer, where: str) -> Manifest:
@@ -133,35 +131,7 @@ def decode_manifest(data: Buffer, where: str) -> Manifest:
         CheckpointCorrupt: it is torn, altered, or describes an impossible or escaping directory.
         UnknownVersion: a newer prefect-tune wrote it.
     """
-    body = document(data, where, CheckpointCorrupt, VERSION)
-    return parse(Manifest, canonical_json(body), CheckpointCorrupt, where)
-
-
-def document(
-    data: Buffer, where: str, error: type[Exception], version: int, *, digest_field: str = "digest"
-) -> dict[str, object]:
-    """Return the JSON object in `data` without its digest, once the digest and the version are right."""
-    try:
-        body = json.loads(bytes(data))
-    except (ValueError, RecursionError) as unreadable:
-        raise error(f"{where}: not JSON ({len(data)} bytes): {unreadable}") from unreadable
-    if not isinstance(body, dict):
-        raise error(f"{where}: expected a JSON object, found {type(body).__name__}")
-    if isinstance(found := body.get("version"), int) and found > version:
-        raise UnknownVersion(f"{where}: version {found}, and this prefect-tune reads up to {version}: upgrade it")
-    claimed = body.pop(digest_field, None)
-    actual = digest_of(canonical_json(body)) if _is_canonical(body) else Digest("")
-    if claimed != actual:
-        raise error(f"{where}: expected digest {str(claimed)[:12]}…, found {actual[:12]}… ({len(data)} bytes)")
-    return body
-
-
-def _is_canonical(body: dict[str, object]) -> bool:
-    try:
-        canonical_json(body)
-    except ValueError:
-        return False
-    return True
+    return unseal(Manifest, data, where, CheckpointCorrupt)
 
 
 def _require_safe(path: str) -> None:

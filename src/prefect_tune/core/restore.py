@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from prefect_tune.core.chunks import BLOB_BYTES
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound
 from prefect_tune.core.layout import CheckpointKey
@@ -98,13 +99,18 @@ def _reads(manifest: Manifest) -> Iterator[_Read]:
 
 
 def _runs(blob: int, wanted: list[_Wanted]) -> Iterator[_Read]:
-    """Chunks that touch or overlap share a request; bytes nobody wants are not fetched."""
+    """Chunks that touch or overlap share a request; bytes nobody wants are not fetched.
+
+    No request is larger than what we write as one blob, or one chunk: what a foreign manifest makes of
+    its blobs does not decide how much memory is used here.
+    """
     run: list[_Wanted] = []
     end = 0
     for each in wanted:
-        if run and each.chunk.offset > end:
+        begun = run[0].chunk.offset if run else 0
+        if run and (each.chunk.offset > end or each.chunk.offset + each.chunk.length - begun > BLOB_BYTES):
             yield _Read(blob, tuple(run))
-            run = []
+            run, end = [], 0
         run.append(each)
         end = max(end, each.chunk.offset + each.chunk.length)
     if run:
@@ -127,7 +133,9 @@ def _verified(store: ObjectStore, manifest: Manifest, read: _Read) -> memoryview
     try:
         data = memoryview(store.read(path, offset=read.start, length=read.length))
     except ObjectNotFound as missing:
-        raise CheckpointCorrupt(f"{path}: {read.length} bytes at {read.start} are missing: no such blob") from missing
+        raise CheckpointCorrupt(
+            f"{path}: {read.length} bytes at {read.start} are missing: no such blob"
+        ) from missing
     for wanted in read.chunks:
         start = wanted.chunk.offset - read.start
         found = digest_of(data[start : start + wanted.chunk.length])

@@ -164,13 +164,18 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
 
 
 def _reported(trial: Trial, report: StepReport) -> Trial:
+    if report.step <= trial.step:
+        raise IllegalTransition(
+            f"trial {trial.trial!r}: step {report.step} is reported after step {trial.step}"
+        )
     told = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
     return trial.model_copy(update=told)
 
 
 def _started(trial: Trial, event: Started) -> Trial:
-    again = event.from_sequence == trial.started_from
     start = next((each for each in trial.checkpoints if each.sequence == event.from_sequence), None)
+    _require_lawful(trial, event, start)
+    again = event.from_sequence == trial.started_from
     return trial.model_copy(
         update={
             "attempt": event.attempt,
@@ -184,8 +189,21 @@ def _started(trial: Trial, event: Started) -> Trial:
     )
 
 
+def _require_lawful(trial: Trial, event: Started, start: CheckpointRef | None) -> None:
+    """A trial that has a checkpoint never starts from nothing, whoever asks for it."""
+    nothing = start is None and event.from_sequence is None and not trial.checkpoints
+    if event.from_step != (start.step if start else 0) or not (start or nothing):
+        raise IllegalTransition(
+            f"trial {trial.trial!r}: cannot start from step {event.from_step}, sequence {event.from_sequence}; its "
+            f"checkpoints (step, sequence) are {[(each.step, each.sequence) for each in trial.checkpoints]}"
+        )
+    if event.attempt != trial.attempt + 1:
+        raise IllegalTransition(f"trial {trial.trial!r}: attempt {event.attempt} after {trial.attempt}")
+
+
 def _committed(trial: Trial, event: Committed, number: int) -> Trial:
-    return _retired(_with_checkpoint(trial, event.checkpoint), event.retires, number)
+    committed = _with_checkpoint(trial, event.checkpoint)
+    return _retired(committed, event.retires, number) if event.retires else committed
 
 
 def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
@@ -200,8 +218,6 @@ def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
 
 
 def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
-    if not sequences:
-        return trial
     left = tuple(each for each in trial.checkpoints if each.sequence not in sequences)
     return trial.model_copy(update={"checkpoints": left, "collected_up_to": number})
 
