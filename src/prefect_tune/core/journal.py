@@ -140,8 +140,8 @@ def _entries(
     paths = (journal_path(name, number) for number in range(beyond + 1, last + 1))
     for path, data in side_by_side(lambda path: (path, _read_listed(store, path)), paths):
         yield _decode(data, path), data
-    while (data := _read_if_there(store, path := journal_path(name, last := last + 1))) is not None:
-        yield _decode(data, path), data
+    while (late := _read_if_there(store, path := journal_path(name, last := last + 1))) is not None:
+        yield _decode(late, path), late
 
 
 def _read_listed(store: ObjectStore, path: str) -> Buffer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from prefect_tune.core.errors import InvalidInput, UnknownVersion
 from prefect_tune.core.store import Buffer
@@ -11,7 +11,7 @@ from prefect_tune.core.values import Value, canonical_json, digest_of, parse
 
 __all__ = ["VERSION", "as_read_back", "seal", "unseal"]
 
-VERSION = 1
+VERSION: Final = 1
 """The newest version of every document that this prefect-tune reads, and the one it writes."""
 _SEAL = "digest_of_document"
 
