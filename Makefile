@@ -27,8 +27,8 @@ test: $(VENV)/.dev  ## the normal suite
 check: lint house layers types  ## lint, format, house numbers, layers, types
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check --quiet $(CODE)
-	$(BIN)/ruff format --quiet --check $(CODE)
+	$(BIN)/ruff check --quiet --output-format concise $(CODE)
+	$(BIN)/ruff format --quiet --check --output-format concise $(CODE)
 
 house: $(VENV)/.dev
 	$(BIN)/python tools/house.py
@@ -38,7 +38,7 @@ layers: $(LINKS)
 
 types: $(LINKS)
 	MYPYPATH=$(LINKS) $(BIN)/mypy -p prefect_tune
-	$(BIN)/mypy tools
+	MYPYPATH=$(LINKS) $(BIN)/mypy $(filter tests tools benchmarks,$(CODE))
 
 $(LINKS): $(VENV)/.dev FORCE
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/prefect_tune

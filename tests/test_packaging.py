@@ -184,7 +184,7 @@ def test_a_plain_installation_is_whole_and_does_not_need_the_repository(
         "--no-index",
         "--target",
         "site",
-        wheel,
+        str(wheel),
     ]
     subprocess.run(install, cwd=tmp_path, check=True, capture_output=True, timeout=60)
     code = "import prefect_tune.flows as f, prefect_tune.core.errors as e; print(f.__file__, e.__file__)"

@@ -1,0 +1,95 @@
+"""The check of the house numbers turns red when one is broken."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools.house import FILE_LINES, Source, exemptions, function_lines, main, nesting, violations
+
+
+def source(text: str) -> Source:
+    return Source(Path("src/some.py"), text, ast.parse(text))
+
+
+def only_function(text: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    (function,) = source(text).functions()
+    return function
+
+
+def test_a_house_with_one_long_file_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "long.py").write_text("x = 1\n" * (FILE_LINES + 1))
+    assert main(tmp_path) == 1
+    assert "src/long.py:1: 401 lines" in capsys.readouterr().out
+
+
+def test_a_docstring_adds_no_lines_to_its_function() -> None:
+    assert function_lines(only_function('def f():\n    """One.\n\n    Two.\n    """\n    return 1\n')) == 2
+
+
+def test_a_function_of_fifty_lines_passes_and_one_of_fifty_one_does_not() -> None:
+    assert list(violations(source("def f():\n" + "    x = 1\n" * 49))) == []
+    assert len(list(violations(source("def f():\n" + "    x = 1\n" * 50)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "depth"),
+    [
+        ("return 1", 0),
+        ("if a:\n        for b in c:\n            while d:\n                pass", 3),
+        ("if a:\n        pass\n    elif b:\n        pass\n    else:\n        pass", 1),
+        ("with a:\n        if b:\n            pass", 1),
+        ("try:\n        pass\n    except OSError:\n        if b:\n            pass", 2),
+        ("match a:\n        case 1:\n            if b:\n                pass", 2),
+        ("def g():\n        if a:\n            pass\n    return g", 0),
+    ],
+)
+def test_nesting_counts_blocks_in_blocks(body: str, depth: int) -> None:
+    (function, *_) = source(f"def f():\n    {body}\n").functions()
+    assert nesting(function) == depth
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "except:\n    x = 1",
+        "except Exception:\n    if x:\n        raise",
+        "except (OSError, BaseException) as e:\n    pass",
+    ],
+)
+def test_a_broad_except_that_may_swallow_is_a_violation(handler: str) -> None:
+    assert len(list(violations(source(f"try:\n    x = 1\n{handler}\n")))) == 1
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "except OSError:\n    pass",
+        "except Exception as e:\n    x = 1\n    raise ValueError from e",
+        "except Exception:  # noqa: BLE001  the process ends here, and its parent is told\n    x = 1",
+    ],
+)
+def test_a_narrow_one_or_one_that_raises_or_says_why_is_not(handler: str) -> None:
+    assert list(violations(source(f"try:\n    x = 1\n{handler}\n"))) == []
+
+
+@pytest.mark.parametrize(
+    ("comment", "has_reason"),
+    [
+        ("# noqa: S101", False),
+        ("# noqa: S101, E501", False),
+        ("# type: ignore[arg-type]", False),
+        ("# pragma: no cover", False),
+        ("# noqa: S101  a narrowed type, not a check", True),
+        ("# type: ignore[arg-type]  # the stub is wrong about None", True),
+    ],
+)
+def test_an_exemption_needs_its_reason_on_the_line(comment: str, *, has_reason: bool) -> None:
+    assert list(exemptions(f"x = 1  {comment}\n")) == [(1, has_reason)]
+
+
+def test_what_only_looks_like_an_exemption_is_none() -> None:
+    assert list(exemptions('x = "# noqa"  # a string\n')) == []
