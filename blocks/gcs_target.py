@@ -15,6 +15,9 @@ from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_mo
 
 __all__ = ["GcsTarget"]
 
+# The client's skip_signature holds for reads alone; a key file that says so holds for writes too.
+_NO_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})
+
 
 class GcsTarget(ObjectTarget):
     """A bucket of Google Cloud Storage.
@@ -71,10 +74,11 @@ class GcsTarget(ObjectTarget):
 
         given = {"service_account_key": self._key(), "base_url": self.endpoint_url}
         config = {name: value for name, value in given.items() if value is not None}
-        config |= {"skip_signature": True} if self.anonymous else {}
         return partial(GCSStore, self.bucket, prefix=self.prefix or None, config=config)
 
     def _key(self) -> str | None:
+        if self.anonymous:
+            return _NO_KEY
         if self.credentials is not None:
             return gcp_key(self.credentials)
         return self.service_account_json.get_secret_value() if self.service_account_json else None
