@@ -13,12 +13,15 @@ __all__ = ["Cadence"]
 
 
 class Cadence(Value):
-    """When a class trainable saves: whichever comes first. A function trainable saves whenever it reports a checkpoint.
+    """When a class trainable saves: whichever comes first.
 
-    It also saves when it is asked to stop, and when a report holds `should_checkpoint`.
+    A function trainable saves whenever it reports a checkpoint. A class trainable also saves when it is asked
+    to stop, and when a report holds `should_checkpoint`.
     """
 
-    every_steps: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Save after this many steps.")
+    every_steps: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Save after this many steps."
+    )
     every_seconds: Annotated[float, Field(gt=0)] | None = Field(
         default=60.0, description="Save after the first step that ends this long after the last save began."
     )

@@ -1,4 +1,4 @@
-"""Publish a staged directory as a checkpoint: blobs first, all of them seen on the target, then the manifest."""
+"""Publish a staged directory as a checkpoint: blobs first, all seen on the target, then the manifest."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class _Blob:
-    """One blob's worth of chunks once it is safe on the target: what was new in it, and every chunk's place."""
+    """One blob's worth of chunks, safe on the target: every chunk's place, and the blob if it was sent."""
 
     chunks: tuple[tuple[Piece, Digest, _Place], ...]
     written: tuple[str, int] | None
@@ -106,7 +106,7 @@ def _chunks_of(parent: Manifest, trial: TrialKey, sizes: Mapping[str, int]) -> d
     return places
 
 
-def commit(
+def commit(  # noqa: PLR0913 - what, where, from where, and how: none can be had from another
     store: ObjectStore,
     key: CheckpointKey,
     source: Source,

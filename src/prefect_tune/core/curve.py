@@ -12,7 +12,7 @@ __all__ = ["curve"]
 
 
 def curve(entries: Iterable[Entry], trial: str) -> Sequence[StepReport]:
-    """Return one report for each step, in order; steps that an attempt did again count once, the later time."""
+    """Return one report for each step, in order; of steps that an attempt did again the later one counts."""
     reports: dict[int, StepReport] = {}
     for event in (event for entry in entries for event in entry.events):
         match event:

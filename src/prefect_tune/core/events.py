@@ -19,6 +19,7 @@ __all__ = [
     "Event",
     "Finished",
     "GaveUp",
+    "OneTrialsEvent",
     "Opened",
     "Owner",
     "Pinned",
@@ -194,8 +195,7 @@ class Requeued(TrialEvent):
 
 
 OneTrialsEvent: TypeAlias = (
-    TrialAdded
-    | Started
+    Started
     | Reported
     | Committed
     | Retired
@@ -206,4 +206,4 @@ OneTrialsEvent: TypeAlias = (
     | Finished
     | Requeued
 )
-Event: TypeAlias = Annotated[Opened | Adopted | OneTrialsEvent, Field(discriminator="type")]
+Event: TypeAlias = Annotated[Opened | Adopted | TrialAdded | OneTrialsEvent, Field(discriminator="type")]

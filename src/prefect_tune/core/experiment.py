@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, assert_never
+from typing import Literal
 
 from pydantic import Field
 
@@ -94,7 +94,6 @@ def _after(experiment: Experiment, event: Event, entry: Entry) -> Experiment:
         case _:
             trial = _known(experiment, event.trial)
             return _with(experiment, after(trial, event, entry.number))
-    assert_never(event)
 
 
 def _opened(experiment: Experiment, event: Opened, entry: Entry) -> Experiment:

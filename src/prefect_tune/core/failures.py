@@ -22,10 +22,12 @@ class FailurePolicy(Value):
 
     max_failures: _Count = Field(default=0, description="Failures of your code that are tried again.")
     max_machine_failures: _Count = Field(
-        default=10, description="Failures of machines, workers and stores in a row, without a commit in between."
+        default=10,
+        description="Failures of machines, workers and stores in a row, without a commit in between.",
     )
     quarantine_after: Annotated[int, Field(ge=1)] = Field(
-        default=3, description="Deaths before the first step, after which the checkpoint that was loaded is put aside."
+        default=3,
+        description="Deaths before the first step, after which the checkpoint that was loaded is put aside.",
     )
 
 

@@ -1,8 +1,9 @@
-"""The experiment's numbered entries, each created only if absent: the history, and the fence between owners."""
+"""The experiment's numbered entries, each created only if absent: the history, and the owners' fence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import AlreadyExists, InvalidInput, JournalCorrupt, ObjectNotFound, Superseded
@@ -48,7 +49,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
     goes on now and who resumes later see the same.
 
     Raises:
-        InvalidInput: an event holds what JSON cannot say, or what could not be read back; nothing was written.
+        InvalidInput: an event holds what JSON cannot say, or could not be read back; nothing was written.
         Superseded: somebody else has written the next entry: the experiment is theirs.
         CommitUnknown: the target did not say; call again with the same stamp.
         JournalCorrupt: the events cannot follow; nothing was written.
@@ -103,10 +104,8 @@ def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
     """Save the fold of all entries so far, so that opening reads little. Losing it costs only time."""
     path = snapshot_path(experiment.name, experiment.number)
-    try:
+    with suppress(AlreadyExists):  # the fold of the same entries: what is there is what we would write
         create_or_recognize(store, path, seal(experiment))
-    except AlreadyExists:
-        pass  # the fold of the same entries is the same: what is there is what we would write
 
 
 def _newest_snapshot(store: ObjectStore, name: str) -> Experiment:
@@ -170,6 +169,6 @@ def _superseded(store: ObjectStore, experiment: Experiment, path: str) -> Supers
     opened = next((event for event in winner.events if isinstance(event, Opened)), None)
     by = str(opened.owner) if opened else f"epoch {winner.epoch}"
     return Superseded(
-        f"experiment {experiment.name!r}: epoch {experiment.epoch} has ended; it was taken over at {winner.at} "
-        f"by {by}. Stop here: it goes on there, and everything that was committed is kept"
+        f"experiment {experiment.name!r}: epoch {experiment.epoch} has ended; it was taken over at "
+        f"{winner.at} by {by}. Stop here: it goes on there, and everything that was committed is kept"
     )

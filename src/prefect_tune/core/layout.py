@@ -48,7 +48,7 @@ def snapshot_path(experiment: str, number: int) -> str:
 
 
 def number_in(folder: str, path: str) -> int | None:
-    """Return the number that the entry or snapshot at `path` in `folder` is named by; None for a foreign file."""
+    """Return the number that the document at `path` in `folder` is named by; None for a foreign file."""
     stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
     is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGITS
     return int(stem) if suffix == "json" and is_number else None

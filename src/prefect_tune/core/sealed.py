@@ -1,4 +1,4 @@
-"""Documents that carry their own digest: what was written reads back, and what reads back is what was written."""
+"""Documents that carry their own digest: what reads back is what was written, to the byte."""
 
 from __future__ import annotations
 

@@ -29,4 +29,6 @@ def _is_there(store: ObjectStore, path: str, outcome: Exception) -> Buffer:
     try:
         return bytes(store.read(path))
     except ObjectNotFound as absent:
-        raise CommitUnknown(f"{path}: {outcome}; nothing is there yet, but the write may still arrive") from absent
+        raise CommitUnknown(
+            f"{path}: {outcome}; nothing is there yet, but the write may still arrive"
+        ) from absent

@@ -12,11 +12,11 @@ from typing import TypeAlias
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.values import StepReport
 
-__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stop", "Stopper", "as_stopper"]
+__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stopper", "as_stopper"]
 
 
 class Stopper(ABC):
-    """Ends a trial. It sees every report that counts so far, oldest first, and holds no state between calls."""
+    """Ends a trial. It sees every report that counts so far, oldest first, and holds no state of its own."""
 
     @property
     def looks_back(self) -> bool:
@@ -39,6 +39,7 @@ class Never(Stopper):
     looks_back = False
 
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
+        del reports
         return None
 
 
@@ -147,7 +148,7 @@ StopCriteria: TypeAlias = (
 
 
 def as_stopper(stop: StopCriteria) -> Stopper:
-    """Return the stopper that `stop` means: itself, `{metric: limit}` (stop at `>= limit`), a function, several, or None.
+    """Return the stopper that `stop` means: `{metric: limit}` (stop at `>=`), a function, several, or None.
 
     Raises:
         InvalidInput: it is none of these, or a limit is not a number.
@@ -162,9 +163,7 @@ def as_stopper(stop: StopCriteria) -> Stopper:
         return AnyOf(tuple(as_stopper(each) for each in stop))
     if callable(stop):
         return _Function(stop)
-    raise InvalidInput(
-        f"stop={stop!r}: expected a dict of limits such as {{'step': 100}}, a function of the metrics, or a stopper"
-    )
+    raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
 
 
 def _limit(name: object, limit: object) -> float:

@@ -23,7 +23,6 @@ from prefect_tune.core.events import (
     Requeued,
     Retired,
     Started,
-    TrialAdded,
 )
 from prefect_tune.core.values import StepReport, Value
 
@@ -74,7 +73,7 @@ class Trial(Value):
     quarantined: tuple[int, ...] = ()
     """Sequences of checkpoints that are not to be used."""
     collected_up_to: int = 0
-    """The entry of the last retirement: blobs first written before it are reused only while a checkpoint refers to them."""
+    """The entry of the last retirement: blobs begun before it are reused only while a checkpoint has them."""
     user_failures: int = 0
     """Failures of the user's code since the trial was added or requeued."""
     machine_failures: int = 0
@@ -130,7 +129,7 @@ def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
 def _next_status(trial: Trial, event: OneTrialsEvent) -> Status:
     misplaced = isinstance(event, _ONLY_WHILE_RUNNING) and trial.status is not Status.RUNNING
     status = NEXT.get((trial.status, type(event)))
-    if misplaced or isinstance(event, TrialAdded) or (status is None and type(event) in _CHANGES_STATUS):
+    if misplaced or (status is None and type(event) in _CHANGES_STATUS):
         raise IllegalTransition(
             f"trial {trial.trial!r} is {trial.status}: {event.type!r} cannot happen to it"
         )
@@ -157,8 +156,6 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
             return trial.model_copy(update={"reason": event.reason, "returned": event.returned})
         case Requeued():
             return trial.model_copy(update={"reason": event.reason, **_FRESH_BUDGETS})
-        case TrialAdded():
-            return trial
         case _:
             assert_never(event)
 
@@ -194,8 +191,8 @@ def _require_lawful(trial: Trial, event: Started, start: CheckpointRef | None) -
     nothing = start is None and event.from_sequence is None and not trial.checkpoints
     if event.from_step != (start.step if start else 0) or not (start or nothing):
         raise IllegalTransition(
-            f"trial {trial.trial!r}: cannot start from step {event.from_step}, sequence {event.from_sequence}; its "
-            f"checkpoints (step, sequence) are {[(each.step, each.sequence) for each in trial.checkpoints]}"
+            f"trial {trial.trial!r}: cannot start from step {event.from_step} of {event.from_sequence}; "
+            f"its checkpoints (step, sequence): {[(each.step, each.sequence) for each in trial.checkpoints]}"
         )
     if event.attempt != trial.attempt + 1:
         raise IllegalTransition(f"trial {trial.trial!r}: attempt {event.attempt} after {trial.attempt}")
@@ -209,9 +206,10 @@ def _committed(trial: Trial, event: Committed, number: int) -> Trial:
 def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
     if not is_acceptable(trial, checkpoint.sequence):
         raise IllegalTransition(
-            f"trial {trial.trial!r}: checkpoint of step {checkpoint.step} was begun after entry {checkpoint.sequence}, "
-            f"which is not after its checkpoints {[each.sequence for each in trial.checkpoints]}, those quarantined "
-            f"{list(trial.quarantined)} and the last retirement ({trial.collected_up_to})"
+            f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} was begun after entry "
+            f"{checkpoint.sequence}, which is not after its checkpoints "
+            f"{[each.sequence for each in trial.checkpoints]}, those quarantined {list(trial.quarantined)} "
+            f"and the last retirement ({trial.collected_up_to})"
         )
     checkpoints = (*trial.checkpoints, checkpoint)
     return trial.model_copy(update={"checkpoints": checkpoints, "machine_failures": 0, "same_start": 0})

@@ -27,7 +27,7 @@ __all__ = [
     "valid_name",
 ]
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Metrics: TypeAlias = Mapping[str, object]
 Digest = NewType("Digest", str)
 
@@ -89,7 +89,9 @@ def canonical_json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str) -> _Model:
+def parse(
+    model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str
+) -> _Model:
     """Decode `data` as `model`, or raise `error` naming `where` and what does not fit."""
     try:
         return model.model_validate_json(bytes(data))

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 from uuid import uuid4
 
 from prefect_tune.core.chunks import FileStat, Piece
@@ -32,7 +32,9 @@ def side_by_side(workers: int = TRANSFERS) -> Iterator[Mapper]:
 
         def windowed(function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterator[_Out]:
             waiting = iter(items)
-            running: list[Future[_Out]] = [pool.submit(function, item) for item in islice(waiting, 2 * workers)]
+            running: list[Future[_Out]] = [
+                pool.submit(function, item) for item in islice(waiting, 2 * workers)
+            ]
             try:
                 while running:
                     yield running.pop(0).result()
@@ -58,7 +60,9 @@ class StagedFiles:
         self.files: tuple[FileStat, ...]
         self.empty_directories: tuple[str, ...]
         if not directory.is_dir():
-            raise InvalidInput(f"checkpoint directory {directory}: expected a directory, found nothing of the kind")
+            raise InvalidInput(
+                f"checkpoint directory {directory}: expected a directory, found nothing of the kind"
+            )
         files: list[FileStat] = []
         empty: list[str] = []
         _scan(directory, "", files, empty)
@@ -73,19 +77,21 @@ class StagedFiles:
             raise StagedFilesChanged(f"{self.directory / file.path}: was there when the save began") from gone
         try:
             done = 0
-            while done < piece.length and (read := os.preadv(descriptor, [buffer[done:]], piece.offset + done)):
+            while done < piece.length and (
+                read := os.preadv(descriptor, [buffer[done:]], piece.offset + done)
+            ):
                 done += read
         finally:
             os.close(descriptor)
         if done != piece.length:
             raise StagedFilesChanged(
-                f"{self.directory / file.path}: expected {file.size_bytes} bytes, found {piece.offset + done}: "
-                "the file was cut while it was being saved"
+                f"{self.directory / file.path}: expected {file.size_bytes} bytes, found "
+                f"{piece.offset + done}: the file was cut while it was being saved"
             )
 
 
 def _scan(directory: Path, below: str, files: list[FileStat], empty: list[str]) -> None:
-    names = sorted(os.listdir(directory))
+    names = sorted(entry.name for entry in directory.iterdir())
     if not names and below:
         empty.append(below)
     for name in names:
@@ -102,11 +108,15 @@ def _require_portable(path: Path, name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError as undecodable:
-        raise InvalidInput(f"{str(path)!r}: the name is not UTF-8, so it cannot be restored elsewhere") from undecodable
+        raise InvalidInput(
+            f"{str(path)!r}: the name is not UTF-8, so it cannot be restored elsewhere"
+        ) from undecodable
     if "\\" in name:
         raise InvalidInput(f"{path}: the name holds a backslash, so it cannot be restored elsewhere")
     if path.is_symlink() and (path.is_dir() or not path.exists()):
-        raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
+        raise InvalidInput(
+            f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to"
+        )
     if not (path.is_file() or path.is_dir()):
         raise InvalidInput(f"{path}: neither a file nor a directory, so it cannot be saved")
 
@@ -119,14 +129,12 @@ class DirectorySink:
         self._destination = destination
         self._building = destination.with_name(f".{destination.name}.{uuid4().hex}")
 
-    def __enter__(self) -> DirectorySink:
-        self._building.mkdir(parents=True)
-        for directory in self._manifest.empty_directories:
-            (self._building / directory).mkdir(parents=True, exist_ok=True)
-        for file in self._manifest.files:
-            path = self._building / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+    def __enter__(self) -> Self:
+        try:
+            self._furnish()
+        except BaseException:
+            shutil.rmtree(self._building, ignore_errors=True)
+            raise
         return self
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
@@ -140,11 +148,24 @@ class DirectorySink:
             os.close(descriptor)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:
-            for file in self._manifest.files:
-                (self._building / file.path).chmod(file.mode | stat.S_IRUSR)
-            if self._destination.is_dir() and not any(self._destination.iterdir()):
-                self._destination.rmdir()
-            self._building.rename(self._destination)
-        else:
-            shutil.rmtree(self._building)
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            shutil.rmtree(self._building, ignore_errors=True)  # the destination by now, if all went well
+
+    def _furnish(self) -> None:
+        self._building.mkdir(parents=True)
+        for directory in self._manifest.empty_directories:
+            (self._building / directory).mkdir(parents=True, exist_ok=True)
+        for file in self._manifest.files:
+            path = self._building / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+    def _finish(self) -> None:
+        for file in self._manifest.files:
+            (self._building / file.path).chmod(file.mode | stat.S_IRUSR)
+        if self._destination.is_dir() and not any(self._destination.iterdir()):
+            self._destination.rmdir()
+        self._building.rename(self._destination)
