@@ -10,8 +10,16 @@ from typing import Any, Literal, assert_never
 
 from prefect import flow
 from prefect.logging import get_run_logger
-
+from prefect.utilities.annotations import quote
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.flows.request import experiment_name, stopper_for, storable_config, valid_trainable
+from prefect_tune.tasks import restore_experiment_state, run_trial, sync_experiment_state
+from prefect_tune.tasks.attempt import Failed
+from prefect_tune.tasks.experiment_state import read_experiment
+from prefect_tune.tasks.interruption import interruption
+from prefect_tune.tasks.plan import TrialPlan, payload
+from prefect_tune.tasks.stamp import new_stamp, this_owner
+
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, Superseded, TrialFailed
 from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
@@ -22,13 +30,6 @@ from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint
 from prefect_tune.core.values import StepReport
-from prefect_tune.flows.request import experiment_name, stopper_for, storable_config, valid_trainable
-from prefect_tune.tasks import restore_experiment_state, run_trial, sync_experiment_state
-from prefect_tune.tasks.attempt import Failed
-from prefect_tune.tasks.experiment_state import read_experiment
-from prefect_tune.tasks.interruption import interruption
-from prefect_tune.tasks.plan import TrialPlan, payload
-from prefect_tune.tasks.stamp import new_stamp, this_owner
 
 __all__ = ["TrialResult", "durable_trainable"]
 
@@ -179,7 +180,7 @@ def _has_had_enough(trial: Trial, stopper: Stopper) -> bool:
 
 
 def _write(plan: TrialPlan, state: Experiment, event: Event) -> Experiment:
-    return sync_experiment_state(plan.target, state, [event], new_stamp())
+    return sync_experiment_state(plan.target, quote(state), quote([event]), new_stamp())
 
 
 def _where_it_stands(plan: TrialPlan, state: Experiment) -> str:

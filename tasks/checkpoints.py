@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from prefect import task
-
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.tasks.transient import RETRYING
+
 from prefect_tune.core.collect import collect
-from prefect_tune.core.commit import Committed, commit, reusable
+from prefect_tune.core.commit import commit, reusable
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.manifest import About, Manifest
 from prefect_tune.core.restore import read_manifest, restore
+from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial
 from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
-from prefect_tune.tasks.transient import RETRYING
 
-__all__ = ["delete_checkpoint", "restore_checkpoint", "save_checkpoint"]
+__all__ = ["SavedCheckpoint", "delete_checkpoint", "restore_checkpoint", "save_checkpoint"]
 
 _TIMEOUT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint that is on the target, and what it cost to bring it there."""
+
+    key: CheckpointKey
+    size_bytes: int
+    file_count: int
+    sent_bytes: int
+    """New bytes; the rest was on the target already."""
 
 
 @task(name="save-checkpoint", task_run_name="save {key.trial.trial} step {key.step}", **RETRYING)
@@ -30,10 +44,10 @@ def save_checkpoint(
     directory: Path,
     about: About,
     *,
-    parent: Manifest | None = None,
+    parent: CheckpointKey | None = None,
     collected_up_to: int = 0,
     timeout_seconds: float = _TIMEOUT_SECONDS,
-) -> Committed:
+) -> SavedCheckpoint:
     """Publish the local `directory` as the checkpoint `key` on `target`: when it returns, it is there, whole.
 
     A try that failed or was killed leaves no checkpoint, and what it sent is not sent again. Nobody
@@ -53,14 +67,23 @@ def save_checkpoint(
         StoreUnavailable, CommitUnknown: the retries are spent.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
-        reuse = reusable(store, key.trial, parent, collected_up_to)
-        return commit(store, key, StagedFiles(Path(directory)), about, reuse=reuse, side_by_side=transfers)
+        reuse = reusable(store, key.trial, _if_readable(store, parent), collected_up_to)
+        done = commit(store, key, StagedFiles(Path(directory)), about, reuse=reuse, side_by_side=transfers)
+        return SavedCheckpoint(key, done.manifest.size_bytes, len(done.manifest.files), done.sent_bytes)
+
+
+def _if_readable(store: ObjectStore, parent: CheckpointKey | None) -> Manifest | None:
+    """A parent that is damaged only means that everything is sent: the new checkpoint does not depend on it."""
+    try:
+        return read_manifest(store, parent) if parent else None
+    except (CheckpointCorrupt, CheckpointNotFound):
+        return None
 
 
 @task(name="restore-checkpoint", task_run_name="restore {key.trial.trial} step {key.step}", **RETRYING)
 def restore_checkpoint(
     target: StorageTarget, key: CheckpointKey, destination: Path, *, timeout_seconds: float = _TIMEOUT_SECONDS
-) -> Manifest:
+) -> Path:
     """Bring the checkpoint `key` into the new directory `destination`: every byte verified, all of it or nothing.
 
     Raises:
@@ -73,7 +96,7 @@ def restore_checkpoint(
         manifest = read_manifest(store, key)
         with DirectorySink(manifest, Path(destination)) as sink:
             restore(store, manifest, sink, side_by_side=transfers)
-        return manifest
+        return Path(destination)
 
 
 @task(name="delete-checkpoint", task_run_name="delete retired of {trial.trial}", **RETRYING)

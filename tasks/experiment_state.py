@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from prefect import task
-
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.tasks.stamp import new_stamp
+from prefect_tune.tasks.transient import RETRYING
+
 from prefect_tune.core.adopt import adopt
 from prefect_tune.core.errors import JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
 from prefect_tune.core.events import Event, Owner
@@ -15,8 +17,6 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import SNAPSHOT_EVERY, append, load, take_over, write_snapshot
 from prefect_tune.core.values import Stamp
 from prefect_tune.stores.staging import side_by_side
-from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING
 
 __all__ = ["read_experiment", "restore_experiment_state", "sync_experiment_state"]
 
@@ -76,9 +76,7 @@ def sync_experiment_state(
         return after
 
 
-def read_experiment(
-    target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS
-) -> Experiment:
+def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:
     """Return the state of `experiment` without opening it: for whoever only looks."""
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         return load(store, experiment, side_by_side=transfers)

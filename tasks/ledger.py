@@ -12,22 +12,26 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 
-from prefect_tune.core.commit import Committed as Saved
-from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable
-from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import CheckpointKey
-from prefect_tune.core.manifest import About, Manifest
-from prefect_tune.core.retention import retired
-from prefect_tune.core.trial import Trial
-from prefect_tune.core.values import StepReport
-from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
+from prefect.utilities.annotations import quote
+from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import sync_experiment_state
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
 
+from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable
+from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import CheckpointKey
+from prefect_tune.core.manifest import About
+from prefect_tune.core.retention import retired
+from prefect_tune.core.trial import Trial, newest_checkpoint
+from prefect_tune.core.values import StepReport
+
 __all__ = ["HandedOver", "Ledger"]
+
+Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,9 @@ class Ledger:
     out in that order, in the context of the task that made it, so that its work shows under that task.
     """
 
-    def __init__(self, plan: TrialPlan, experiment: Experiment, parent: Manifest | None, log: logging.Logger) -> None:
+    def __init__(self, plan: TrialPlan, experiment: Experiment, log: Log) -> None:
         self._plan = plan
         self._experiment = experiment
-        self._parent = parent
         self._log = log
         self._waiting: list[StepReport] = []
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -103,29 +106,24 @@ class Ledger:
 
     def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
         reports = self._take_reports(handed_over.report.step)
-        key = CheckpointKey(
-            trial=self._plan.trial, step=handed_over.report.step, sequence=self._experiment.number
-        )
+        key = CheckpointKey(trial=self._plan.trial, step=handed_over.report.step, sequence=self._experiment.number)
         saved = save_checkpoint(
             self._plan.target,
             key,
             handed_over.directory,
             self._about(handed_over.report, reports),
-            parent=self._parent,
+            parent=self._newest(),
             collected_up_to=self._trial.collected_up_to,
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
         doomed = self._commit(key, handed_over.report, reports)
-        self._parent = saved.manifest
         committed(handed_over.report.step)
         self._tell(saved)
         if handed_over.ours:
             shutil.rmtree(handed_over.directory)
         self._delete(doomed)
 
-    def _commit(
-        self, key: CheckpointKey, report: StepReport, reports: Sequence[StepReport]
-    ) -> Sequence[CheckpointKey]:
+    def _commit(self, key: CheckpointKey, report: StepReport, reports: Sequence[StepReport]) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
         new = CheckpointRef(
             step=key.step,
@@ -146,7 +144,7 @@ class Ledger:
         entry: list[Event] = [Reported(trial=trial, report=report) for report in told]
         if entry or events:
             self._experiment = sync_experiment_state(
-                self._plan.target, self._experiment, [*entry, *events], new_stamp()
+                self._plan.target, quote(self._experiment), quote([*entry, *events]), new_stamp()
             )
         self._synced_at = time.monotonic()
 
@@ -163,7 +161,7 @@ class Ledger:
             epoch=self._experiment.epoch,
             write_id=stamp.write_id,
             created_at=stamp.at,
-            parent=None if self._parent is None else f"{self._parent.step}-{self._parent.sequence}",
+            parent=parent.name if (parent := self._newest()) else None,
             metrics=report.metrics,
             trained_seconds=report.trained_seconds,
             fingerprint={**trial.fingerprint, "code": self.code} if self.code else trial.fingerprint,
@@ -175,19 +173,17 @@ class Ledger:
         if not doomed:
             return
         try:
-            delete_checkpoint(self._plan.target, self._plan.trial, self._trial, doomed)
+            delete_checkpoint(self._plan.target, self._plan.trial, quote(self._trial), doomed)
         except (StoreUnavailable, CheckpointCorrupt) as error:
             self._log.warning("retired checkpoints stay on the target until the next resume: %s", error)
 
-    def _tell(self, saved: Saved) -> None:
-        manifest = saved.manifest
-        self._log.info(
-            "step %d committed: %s in %d files, %s sent",
-            manifest.step,
-            _size(manifest.size_bytes),
-            len(manifest.files),
-            _size(saved.sent_bytes),
-        )
+    def _newest(self) -> CheckpointKey | None:
+        newest = newest_checkpoint(self._trial)
+        return newest and CheckpointKey(trial=self._plan.trial, step=newest.step, sequence=newest.sequence)
+
+    def _tell(self, saved: SavedCheckpoint) -> None:
+        size, sent = _size(saved.size_bytes), _size(saved.sent_bytes)
+        self._log.info("step %d committed: %s, of which %s were new", saved.key.step, size, sent)
 
 
 def _size(size_bytes: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 import tempfile
@@ -14,6 +13,15 @@ from pathlib import Path
 
 from prefect import task
 from prefect.logging import get_run_logger
+from prefect.utilities.annotations import quote
+from prefect_tune.tasks.attempt import Outcome, events_of, supervise
+from prefect_tune.tasks.checkpoints import restore_checkpoint
+from prefect_tune.tasks.experiment_state import read_experiment, sync_experiment_state
+from prefect_tune.tasks.ledger import Ledger, Log
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.stamp import new_stamp
+from prefect_tune.tasks.transient import RETRYING
+from prefect_tune.tasks.trial_channel import trial_in_place, trial_process
 
 from prefect_tune.core.curve import curve
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, Superseded
@@ -21,23 +29,12 @@ from prefect_tune.core.events import AttemptEnded, Cause, CheckpointRef, Event, 
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import history
 from prefect_tune.core.layout import CheckpointKey
-from prefect_tune.core.manifest import Manifest
-from prefect_tune.core.trial import Status, Trial, newest_checkpoint
+from prefect_tune.core.trial import Status, newest_checkpoint
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start
 from prefect_tune.stores.staging import side_by_side
-from prefect_tune.tasks.attempt import Outcome, events_of, supervise
-from prefect_tune.tasks.checkpoints import restore_checkpoint
-from prefect_tune.tasks.experiment_state import read_experiment, sync_experiment_state
-from prefect_tune.tasks.ledger import Ledger
-from prefect_tune.tasks.plan import TrialPlan
-from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING
-from prefect_tune.tasks.trial_channel import trial_in_place, trial_process
 
 __all__ = ["run_trial"]
-
-Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 @task(name="run-trial", task_run_name="train {plan.trial.trial}", **RETRYING)
@@ -60,8 +57,8 @@ def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> Outcome:
     experiment = _owned(plan, epoch)
     with _scratch() as scratch:
         experiment, restored = _restore_newest(plan, experiment, scratch / "restored", log)
-        experiment, start = _begin(plan, experiment, restored, scratch)
-        ledger = Ledger(plan, experiment, restored, log)
+        experiment, start = _begin(plan, experiment, scratch, restored)
+        ledger = Ledger(plan, experiment, log)
         open_channel = trial_process if plan.isolation == "process" else trial_in_place
         with open_channel(start, log) as channel:
             outcome = supervise(channel, ledger, plan, stop)
@@ -98,7 +95,7 @@ def _scratch() -> Iterator[Path]:
 
 def _restore_newest(
     plan: TrialPlan, experiment: Experiment, destination: Path, log: Log
-) -> tuple[Experiment, Manifest | None]:
+) -> tuple[Experiment, Path | None]:
     """Restore the newest checkpoint that verifies; those that do not are put aside, in the journal and aloud."""
     while (newest := newest_checkpoint(experiment.trial(plan.trial.trial))) is not None:
         key = CheckpointKey(trial=plan.trial, step=newest.step, sequence=newest.sequence)
@@ -106,7 +103,7 @@ def _restore_newest(
             timeout = plan.sync.sync_timeout_seconds
             return experiment, restore_checkpoint(plan.target, key, destination, timeout_seconds=timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as bad:
-            log.error("step %d cannot be restored, the checkpoint before it is used: %s", newest.step, bad)
+            log.error("step %d cannot be restored: %s. The one before it is used", newest.step, bad)  # noqa: TRY400 - no trace: it is handled
             reason = f"{type(bad).__name__}: {bad}"
             aside = Quarantined(trial=plan.trial.trial, sequence=newest.sequence, reason=reason)
             experiment = _write(plan, experiment, [aside])
@@ -119,9 +116,7 @@ def _restore_newest(
     return experiment, None
 
 
-def _begin(
-    plan: TrialPlan, experiment: Experiment, restored: Manifest | None, scratch: Path
-) -> tuple[Experiment, Start]:
+def _begin(plan: TrialPlan, experiment: Experiment, scratch: Path, restored: Path | None) -> tuple[Experiment, Start]:
     trial = experiment.trial(plan.trial.trial)
     from_ref = newest_checkpoint(trial)
     told = _curve(plan, from_ref)
@@ -143,7 +138,7 @@ def _begin(
         config=trial.config,
         directory=str(scratch / "artifacts"),
         staging=str(scratch / "staging"),
-        restored=str(scratch / "restored") if restored else None,
+        restored=str(restored) if restored else None,
         from_step=trial.step,
         trained_seconds=trial.trained_seconds,
         curve=tuple(told),
@@ -165,4 +160,4 @@ def _curve(plan: TrialPlan, start: CheckpointRef | None) -> Sequence[StepReport]
 
 
 def _write(plan: TrialPlan, experiment: Experiment, events: Sequence[Event]) -> Experiment:
-    return sync_experiment_state(plan.target, experiment, events, new_stamp())
+    return sync_experiment_state(plan.target, quote(experiment), quote(events), new_stamp())

@@ -22,6 +22,4 @@ def new_stamp() -> Stamp:
 
 def this_owner() -> Owner:
     """Say who this process is, for the messages of whoever it supersedes."""
-    return Owner(
-        name=flow_run.name or "a script", host=socket.gethostname(), pid=os.getpid(), flow_run=flow_run.id
-    )
+    return Owner(name=flow_run.name or "a script", host=socket.gethostname(), pid=os.getpid(), flow_run=flow_run.id)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["RETRYING", "is_transient"]
 
 
-def is_transient(task: Task[..., object], task_run: TaskRun, state: State[object]) -> bool:
+def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """Say whether the target failed in a way that may pass; everything else fails at once.
 
     A plain function on purpose: Prefect takes any other callable to mean "do not retry".

@@ -74,7 +74,7 @@ def trial_process(start: Start, log: logging.Logger) -> Iterator[TrialChannel]:
     ours, theirs = socket.socketpair()
     hold, lifeline = _pipe()
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.trial_process"]
-    child = subprocess.Popen(  # noqa: S603 - our own module, by this very interpreter
+    child = subprocess.Popen(
         [*command, str(theirs.fileno()), str(lifeline)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -100,7 +100,7 @@ def trial_process(start: Start, log: logging.Logger) -> Iterator[TrialChannel]:
 
 
 @contextmanager
-def trial_in_place(start: Start, log: logging.Logger) -> Iterator[TrialChannel]:
+def trial_in_place(start: Start, _log: logging.Logger) -> Iterator[TrialChannel]:
     """Train in a thread of this process, for notebooks and debuggers. Nothing can end it but itself."""
     from prefect_tune.trial_process import train
 
@@ -142,7 +142,6 @@ class _Process:
     def __init__(self, child: subprocess.Popen[str], log: logging.Logger) -> None:
         self._child = child
         self._said: deque[str] = deque(maxlen=_LAST_WORDS)
-        assert child.stdout is not None
         self._pump = threading.Thread(target=self._pass_on, args=(child.stdout, log), daemon=True)
         self._pump.start()
         self._became = ""

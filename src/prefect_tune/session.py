@@ -230,5 +230,3 @@ def _copy_file(source: str, destination: str) -> str:
             done += sent
     shutil.copymode(source, destination)
     return destination
-
-
