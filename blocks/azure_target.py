@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from pydantic import AnyHttpUrl, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import AzureBlock, azure_access, connection_options
 from prefect_tune.blocks.logos import AZURE_LOGO
@@ -18,7 +18,7 @@ __all__ = ["AzureTarget"]
 class AzureTarget(ObjectTarget):
     """A container of Azure Blob Storage, or of its emulator.
 
-    Without credentials it uses what it finds where it runs: the environment, a workload or a managed identity.
+    Without credentials it uses what is there where it runs: the environment, a workload or managed identity.
 
     Example:
         ```python
@@ -30,11 +30,12 @@ class AzureTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "Azure Target"
     _block_type_slug: ClassVar[str | None] = "azure-target"
-    _logo_url: ClassVar[AnyHttpUrl | None] = AZURE_LOGO
+    _logo_url: ClassVar[HttpUrl | None] = AZURE_LOGO
 
     container: str = Field(description="Its name alone.")
     account_name: str | None = Field(
-        default=None, description="The storage account; empty: what the environment or the connection string says."
+        default=None,
+        description="The storage account; empty: what the environment or the connection string says.",
     )
     account_key: SecretStr | None = Field(default=None, description="A key of the account.")
     sas_token: SecretStr | None = Field(default=None, description="A shared access signature.")
@@ -81,7 +82,10 @@ class AzureTarget(ObjectTarget):
         from obstore.store import AzureStore
 
         named = {"account_name": self.account_name, "endpoint": self.endpoint_url}
-        config: dict[str, Any] = {**self._secrets(), **{name: value for name, value in named.items() if value}}
+        config: Any = {
+            **self._secrets(),
+            **{name: value for name, value in named.items() if value},
+        }
         config |= {"skip_signature": True} if self.anonymous else {}
         return partial(AzureStore, self.container, prefix=self.prefix or None, config=config)
 

@@ -66,8 +66,8 @@ def _verdict(target: _Target, *, claims: bool, refuses: bool) -> TargetCheck:
         return TargetCheck(ok=True, message=_line(target, done), conditional_create=True)
     if claims:
         wrong = (
-            "NO CONDITIONAL WRITES: a second create of the same object was accepted, so two runners could both "
-            "commit; to use it with ONE RUNNER ONLY, set conditional_writes=False"
+            "NO CONDITIONAL WRITES: a second create of the same object was accepted, so two runners could "
+            "both commit; to use it with ONE RUNNER ONLY, set conditional_writes=False"
         )
         return TargetCheck(ok=False, message=_line(target, wrong), conditional_create=False)
     loud = (

@@ -85,7 +85,7 @@ def s3_access(block: Any) -> S3Access:
 
 
 def static_keys(access_key_id: str, secret_access_key: str, session_token: str | None) -> Callable[[], S3Keys]:
-    """Return a provider of these keys and no others: without one, obstore would mix in the environment's token."""
+    """Return a provider of these keys alone: without one, obstore mixes in the environment's token."""
     keys = {
         "access_key_id": access_key_id,
         "secret_access_key": secret_access_key,
@@ -100,7 +100,7 @@ def session_keys(session: Any) -> Callable[[], S3Keys]:
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:
-        return Boto3CredentialProvider(session)  # type: ignore[return-value]  # a TypedDict is no Mapping[str, Any]
+        return Boto3CredentialProvider(session)
     except ValueError as error:
         raise InvalidInput(f"no AWS credentials in the profile {session.profile_name!r}") from error
 
@@ -147,9 +147,7 @@ def connection_options(text: str) -> Mapping[str, str]:
     names = {"account_key": "AccountKey", "sas_key": "SharedAccessSignature"}
     secrets = {option: parts[name] for option, name in names.items() if parts.get(name)}
     if not endpoint or not secrets:
-        raise ValueError(
-            "expected a connection string with AccountName or BlobEndpoint, and AccountKey or SharedAccessSignature"
-        )
+        raise ValueError("expected AccountName or BlobEndpoint, and AccountKey or SharedAccessSignature")
     return {"account_name": account or account_in(endpoint), "endpoint": endpoint.rstrip("/"), **secrets}
 
 

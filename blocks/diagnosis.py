@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from prefect_tune.core.errors import DeadlineExceeded, StoreUnavailable, TuneError
@@ -15,39 +15,33 @@ _PROBE = re.compile(r"'?\.check/[0-9a-f]{32}(/\w+)?'?")
 _NOISE = re.compile(r"Generic \w+ error: |Error performing list request: ")
 
 # In this order: a message that names the region also says 403, a missing bucket also says 404.
-_CAUSES: tuple[tuple[str, str], ...] = (
-    (
-        r"169\.254\.169\.254|metadata\.google\.internal|169\.254\.170\.2|no credentials|CredentialsNotFound",
-        "no credentials: none in the block, the environment or a profile, and this machine offers none of its own",
+_CAUSES: Mapping[str, str] = {
+    r"169\.254\.\d+\.\d+|metadata\.google|no credentials were given|CredentialsNotFound": (
+        "no credentials: none in the block, environment or profile, and this machine has none of its own"
     ),
-    (
-        r"AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint|301 Moved|307 Temporary"
-        r"|region '[^']*' is wrong|incorrect region|wrong region",
-        "wrong region or endpoint: the bucket lives elsewhere; set region to the bucket's own",
+    r"another region|AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint": (
+        "wrong region: the bucket lives elsewhere; set region to the bucket's own, and correct the endpoint"
     ),
-    (
-        r"NoSuchBucket|ContainerNotFound|bucket does not exist|container does not exist|no such bucket"
-        r"|bucket .{0,80}not found",
-        "no such bucket or container: create it, or correct its name",
+    r"no such bucket|no such container|NoSuchBucket|ContainerNotFound|bucket does not exist": (
+        "no such bucket or container: create it, or correct its name"
     ),
     (
         r"InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed|InvalidToken|ExpiredToken|invalid_grant"
-        r"|Unauthenticated|UnauthorizedAccess|401 Unauthorized|invalid_client|Authentication failed"
-        r"|NoAuthenticationInformation|InvalidAuthenticationInfo|530 |Login incorrect",
-        "wrong credentials: the service does not accept them",
+        r"|not know this access key|does not belong to the access key|not accept the credentials|have expired"
+        r"|session token is not valid|401 Unauthorized|Authentication failed|530 |Login incorrect"
+    ): "wrong credentials: the service does not accept them",
+    r"certificate|UnknownIssuer|tls handshake": (
+        "no trust in the server's certificate: set ca_certificate, or correct the endpoint"
     ),
+    r"mounted read-only|Read-only file system": "read-only: the file system takes no writes",
+    r"no space left|disk is full|quota": "full: no space is left",
     (
-        r"certificate|UnknownIssuer|invalid peer|tls handshake",
-        "no trust in the server's certificate: set ca_certificate, or correct the endpoint",
-    ),
-    (r"mounted read-only|Read-only file system", "read-only: the file system takes no writes"),
-    (r"no space left|disk is full|QuotaExceeded|quota", "full: no space is left"),
-    (
-        r"dns error|failed to lookup|Name or service not known|Connection refused|tcp connect|connect error"
-        r"|error sending request|No route to host|Network is unreachable|Unable to connect|getaddrinfo",
-        "unreachable: nothing answers at the endpoint; correct its address, or start the server",
-    ),
-)
+        r"dns error|failed to lookup|Name or service not known|Connection refused|connect error|getaddrinfo"
+        r"|error sending request|No route to host|Network is unreachable|Unable to connect"
+    ): "unreachable: nothing answers at the endpoint; correct its address, or start the server",
+    r"root itself is not there": "missing: the folder is not there; mount what holds it, or create it",
+    r"where a folder should": "in the way: a file stands where the folder should be",
+}
 _FORBIDDEN = re.compile(
     r"AccessDenied|Access Denied|AuthorizationFailure|AuthorizationPermissionMismatch|403 Forbidden|Forbidden"
     r"|permission|AccountIsDisabled",
@@ -62,7 +56,7 @@ def diagnosis(step: str, error: TuneError, timeout: timedelta) -> str:
 
 
 def _cause(step: str, error: TuneError, said: str, timeout: timedelta) -> str:
-    for pattern, sentence in _CAUSES:
+    for pattern, sentence in _CAUSES.items():
         if re.search(pattern, said, re.IGNORECASE):
             return sentence
     if _FORBIDDEN.search(said):
@@ -81,7 +75,7 @@ def _forbidden(step: str) -> str:
         case "delete":
             return "no permission to delete: old checkpoints could never be removed"
         case _:
-            return f"no permission to {step}"
+            return f"no permission to {step}, or wrong credentials"
 
 
 def _said(error: BaseException | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What every block here has in common: it refuses what it does not know, in one line, and then never changes."""
+"""What every block here has in common: it refuses what it does not know, and then never changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from prefect.blocks.core import Block, schema_extra
-from pydantic import AnyHttpUrl, ConfigDict, SecretStr, ValidationError, model_validator
+from pydantic import ConfigDict, HttpUrl, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from prefect_tune.core.errors import InvalidInput
@@ -33,10 +33,8 @@ class Form(Block, ABC):
     error: they may be secrets.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_required_first
-    )
-    _documentation_url: ClassVar[AnyHttpUrl | None] = AnyHttpUrl("https://docs.prefect.io/v3/concepts/blocks")
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_required_first)
+    _documentation_url: ClassVar[HttpUrl | None] = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -50,7 +48,9 @@ class Form(Block, ABC):
     def _known_fields_only(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        cls.validate_block_type_slug(values)
+        slug = values.get("block_type_slug")
+        if slug not in (None, cls.get_block_type_slug()):
+            raise ValueError(f"expected a block of type {cls.get_block_type_slug()!r}, found {slug!r}")
         fields = {name: value for name, value in values.items() if name not in _BOOKKEEPING}
         for name in fields:
             if name not in cls.model_fields:

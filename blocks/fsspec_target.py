@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from prefect.types import SecretDict
-from pydantic import AnyHttpUrl, Field, field_validator
+from pydantic import Field, HttpUrl, field_validator
 
 from prefect_tune.blocks.logos import FILES_LOGO
 from prefect_tune.blocks.target import StorageTarget
@@ -37,10 +37,11 @@ class FsspecTarget(StorageTarget):
 
     _block_type_name: ClassVar[str | None] = "Fsspec Target"
     _block_type_slug: ClassVar[str | None] = "fsspec-target"
-    _logo_url: ClassVar[AnyHttpUrl | None] = FILES_LOGO
+    _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
 
     location: str = Field(
-        title="URI", description="Where, e.g. 'sftp://host/folder'; without a password, which is a secret option."
+        title="URI",
+        description="Where, e.g. 'sftp://host/folder'; without a password, which is a secret option.",
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the fsspec implementation, e.g. {'port': 2222}."
@@ -69,7 +70,7 @@ class FsspecTarget(StorageTarget):
         """Return all options, secret ones included."""
         secrets = {} if self.secret_options is None else self.secret_options.get_secret_value()
         if both := self.storage_options.keys() & secrets.keys():
-            raise InvalidInput(f"{self.uri}: {sorted(both)[0]!r} is both a plain and a secret option: keep one")
+            raise InvalidInput(f"{self.uri}: {min(both)!r} is both a plain and a secret option: keep one")
         return {**self.storage_options, **secrets}
 
     @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from pydantic import AnyHttpUrl, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import GcpBlock, gcp_key
 from prefect_tune.blocks.logos import GCP_LOGO
@@ -34,7 +34,7 @@ class GcsTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "GCS Target"
     _block_type_slug: ClassVar[str | None] = "gcs-target"
-    _logo_url: ClassVar[AnyHttpUrl | None] = GCP_LOGO
+    _logo_url: ClassVar[HttpUrl | None] = GCP_LOGO
 
     bucket: str = Field(description="Its name alone, without 'gs://'.")
     service_account_json: SecretStr | None = Field(
@@ -73,7 +73,7 @@ class GcsTarget(ObjectTarget):
         from obstore.store import GCSStore
 
         given = {"service_account_key": self._key(), "base_url": self.endpoint_url}
-        config = {name: value for name, value in given.items() if value is not None}
+        config: Any = {name: value for name, value in given.items() if value is not None}
         return partial(GCSStore, self.bucket, prefix=self.prefix or None, config=config)
 
     def _key(self) -> str | None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import AnyHttpUrl, Field, field_validator
+from pydantic import Field, HttpUrl, field_validator
 
 from prefect_tune.blocks.logos import FILES_LOGO
 from prefect_tune.blocks.target import StorageTarget
@@ -35,14 +35,14 @@ class LocalTarget(StorageTarget):
 
     _block_type_name: ClassVar[str | None] = "Local Target"
     _block_type_slug: ClassVar[str | None] = "local-target"
-    _logo_url: ClassVar[AnyHttpUrl | None] = FILES_LOGO
+    _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
 
     path: str = Field(description="The folder: an absolute path, or one that starts with '~'.")
 
     must_exist: bool = Field(
         default=False,
-        description="Whether a missing folder is an error instead of being made: for mounts, where missing means "
-        "not mounted.",
+        description="Whether a missing folder is an error instead of being made: for mounts, where missing "
+        "means not mounted.",
     )
 
     @field_validator("path", mode="before")
@@ -53,8 +53,8 @@ class LocalTarget(StorageTarget):
         text = os.fspath(path)
         if not isinstance(text, str) or "\0" in text:
             raise ValueError("expected text without NUL characters")
-        expanded = os.path.expanduser(text)
-        if not os.path.isabs(expanded):
+        expanded = _expanded(text)
+        if not expanded.is_absolute():
             raise ValueError(
                 f"expected an absolute path or one that starts with '~', found {text!r}: "
                 "a relative one would mean another folder in each process"
@@ -72,3 +72,10 @@ class LocalTarget(StorageTarget):
         if not self.must_exist:
             make_root(root)
         yield PosixStore(root, deadline=deadline)
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path!r}: this user has no home folder") from error

@@ -1,4 +1,4 @@
-"""What the three object storages have in common: a bucket, a prefix, an endpoint, a client of the same library."""
+"""What the three object storages have in common: a prefix, an endpoint, a client of the same library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class ObjectTarget(StorageTarget, ABC):
 
     prefix: str = Field(default="", description="The folder within it; empty for all of it.")
     endpoint_url: str | None = Field(
-        default=None, description="The server's address, for anything but the cloud's own, e.g. 'https://minio:9000'."
+        default=None,
+        description="The server's address, for anything but the cloud's own, e.g. 'https://minio:9000'.",
     )
     allow_http: bool = Field(
         default=False, description="Whether an endpoint without TLS is fine; bytes then travel readable."
@@ -37,7 +38,10 @@ class ObjectTarget(StorageTarget, ABC):
         default=None, description="A certificate authority to trust besides the system's, as PEM text."
     )
     request_timeout_seconds: float = Field(
-        default=60, gt=0, allow_inf_nan=False, description="Most time in seconds for one request and its answer."
+        default=60,
+        gt=0,
+        allow_inf_nan=False,
+        description="Most time in seconds for one request and its answer.",
     )
 
     anonymous: bool = Field(
@@ -65,9 +69,7 @@ class ObjectTarget(StorageTarget, ABC):
     @model_validator(mode="after")
     def _plain_http_is_said_aloud(self) -> Self:
         if (self.endpoint_url or "").startswith("http:") and not self.allow_http:
-            raise ValueError(
-                f"endpoint_url {self.endpoint_url!r} is not encrypted: set allow_http=True if that is meant"
-            )
+            raise ValueError(f"endpoint_url {self.endpoint_url!r} has no TLS: set allow_http=True if that is meant")
         return self
 
     @abstractmethod

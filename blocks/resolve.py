@@ -6,34 +6,34 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 import httpx
 from prefect.blocks.core import Block, UnknownBlockType
 
 from prefect_tune.blocks.azure_target import AzureTarget
-from prefect_tune.blocks.fsspec_target import FsspecTarget, known_schemes, require_implementation
+from prefect_tune.blocks.fsspec_target import FsspecTarget, require_implementation
 from prefect_tune.blocks.gcs_target import GcsTarget
 from prefect_tune.blocks.local_target import LocalTarget
 from prefect_tune.blocks.s3_target import S3Target
 from prefect_tune.blocks.target import StorageTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
+from prefect_tune.stores.uris import Client, read_uri
 
 __all__ = ["resolve_target", "target_from_fields", "target_reference", "validate_target"]
 
 _SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
     """Return the target that `value` means; only a slug asks the server, and nothing asks the target.
 
-    A string is read as the first of these that it looks like:
-    a URI when it has a scheme (`s3://bucket/prefix`); a path when it starts with `/`, `./`, `../` or `~`, or has
-    not exactly one `/`; else a `block-type/name` slug, whose type must be one of a target. A relative path of two
-    parts is therefore written `./runs/first`. A `PathLike` is always a path. Relative paths start here and now.
+    A string is read as the first of these that it looks like: a URI when it has a scheme, as in
+    `s3://bucket/folder`; a path when it starts with `/`, `./`, `../` or `~`, or has not exactly one `/`; else a
+    `block-type/name` slug, whose type must be one of a target. A relative path of two parts is therefore
+    written `./runs/first`. A `PathLike` is always a path. Relative paths start here and now.
 
     Raises:
         InvalidInput: it is none of these, or the block is not saved on the server.
@@ -57,22 +57,23 @@ def target_reference(target: StorageTarget) -> str:
     Raises:
         InvalidInput: the target is not saved and says more than its URI.
     """
-    if target._block_document_name is not None:
-        return f"{target.get_block_type_slug()}/{target._block_document_name}"
+    name = target._block_document_name  # noqa: SLF001  Prefect has no public name for it
+    if name is not None:
+        return f"{target.get_block_type_slug()}/{name}"
     if _read(target.uri) == target:
         return target.uri
     raise InvalidInput(
-        f"{target.uri}: another process would need its credentials or settings too; save the block and pass its "
-        f"slug: target.save('name'), then '{target.get_block_type_slug()}/name'"
+        f"{target.uri}: another process would need its credentials or settings too; save the block and pass "
+        f"its slug: target.save('name'), then '{target.get_block_type_slug()}/name'"
     )
 
 
 def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
-    """Return the target that these fields of a saved block mean; `block_type_slug` among them says which kind."""
+    """Return the target that these fields of a saved block mean, whose kind their `block_type_slug` says."""
     kinds = _target_types()
     kind = kinds.get(str(fields.get("block_type_slug")))
     if kind is None:
-        raise InvalidInput(f"expected the fields of a target with a block_type_slug among {', '.join(sorted(kinds))}")
+        raise InvalidInput(f"expected the fields of a target, with a block_type_slug among {', '.join(sorted(kinds))}")
     return kind(**fields)
 
 
@@ -80,13 +81,13 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
     if isinstance(value, StorageTarget):
         return value
     if isinstance(value, os.PathLike):
-        return LocalTarget(path=os.path.abspath(Path(value).expanduser()))
+        return LocalTarget(path=Path.cwd() / Path(value).expanduser())
     if not isinstance(value, str):
         raise InvalidInput(f"a target is a block, a 'block-type/name' slug or a URI, not a {type(value).__name__}")
     if not value.strip():
         raise InvalidInput("a target is a block, a 'block-type/name' slug or a URI; found an empty string")
-    if scheme := _SCHEME.match(value):
-        return _from_uri(scheme[1].lower(), value)
+    if _SCHEME.match(value):
+        return _from_uri(value)
     slug = None if value.startswith(("./", "../", "~")) else _SLUG.fullmatch(value)
     return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _read(Path(value))
 
@@ -132,74 +133,33 @@ def _load(block_type: str, name: str) -> StorageTarget:
 # ------------------------------------------------------------------------------------------------------ URIs
 
 
-def _from_uri(scheme: str, uri: str) -> StorageTarget:
-    if reader := _READERS.get(scheme):
-        return reader(uri)
-    known = known_schemes()
-    if scheme in known:
-        require_implementation(scheme)
-        return FsspecTarget(location=uri)
-    nearest = difflib.get_close_matches(scheme, [*_READERS, *known], n=1)
-    meant = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise InvalidInput(
-        f"{_without_secrets(uri)!r}: unknown scheme {scheme!r}; {meant}known are {', '.join(_READERS)}, hdfs, memory "
-        f"and what fsspec lists (sftp, ftp, webdav, ...); a package that registers {scheme!r} with fsspec would add it"
-    )
+def _from_uri(uri: str) -> StorageTarget:
+    location = read_uri(uri)
+    match location.client:
+        case Client.FILES:
+            return LocalTarget(path=location.path)
+        case Client.S3:
+            return _made(S3Target, bucket=location.container, prefix=location.path, **_endpoint(location.options))
+        case Client.GCS:
+            return _made(GcsTarget, bucket=location.container, prefix=location.path, **_endpoint(location.options))
+        case Client.AZURE:
+            account = location.account.partition(".")[0] or None
+            return AzureTarget(container=location.container, prefix=location.path, account_name=account)
+        case Client.OTHER:
+            require_implementation(location.scheme)
+            return FsspecTarget(location=uri)
 
 
-def _without_secrets(uri: str) -> str:
-    return re.sub(r"//[^/@]*@", "//…@", uri.partition("?")[0])
+def _endpoint(options: Mapping[str, str]) -> dict[str, str | bool]:
+    """Name the options of a URI as the blocks do; pyarrow writes host:port and the scheme apart."""
+    fields: dict[str, str | bool] = dict(options)
+    scheme = fields.pop("scheme", "https")
+    endpoint = fields.pop("endpoint_override", None) or fields.pop("endpoint_url", None)
+    if isinstance(endpoint, str):
+        fields["endpoint_url"] = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
+        fields.setdefault("allow_http", str(fields["endpoint_url"]).startswith("http:"))  # who writes it means it
+    return fields
 
 
-def _bucket_and_prefix(uri: str, options: Mapping[str, str] | None = None) -> tuple[str, str, dict[str, str]]:
-    """Split `uri`; the options in its query must be among `options`, which also says what each is called here."""
-    parts = urlsplit(uri)
-    if parts.username or parts.password:
-        raise InvalidInput(f"{_without_secrets(uri)!r}: credentials do not belong into a URI: use a block or the environment")
-    if not parts.netloc:
-        raise InvalidInput(f"{uri!r}: it names no bucket")
-    if parts.fragment:
-        raise InvalidInput(f"{uri!r}: a '#' has no meaning here")
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = given.keys() - (options or {}).keys()
-    if unknown:
-        raise InvalidInput(f"{_without_secrets(uri)!r}: unknown option {sorted(unknown)[0]!r}: known are {sorted(options or {})}")
-    return parts.netloc, unquote(parts.path), {(options or {})[name]: value for name, value in given.items()}
-
-
-def _s3(uri: str) -> StorageTarget:
-    names = ("endpoint_url", "region", "allow_http", "addressing_style")
-    options = {**{name: name for name in names}, "endpoint_override": "endpoint_url", "scheme": "scheme"}
-    bucket, prefix, given = _bucket_and_prefix(uri, options)
-    scheme = given.pop("scheme", None)
-    if scheme and "://" not in given.get("endpoint_url", "://"):  # as pyarrow writes it: host:port and a scheme
-        given |= {"endpoint_url": f"{scheme}://{given['endpoint_url']}", "allow_http": str(scheme == "http")}
-    return S3Target(**{"bucket": bucket, "prefix": prefix, **given})
-
-
-def _gcs(uri: str) -> StorageTarget:
-    bucket, prefix, given = _bucket_and_prefix(uri, {"endpoint_url": "endpoint_url", "anonymous": "anonymous"})
-    return GcsTarget(bucket=bucket, prefix=prefix, **given)
-
-
-def _azure(uri: str) -> StorageTarget:
-    container, at, host = urlsplit(uri).netloc.partition("@")
-    rest = uri.replace(f"@{host}", "", 1) if at else uri
-    container, prefix, _ = _bucket_and_prefix(rest)
-    account = host.partition(".")[0]
-    return AzureTarget(container=container, prefix=prefix, **({"account_name": account} if account else {}))
-
-
-def _file(uri: str) -> StorageTarget:
-    parts = urlsplit(uri)
-    if parts.netloc not in ("", "localhost"):
-        raise InvalidInput(f"{uri!r}: a file URI names no host: file:///{parts.netloc}{parts.path}?")
-    return LocalTarget(path=unquote(parts.path))
-
-
-_READERS: Mapping[str, Callable[[str], StorageTarget]] = {
-    **dict.fromkeys(("s3", "s3a", "s3n"), _s3),
-    **dict.fromkeys(("gs", "gcs"), _gcs),
-    **dict.fromkeys(("az", "azure", "abfs", "abfss", "wasb", "wasbs"), _azure),
-    "file": _file,
-}
+def _made(kind: type[StorageTarget], **fields: object) -> StorageTarget:
+    return kind(**fields)

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import AnyHttpUrl, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
-from prefect_tune.blocks.credentials import AwsBlock, S3Access, S3Keys, s3_access, session_keys, static_keys
+from prefect_tune.blocks.credentials import AwsBlock, S3Access, s3_access, session_keys, static_keys
 from prefect_tune.blocks.logos import AWS_LOGO
 from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.core.errors import InvalidInput
@@ -35,7 +35,7 @@ class S3Target(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "S3 Target"
     _block_type_slug: ClassVar[str | None] = "s3-target"
-    _logo_url: ClassVar[AnyHttpUrl | None] = AWS_LOGO
+    _logo_url: ClassVar[HttpUrl | None] = AWS_LOGO
 
     bucket: str = Field(description="Its name alone, without 's3://'.")
     region: str | None = Field(
@@ -45,16 +45,16 @@ class S3Target(ObjectTarget):
     secret_access_key: SecretStr | None = Field(default=None, description="The secret of the access key.")
     session_token: SecretStr | None = Field(default=None, description="The token of temporary credentials.")
     credentials: AwsBlock = Field(
-        default=None, description="An AwsCredentials or MinIOCredentials block of prefect-aws, instead of keys here."
+        default=None,
+        description="An AwsCredentials or MinIOCredentials block of prefect-aws, instead of keys here.",
     )
     addressing_style: Literal["path", "virtual-hosted"] = Field(
         default="path", description="Whether the bucket's name stands in the path or in the host name."
     )
-
     payload_signing: Literal["without-tls", "always", "never"] = Field(
         default="without-tls",
-        description="When the signature covers the bytes too: it costs more CPU than the upload itself, and TLS "
-        "protects them already.",
+        description="When the signature covers the bytes too: that takes more CPU than the upload itself, and "
+        "TLS protects them already.",
     )
 
     @field_validator("bucket")
@@ -81,7 +81,9 @@ class S3Target(ObjectTarget):
         access = self._access()
         endpoint = self.endpoint_url or access.endpoint_url or _ambient_endpoint(os.environ)
         if (endpoint or "").startswith("http:") and not self._may_use_http():
-            raise InvalidInput(f"{self.uri}: its endpoint {endpoint!r} is not encrypted: set allow_http=True if that is meant")
+            raise InvalidInput(
+                f"{self.uri}: its endpoint {endpoint!r} has no TLS: set allow_http=True if that is meant"
+            )
         config = {
             "region": self.region or access.region,
             "endpoint": endpoint,
@@ -89,9 +91,9 @@ class S3Target(ObjectTarget):
             "skip_signature": self.anonymous,
             "unsigned_payload": not self._signs_payload(endpoint),
         }
-        given = {name: value for name, value in config.items() if value is not None}
-        prefix = self.prefix or None
-        return partial(S3Store, self.bucket, prefix=prefix, config=given, credential_provider=access.keys)
+        given: Any = {name: value for name, value in config.items() if value is not None}
+        keys: Any = access.keys
+        return partial(S3Store, self.bucket, prefix=self.prefix or None, config=given, credential_provider=keys)
 
     def _transport(self) -> dict[str, Any]:
         return {**super()._transport(), "allow_http": self._may_use_http()}

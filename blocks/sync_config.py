@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
-from pydantic import AnyHttpUrl, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import ConfigDict, Field, HttpUrl, field_serializer, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from prefect_tune.blocks.azure_target import AzureTarget
@@ -25,7 +25,13 @@ from prefect_tune.core.errors import InvalidInput
 __all__ = ["SyncConfig", "SyncerLike"]
 
 # Names that trials use for themselves, and that were never artifacts.
-_NEVER_ARTIFACTS = ("checkpoint_-00001*", "checkpoint_tmp*", "save_to_object*", "rank_*", ".lazy_checkpoint_marker")
+_NEVER_ARTIFACTS = (
+    "checkpoint_-00001*",
+    "checkpoint_tmp*",
+    "save_to_object*",
+    "rank_*",
+    ".lazy_checkpoint_marker",
+)
 
 
 @runtime_checkable
@@ -53,7 +59,7 @@ class SyncConfig(Form):
     model_config = ConfigDict(arbitrary_types_allowed=True)  # a Syncer of the user's is any object
     _block_type_name: ClassVar[str | None] = "Sync Config"
     _block_type_slug: ClassVar[str | None] = "sync-config"
-    _logo_url: ClassVar[AnyHttpUrl | None] = PREFECT_LOGO
+    _logo_url: ClassVar[HttpUrl | None] = PREFECT_LOGO
 
     upload_dir: (
         LocalTarget | S3Target | GcsTarget | AzureTarget | FsspecTarget | SkipJsonSchema[StorageTarget] | str | None
@@ -71,13 +77,13 @@ class SyncConfig(Form):
         default=300,
         ge=0,
         allow_inf_nan=False,
-        description="Least time in seconds between two syncs of reports and artifacts that nothing else forces.",
+        description="Least time in seconds between two syncs that nothing else forces.",
     )
     sync_timeout_seconds: float = Field(
         default=1800,
         gt=0,
         allow_inf_nan=False,
-        description="Most time in seconds that one sync may take; then it is ended, and nothing of it goes on.",
+        description="Most time in seconds for one sync; then it is ended, and nothing of it goes on.",
     )
     sync_artifacts: bool = Field(
         default=True,
@@ -152,7 +158,7 @@ class SyncConfig(Form):
 
     @property
     def excludes(self) -> tuple[str, ...]:
-        """What is never uploaded as an artifact: the user's patterns and the names trials keep to themselves."""
+        """What is never an artifact: what the user leaves out, and what trials keep to themselves."""
         return (*self.artifact_excludes, *_NEVER_ARTIFACTS)
 
     def target(self) -> StorageTarget | None:
