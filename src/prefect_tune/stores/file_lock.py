@@ -1,0 +1,113 @@
+"""Locks between the processes and threads of one machine, which end with whoever held them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from enum import Enum
+from pathlib import Path
+
+from prefect_tune.stores.deadline import Deadline
+
+__all__ = ["FileLock", "Share"]
+
+_FIRST_PAUSE_SECONDS = 0.002
+_LONGEST_PAUSE_SECONDS = 0.05
+
+
+class Share(Enum):
+    """How many may hold a lock at once."""
+
+    WITH_READERS = fcntl.LOCK_SH
+    ALONE = fcntl.LOCK_EX
+
+
+class FileLock:
+    """A held `flock` on a file of its own, made if need be.
+
+    It belongs to the open file, so threads of one process exclude each other like processes do, and the
+    kernel lets it go when its holder dies, however. A forked child does not hold what its parent holds.
+    """
+
+    _held: "set[FileLock]" = set()  # noqa: RUF012, UP037  of the whole process, closed in forked children
+    _held_guard = threading.Lock()
+
+    def __init__(self, path: Path, file: int) -> None:
+        self.path = path
+        self._file = file
+        self._owner = os.getpid()
+        with FileLock._held_guard:
+            FileLock._held.add(self)
+
+    @classmethod
+    def take(cls, path: Path, share: Share, deadline: Deadline) -> FileLock:
+        """Return the lock, waiting for those who hold it.
+
+        Raises:
+            DeadlineExceeded: they held it for longer than there was time.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        while (lock := cls.try_take(path, share)) is None:
+            deadline.check(f"waiting for {path}, which another process or thread holds")
+            time.sleep(min(pause, deadline.remaining_seconds))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return lock
+
+    @classmethod
+    def try_take(cls, path: Path, share: Share) -> FileLock | None:
+        """Return the lock, or None while others hold it."""
+        while True:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(file, share.value | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+                return None
+            except BaseException:
+                os.close(file)
+                raise
+            if _is_still_at(file, path):
+                return cls(path, file)
+            os.close(file)  # its last holder removed it in between: whoever comes next locks another file
+
+    def release(self) -> None:
+        """Let go; done already is fine."""
+        with FileLock._held_guard:
+            held = self in FileLock._held
+            FileLock._held.discard(self)
+        if held and self._owner == os.getpid():
+            # Not left to the closing: a child that was forked elsewhere may have the file open still.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            os.close(self._file)
+
+    def remove(self) -> None:
+        """Remove the file, of which one must be the only holder, and let go."""
+        self.path.unlink(missing_ok=True)
+        self.release()
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def _is_still_at(file: int, path: Path) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    ours = os.fstat(file)
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+def _forget_in_child() -> None:
+    for lock in FileLock._held:
+        os.close(lock._file)
+    FileLock._held = set()
+    FileLock._held_guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,177 @@
+"""One copy of a checkpoint per machine, fetched by whoever is first, shared by all who read, gone with the last.
+
+Who reads holds a shared lock, who fetches or removes an exclusive one; both end with their process. A copy
+gets its name only when it is whole. It lies in a folder of this user and this boot: what a power cut may
+have torn is never looked at again.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from prefect_tune.core.errors import StoreRefused
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.directories import Seal, copy_directory, seal_of
+from prefect_tune.stores.file_lock import FileLock, Share
+
+__all__ = ["Fetch", "NodeCopies", "node_folder"]
+
+Fetch = Callable[[Path], None]
+"""Makes the directory it is given, which is not there yet: whole, or not at all and an error."""
+
+_LOCK = ".lock"
+_BUILDING = ".building"
+_SEAL = ".seal"
+_TRASH = "trash-"
+
+
+def node_folder() -> Path:
+    """Return the folder for what the processes of this user share on this machine until it restarts.
+
+    Raises:
+        StoreRefused: somebody else could write to it.
+    """
+    folder = Path(tempfile.gettempdir(), f"prefect-tune-{os.geteuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise StoreRefused(f"{folder}: others can write to it: remove it, or set TMPDIR to a folder of your own")
+    boot = folder / _boot()
+    with suppress(FileExistsError):
+        boot.mkdir(mode=0o700)
+        _remove_earlier_boots(folder, boot)
+    return boot
+
+
+def _boot() -> str:
+    """Name this boot of this machine; machines may share their folder for temporary files."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = "any"
+    return f"{socket.gethostname()}.{boot}"
+
+
+def _remove_earlier_boots(folder: Path, boot: Path) -> None:
+    for earlier in folder.glob(f"{glob.escape(socket.gethostname())}.*"):
+        if earlier != boot:
+            shutil.rmtree(earlier, ignore_errors=True)
+
+
+class NodeCopies:
+    """The copies below `folder`, by key: a key stands for the same bytes for ever."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextmanager
+    def reading(self, key: str, fetch: Fetch, deadline: Deadline) -> Iterator[Path]:
+        """Lend the copy of `key`, fetched if it is not there; it stays while anybody reads it.
+
+        Of many who ask at once one fetches and the others wait. If it fails or dies, the next one fetches.
+
+        Raises:
+            DeadlineExceeded: whoever fetches took longer than there was time.
+            whatever `fetch` raises, to the one for whom it was called.
+        """
+        name, lock = self._share(key, fetch, deadline)
+        try:
+            yield self.folder / name
+        finally:
+            self._leave(name, lock)
+
+    def give(self, key: str, fetch: Fetch, destination: Path, deadline: Deadline) -> None:
+        """Make the directory `destination` of the bytes of `key`: by a rename where nobody else reads them."""
+        name, lock = self._share(key, fetch, deadline)
+        lock.release()
+        alone = FileLock.try_take(self._beside(name, _LOCK), Share.ALONE)
+        if alone and self._is_as_fetched(name):
+            with alone:
+                (self.folder / name).rename(destination)
+                self._beside(name, _SEAL).unlink()
+                alone.remove()
+            return
+        if alone:
+            alone.release()
+        with self.reading(key, fetch, deadline) as copy:
+            copy_directory(copy, destination)
+
+    def sweep(self) -> None:
+        """Remove what dead readers and dead fetchers left."""
+        for lock in self.folder.glob(f"*{_LOCK}"):
+            self._remove_if_unread(lock.name.removesuffix(_LOCK))
+        for trash in self.folder.glob(f"{_TRASH}*"):
+            shutil.rmtree(trash, ignore_errors=True)
+
+    # ---------------------------------------------------------------------------------------------- sharing
+
+    def _share(self, key: str, fetch: Fetch, deadline: Deadline) -> tuple[str, FileLock]:
+        """Return a copy nobody wrote to since it was fetched; one that a reader changed is left to its readers."""
+        for generation in count():
+            name = f"{key}-{generation}"
+            lock = self._share_one(name, fetch, deadline)
+            if self._is_as_fetched(name):
+                return name, lock
+            self._leave(name, lock)
+        raise AssertionError
+
+    def _share_one(self, name: str, fetch: Fetch, deadline: Deadline) -> FileLock:
+        while True:
+            lock = FileLock.take(self._beside(name, _LOCK), Share.WITH_READERS, deadline)
+            if (self.folder / name).is_dir():
+                return lock
+            lock.release()
+            with FileLock.take(self._beside(name, _LOCK), Share.ALONE, deadline):
+                if not (self.folder / name).is_dir():
+                    self._fetch(name, fetch)
+
+    def _fetch(self, name: str, fetch: Fetch) -> None:
+        self.sweep()
+        building = self._beside(name, _BUILDING)
+        shutil.rmtree(building, ignore_errors=True)  # of one who was killed: this lock is held alone
+        building.mkdir()
+        try:
+            fetch(building / "copy")
+            self._beside(name, _SEAL).write_text(seal_of(building / "copy"), encoding="ascii")
+            (building / "copy").rename(self.folder / name)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+    def _is_as_fetched(self, name: str) -> bool:
+        try:
+            return seal_of(self.folder / name) == Seal(self._beside(name, _SEAL).read_text(encoding="ascii"))
+        except FileNotFoundError:
+            return False
+
+    # ---------------------------------------------------------------------------------------------- leaving
+
+    def _leave(self, name: str, lock: FileLock) -> None:
+        lock.release()
+        self._remove_if_unread(name)
+
+    def _remove_if_unread(self, name: str) -> None:
+        lock = FileLock.try_take(self._beside(name, _LOCK), Share.ALONE)
+        if lock is None:
+            return  # whoever still reads removes it
+        trash = [self.folder / f"{_TRASH}{uuid.uuid4().hex}" for _ in range(2)]
+        with lock:
+            for part, rubbish in zip((name, f"{name}{_BUILDING}"), trash, strict=True):
+                with suppress(FileNotFoundError):
+                    (self.folder / part).rename(rubbish)
+            self._beside(name, _SEAL).unlink(missing_ok=True)
+            lock.remove()
+        for rubbish in trash:
+            shutil.rmtree(rubbish, ignore_errors=True)  # what is left of it, the next sweep removes
+
+    def _beside(self, name: str, suffix: str) -> Path:
+        return self.folder / f"{name}{suffix}"

@@ -1,0 +1,266 @@
+"""What a URI names, and the store that opens there with what the surroundings know: no block, no Prefect.
+
+Credentials come from where each cloud's tools look for them: the environment, a profile, the machine's role.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import Enum
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.stores.deadline import Deadline
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+__all__ = ["Client", "Location", "arrow_filesystem", "open_location", "open_uri", "read_uri"]
+
+
+class Client(Enum):
+    """Which client reaches a scheme."""
+
+    FILES = "the operating system"
+    S3 = "obstore, S3"
+    GCS = "obstore, Google Cloud Storage"
+    AZURE = "obstore, Azure"
+    OTHER = "pyarrow or fsspec"
+
+
+_CLIENTS: Mapping[str, Client] = {
+    "file": Client.FILES,
+    **dict.fromkeys(("s3", "s3a", "s3n"), Client.S3),
+    **dict.fromkeys(("gs", "gcs"), Client.GCS),
+    **dict.fromkeys(("az", "azure", "abfs", "abfss", "wasb", "wasbs"), Client.AZURE),
+}
+_OPTIONS: Mapping[Client, frozenset[str]] = {
+    Client.S3: frozenset({"endpoint_url", "endpoint_override", "region", "scheme", "allow_http", "anonymous"}),
+    Client.GCS: frozenset({"endpoint_url", "anonymous"}),
+}
+_ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A folder somewhere. `container` is a bucket, or for `OTHER` clients the host; empty for files.
+
+    `path` has no slash at its ends, but for files, where it is absolute.
+    """
+
+    client: Client
+    scheme: str
+    container: str
+    path: str
+    account: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def uri(self) -> str:
+        """The location as a URI, options included."""
+        at = f"@{self.account}" if self.account else ""
+        query = f"?{urlencode(self.options)}" if self.options else ""
+        return f"{self.scheme}://{self.container}{at}/{quote(self.path.lstrip('/'))}{query}"
+
+    @property
+    def arrow_path(self) -> str:
+        """The path as pyarrow's file systems want it: with the bucket in front."""
+        return f"{self.container}/{self.path}".rstrip("/") if self.client is not Client.FILES else self.path
+
+    def at(self, path: str) -> Location:
+        """Return another path of the same container."""
+        return replace(self, path=path)
+
+
+def read_uri(uri: str | os.PathLike[str]) -> Location:
+    """Return what `uri`, or a path of this machine, names. Nothing is asked or opened.
+
+    Raises:
+        InvalidInput: it names nothing that could be opened; what is missing is said.
+    """
+    text = os.fspath(uri)
+    scheme = _SCHEME.match(text)
+    if not scheme:
+        if not text or "\0" in text:
+            raise InvalidInput(f"{text!r}: expected a path or a URI such as s3://bucket/folder")
+        return Location(Client.FILES, "file", "", os.path.abspath(Path(text).expanduser()))
+    name = scheme[1].lower()
+    client = _CLIENTS.get(name, Client.OTHER)
+    parts = urlsplit(text)
+    if parts.password or (parts.username and client in _OPTIONS):
+        raise InvalidInput(
+            f"{name}://…@{parts.hostname}{parts.path}: no credentials in a URI: use a block, or the environment"
+        )
+    if client is Client.FILES:
+        return _file(text, unquote(parts.path), parts.netloc)
+    if client is Client.OTHER:
+        return _other(text, name)
+    container, _, account = parts.netloc.partition("@")
+    if not container:
+        raise InvalidInput(f"{text!r}: it names no bucket")
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := options.keys() - _OPTIONS.get(client, frozenset()):
+        known = ", ".join(sorted(_OPTIONS.get(client, ()))) or "none"
+        raise InvalidInput(f"{name}://{container}{parts.path}: unknown option {min(unknown)!r}; known are {known}")
+    return Location(client, name, container, unquote(parts.path).strip("/"), account, options)
+
+
+def _file(uri: str, path: str, host: str) -> Location:
+    if host not in ("", "localhost"):
+        raise InvalidInput(f"{uri!r}: a file URI names no host; file:///{host}{path}?")
+    return Location(Client.FILES, "file", "", os.path.normpath(path))
+
+
+def _other(uri: str, scheme: str) -> Location:
+    import fsspec
+
+    if scheme not in _ARROW_SCHEMES and scheme not in fsspec.available_protocols():
+        known = ", ".join(sorted(_CLIENTS))
+        raise InvalidInput(f"{uri!r}: unknown scheme {scheme!r}; known are {known}, and those of fsspec and pyarrow")
+    host, _, path = uri.partition("://")[2].partition("/")
+    return Location(Client.OTHER, scheme, host, path.rstrip("/"))
+
+
+@contextmanager
+def open_uri(uri: str | os.PathLike[str], *, timeout: timedelta) -> Iterator[ObjectStore]:
+    """Open the store at `uri`; all its operations together end within `timeout`. See `open_location`."""
+    with open_location(read_uri(uri), timeout=timeout) as store:
+        yield store
+
+
+@contextmanager
+def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectStore]:
+    """Open the store whose root is `location`; all its operations together end within `timeout`.
+
+    Raises:
+        InvalidInput: its client does not accept these settings, or is not installed.
+    """
+    deadline = Deadline.after(timeout)
+    match location.client:
+        case Client.FILES:
+            from prefect_tune.stores.posix import PosixStore
+
+            yield PosixStore(Path(location.path), deadline=deadline)
+        case Client.OTHER:
+            from prefect_tune.stores.arrow import ArrowStore
+
+            yield ArrowStore(arrow_filesystem(location), location.path, deadline=deadline)
+        case _:
+            from prefect_tune.stores.object_storage import ObstoreStore
+
+            store = ObstoreStore(partial(_connected, location, _constructor(location)), deadline=deadline)
+            try:
+                yield store
+            finally:
+                store.close()
+
+
+def _connected(location: Location, constructor: Callable[..., Any], limit: timedelta) -> Any:
+    from obstore.exceptions import BaseError
+
+    from prefect_tune.stores.object_storage import client_times
+
+    times = client_times(limit)
+    options = {**times["client_options"], "allow_http": _allows_http(location)}
+    try:
+        return constructor(client_options=options, retry_config=times["retry_config"])
+    except (BaseError, ValueError) as error:
+        raise InvalidInput(
+            f"{location.uri}: the client does not accept it: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _constructor(location: Location) -> Callable[..., Any]:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    endpoint = _endpoint(location)
+    unsigned = {"skip_signature": True} if _is_true(location.options.get("anonymous", "")) else {}
+    match location.client:
+        case Client.S3:
+            config = {"endpoint": endpoint, "region": location.options.get("region")}
+            kind: Any = partial(S3Store, credential_provider=_profile())
+        case Client.GCS:
+            config, kind = {"base_url": endpoint}, GCSStore
+        case _:
+            config, kind = {"account_name": location.account.partition(".")[0] or None}, AzureStore
+    given = {name: value for name, value in config.items() if value}
+    return partial(kind, location.container, prefix=location.path or None, config={**given, **unsigned})
+
+
+def _endpoint(location: Location) -> str | None:
+    endpoint = location.options.get("endpoint_url") or location.options.get("endpoint_override")
+    if endpoint and "://" not in endpoint:  # as pyarrow writes it: host:port, and the scheme by itself
+        return f"{location.options.get('scheme', 'https')}://{endpoint}"
+    return endpoint or (os.environ.get("AWS_ENDPOINT_URL") if location.client is Client.S3 else None)
+
+
+def _allows_http(location: Location) -> bool:
+    """Whoever wrote an http address, here or into the environment, meant it."""
+    asked = location.options.get("allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))
+    return _is_true(asked) or (_endpoint(location) or "").startswith("http://")
+
+
+def _is_true(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes")
+
+
+def _profile() -> Any:
+    """Return what boto3 finds in ~/.aws; None where the client finds its credentials by itself."""
+    if any(name in os.environ for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")):
+        return None
+    files = ("~/.aws/credentials", "~/.aws/config")
+    if not find_spec("boto3") or not any(Path(file).expanduser().is_file() for file in files):
+        return None
+    import boto3
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = boto3.Session()
+    return Boto3CredentialProvider(session) if session.get_credentials() else None
+
+
+def arrow_filesystem(location: Location) -> FileSystem:
+    """Return pyarrow's file system for `location`, whose `arrow_path` is meant to be used with it.
+
+    Raises:
+        InvalidInput: what the scheme needs is not installed.
+    """
+    import fsspec
+    import pyarrow.fs as arrow
+
+    if location.client is Client.FILES:
+        return arrow.LocalFileSystem()
+    if location.client is Client.S3:
+        return _arrow_s3(location)
+    if location.client is Client.GCS:
+        return arrow.GcsFileSystem(anonymous=_is_true(location.options.get("anonymous", "")))
+    if location.scheme in _ARROW_SCHEMES:
+        return arrow.FileSystem.from_uri(location.uri)[0]
+    try:
+        found = fsspec.filesystem(location.scheme, **({"account_name": location.account} if location.account else {}))
+    except (ImportError, ValueError) as missing:
+        raise InvalidInput(f"{location.uri}: needs a package that is not installed: {missing}") from missing
+    return arrow.PyFileSystem(arrow.FSSpecHandler(found))
+
+
+def _arrow_s3(location: Location) -> FileSystem:
+    import pyarrow.fs as arrow
+
+    endpoint = _endpoint(location)
+    region = location.options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return arrow.S3FileSystem(
+        anonymous=_is_true(location.options.get("anonymous", "")),
+        region=region,
+        endpoint_override=endpoint.partition("://")[2] if endpoint else None,
+        scheme="http" if (endpoint or "").startswith("http://") else "https",
+    )
