@@ -1,0 +1,123 @@
+"""What people say of a checkpoint after its commit: numbered versions, each created only if absent.
+
+The highest number counts. A version is never rewritten and never removed while the checkpoint lives:
+a slow writer could otherwise take a number that is free again, and be told that it was heard.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CheckpointCorrupt,
+    CommitUnknown,
+    InvalidInput,
+    ObjectNotFound,
+    StoreUnavailable,
+)
+from prefect_tune.core.layout import number_in
+from prefect_tune.core.sealed import VERSION, seal, unseal
+from prefect_tune.core.settle import create_or_recognize
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.values import Value
+
+__all__ = ["newest_metadata", "plain_metadata", "revise_metadata"]
+
+_TRIES = 1000  # each lost race is another writer's success; the store's deadline ends it earlier
+_DIGITS = 10
+
+
+class _Revision(Value):
+    format: Literal["prefect-tune/metadata"] = "prefect-tune/metadata"
+    version: Literal[1] = VERSION
+    write_id: str
+    metadata: Mapping[str, object]
+
+
+def plain_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
+    """Return `metadata` as JSON gives it back.
+
+    Raises:
+        InvalidInput: JSON cannot say it (an object, a NaN, a loop).
+    """
+    if not isinstance(metadata, Mapping):
+        raise InvalidInput(f"metadata: expected a dict, found {type(metadata).__name__}")
+    try:
+        said: dict[str, object] = json.loads(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as unsaid:
+        raise InvalidInput(
+            f"metadata: JSON cannot say it: {unsaid}; convert it, or save it as a file"
+        ) from unsaid
+    return said
+
+
+def newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
+    """Return what the newest version in `folder` says; None where nothing was ever said.
+
+    Raises:
+        CheckpointCorrupt: the newest version is altered.
+    """
+    newest = _newest(store, folder)
+    return dict(newest[1].metadata) if newest else None
+
+
+def revise_metadata(
+    store: ObjectStore,
+    folder: str,
+    change: Callable[[Mapping[str, object]], Mapping[str, object]],
+    *,
+    before: Mapping[str, object],
+    write_id: str,
+) -> dict[str, object]:
+    """Add the version that `change` makes of the newest one, or of `before` where there is none.
+
+    Of writers that race none is lost: whoever comes second changes what the first one wrote. `change`
+    may be called several times, and applying it twice must be the same as once.
+
+    Raises:
+        CommitUnknown: the target did not say whether it wrote, again and again.
+    """
+    unknown: CommitUnknown | None = None
+    for _ in range(_TRIES):
+        newest = _newest(store, folder)
+        if newest and newest[1].write_id == write_id:
+            return dict(newest[1].metadata)
+        number, current = (newest[0], newest[1].metadata) if newest else (0, before)
+        revision = _Revision(write_id=write_id, metadata=plain_metadata(change(current)))
+        try:
+            create_or_recognize(store, _path(folder, number + 1), seal(revision))
+        except AlreadyExists:
+            continue  # somebody was faster: the change is made again, to what they wrote
+        except CommitUnknown as outcome:
+            if unknown:
+                raise
+            unknown = outcome  # the same number again: whichever of the two arrives says the same
+        else:
+            return dict(revision.metadata)
+    raise StoreUnavailable(f"{folder}: {_TRIES} other writers were faster; try again")
+
+
+def _newest(store: ObjectStore, folder: str) -> tuple[int, _Revision] | None:
+    listed = (number_in(folder, each.path) for each in store.list(folder))
+    number = max((number for number in listed if number), default=0)
+    found = _read(store, folder, number) if number else None
+    while True:  # a listing may lag behind its store
+        later = _read(store, folder, number + 1)
+        if later is None:
+            return (number, found) if found else None
+        number, found = number + 1, later
+
+
+def _read(store: ObjectStore, folder: str, number: int) -> _Revision | None:
+    path = _path(folder, number)
+    try:
+        return unseal(_Revision, store.read(path), path, CheckpointCorrupt)
+    except ObjectNotFound:
+        return None
+
+
+def _path(folder: str, number: int) -> str:
+    return f"{folder}/{number:0{_DIGITS}d}.json"
