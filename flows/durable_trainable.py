@@ -10,12 +10,11 @@ from typing import Any, Literal, assert_never
 
 from prefect import flow
 from prefect.logging import get_run_logger
-from prefect.utilities.annotations import quote
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.flows.request import experiment_name, stopper_for, storable_config, valid_trainable
-from prefect_tune.tasks import restore_experiment_state, run_trial, sync_experiment_state
+from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
-from prefect_tune.tasks.experiment_state import read_experiment
+from prefect_tune.tasks.experiment_state import read_experiment, write_entry
 from prefect_tune.tasks.interruption import interruption
 from prefect_tune.tasks.plan import TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp, this_owner
@@ -28,7 +27,7 @@ from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resuma
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
-from prefect_tune.core.trial import Status, Trial, newest_checkpoint
+from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.values import StepReport
 
 __all__ = ["TrialResult", "durable_trainable"]
@@ -180,7 +179,7 @@ def _has_had_enough(trial: Trial, stopper: Stopper) -> bool:
 
 
 def _write(plan: TrialPlan, state: Experiment, event: Event) -> Experiment:
-    return sync_experiment_state(plan.target, quote(state), quote([event]), new_stamp())
+    return write_entry(plan.target, state, [event])
 
 
 def _where_it_stands(plan: TrialPlan, state: Experiment) -> str:
@@ -202,7 +201,6 @@ def _require_storable(plan: TrialPlan) -> None:
 
 
 def _result(plan: TrialPlan, trial: Trial) -> TrialResult:
-    newest = newest_checkpoint(trial)
     return TrialResult(
         experiment=plan.trial.experiment,
         trial=trial.trial,
@@ -210,7 +208,7 @@ def _result(plan: TrialPlan, trial: Trial) -> TrialResult:
         reason=trial.reason,
         step=trial.step,
         metrics=trial.metrics,
-        checkpoint=newest and CheckpointKey(trial=plan.trial, step=newest.step, sequence=newest.sequence),
+        checkpoint=newest_key(plan.trial, trial),
         attempts=trial.attempt,
         wasted_steps=trial.wasted_steps,
     )

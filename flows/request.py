@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from prefect.runtime import flow_run
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.stoppers import Stopper, as_stopper
+from prefect_tune.core.stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.values import valid_name
 from prefect_tune.session import storable
 from prefect_tune.trial_process import load_trainable
@@ -41,13 +41,14 @@ def storable_config(config: Mapping[str, Any] | None) -> dict[str, object]:
         ) from error
 
 
-def stopper_for(stop: Any) -> Stopper:
+def stopper_for(stop: StopCriteria | str) -> Stopper:
     """Return the stopper that `stop` means; text names one as `package.module:name`.
 
     Raises:
         InvalidInput: it means none.
     """
-    return as_stopper(load_trainable(stop) if isinstance(stop, str) and ":" in stop else stop)
+    named = load_trainable(stop) if isinstance(stop, str) and ":" in stop else stop
+    return as_stopper(cast("StopCriteria", named))
 
 
 def valid_trainable(trainable: object) -> object:

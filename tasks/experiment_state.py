@@ -8,7 +8,7 @@ from datetime import timedelta
 from prefect import task
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING
+from prefect_tune.tasks.transient import RETRYING, unseen
 
 from prefect_tune.core.adopt import adopt
 from prefect_tune.core.errors import JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
@@ -18,7 +18,7 @@ from prefect_tune.core.journal import SNAPSHOT_EVERY, append, load, take_over, w
 from prefect_tune.core.values import Stamp
 from prefect_tune.stores.staging import side_by_side
 
-__all__ = ["read_experiment", "restore_experiment_state", "sync_experiment_state"]
+__all__ = ["read_experiment", "restore_experiment_state", "sync_experiment_state", "write_entry"]
 
 _TIMEOUT_SECONDS = 120.0
 
@@ -74,6 +74,11 @@ def sync_experiment_state(
         if after.number % SNAPSHOT_EVERY == 0:
             write_snapshot(store, after)
         return after
+
+
+def write_entry(target: StorageTarget, experiment: Experiment, events: Sequence[Event]) -> Experiment:
+    """Run `sync_experiment_state` with a stamp of its own. Raises what it raises."""
+    return sync_experiment_state(target, unseen(experiment), unseen(events), new_stamp())
 
 
 def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:

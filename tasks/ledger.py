@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import shutil
 import threading
@@ -12,13 +11,13 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
 
-from prefect.utilities.annotations import quote
 from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, save_checkpoint
-from prefect_tune.tasks.experiment_state import sync_experiment_state
+from prefect_tune.tasks.experiment_state import write_entry
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
+from prefect_tune.tasks.transient import unseen
+from prefect_tune.tasks.trial_channel import Log
 
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable
 from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported
@@ -26,12 +25,10 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import About
 from prefect_tune.core.retention import retired
-from prefect_tune.core.trial import Trial, newest_checkpoint
+from prefect_tune.core.trial import Trial, newest_key
 from prefect_tune.core.values import StepReport
 
 __all__ = ["HandedOver", "Ledger"]
-
-Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,7 @@ class Ledger:
             key,
             handed_over.directory,
             self._about(handed_over.report, reports),
-            parent=self._newest(),
+            parent=newest_key(self._plan.trial, self._trial),
             collected_up_to=self._trial.collected_up_to,
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
@@ -143,9 +140,7 @@ class Ledger:
         trial = self._plan.trial.trial
         entry: list[Event] = [Reported(trial=trial, report=report) for report in told]
         if entry or events:
-            self._experiment = sync_experiment_state(
-                self._plan.target, quote(self._experiment), quote([*entry, *events]), new_stamp()
-            )
+            self._experiment = write_entry(self._plan.target, self._experiment, [*entry, *events])
         self._synced_at = time.monotonic()
 
     def _take_reports(self, up_to: int | None) -> Sequence[StepReport]:
@@ -161,7 +156,7 @@ class Ledger:
             epoch=self._experiment.epoch,
             write_id=stamp.write_id,
             created_at=stamp.at,
-            parent=parent.name if (parent := self._newest()) else None,
+            parent=parent.name if (parent := newest_key(self._plan.trial, self._trial)) else None,
             metrics=report.metrics,
             trained_seconds=report.trained_seconds,
             fingerprint={**trial.fingerprint, "code": self.code} if self.code else trial.fingerprint,
@@ -173,13 +168,9 @@ class Ledger:
         if not doomed:
             return
         try:
-            delete_checkpoint(self._plan.target, self._plan.trial, quote(self._trial), doomed)
+            delete_checkpoint(self._plan.target, self._plan.trial, unseen(self._trial), doomed)
         except (StoreUnavailable, CheckpointCorrupt) as error:
             self._log.warning("retired checkpoints stay on the target until the next resume: %s", error)
-
-    def _newest(self) -> CheckpointKey | None:
-        newest = newest_checkpoint(self._trial)
-        return newest and CheckpointKey(trial=self._plan.trial, step=newest.step, sequence=newest.sequence)
 
     def _tell(self, saved: SavedCheckpoint) -> None:
         size, sent = _size(saved.size_bytes), _size(saved.sent_bytes)

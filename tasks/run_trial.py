@@ -13,23 +13,20 @@ from pathlib import Path
 
 from prefect import task
 from prefect.logging import get_run_logger
-from prefect.utilities.annotations import quote
 from prefect_tune.tasks.attempt import Outcome, events_of, supervise
 from prefect_tune.tasks.checkpoints import restore_checkpoint
-from prefect_tune.tasks.experiment_state import read_experiment, sync_experiment_state
-from prefect_tune.tasks.ledger import Ledger, Log
+from prefect_tune.tasks.experiment_state import read_experiment, write_entry
+from prefect_tune.tasks.ledger import Ledger
 from prefect_tune.tasks.plan import TrialPlan
-from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import RETRYING
-from prefect_tune.tasks.trial_channel import trial_in_place, trial_process
+from prefect_tune.tasks.trial_channel import Log, trial_in_place, trial_process
 
 from prefect_tune.core.curve import curve
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, Superseded
 from prefect_tune.core.events import AttemptEnded, Cause, CheckpointRef, Event, Quarantined, Started
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import history
-from prefect_tune.core.layout import CheckpointKey
-from prefect_tune.core.trial import Status, newest_checkpoint
+from prefect_tune.core.trial import Status, newest_checkpoint, newest_key
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start
 from prefect_tune.stores.staging import side_by_side
@@ -97,15 +94,14 @@ def _restore_newest(
     plan: TrialPlan, experiment: Experiment, destination: Path, log: Log
 ) -> tuple[Experiment, Path | None]:
     """Restore the newest checkpoint that verifies; those that do not are put aside, in the journal and aloud."""
-    while (newest := newest_checkpoint(experiment.trial(plan.trial.trial))) is not None:
-        key = CheckpointKey(trial=plan.trial, step=newest.step, sequence=newest.sequence)
+    while (key := newest_key(plan.trial, experiment.trial(plan.trial.trial))) is not None:
         try:
             timeout = plan.sync.sync_timeout_seconds
             return experiment, restore_checkpoint(plan.target, key, destination, timeout_seconds=timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as bad:
-            log.error("step %d cannot be restored: %s. The one before it is used", newest.step, bad)  # noqa: TRY400 - no trace: it is handled
+            log.error("step %d cannot be restored: %s. The one before it is used", key.step, bad)  # noqa: TRY400 - no trace: it is handled
             reason = f"{type(bad).__name__}: {bad}"
-            aside = Quarantined(trial=plan.trial.trial, sequence=newest.sequence, reason=reason)
+            aside = Quarantined(trial=plan.trial.trial, sequence=key.sequence, reason=reason)
             experiment = _write(plan, experiment, [aside])
     if quarantined := experiment.trial(plan.trial.trial).quarantined:
         raise ResumeFailed(
@@ -160,4 +156,4 @@ def _curve(plan: TrialPlan, start: CheckpointRef | None) -> Sequence[StepReport]
 
 
 def _write(plan: TrialPlan, experiment: Experiment, events: Sequence[Event]) -> Experiment:
-    return sync_experiment_state(plan.target, quote(experiment), quote(events), new_stamp())
+    return write_entry(plan.target, experiment, events)

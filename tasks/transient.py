@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
+from prefect.utilities.annotations import quote
 
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
 
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State, TaskRun
 
-__all__ = ["RETRYING", "is_transient"]
+__all__ = ["RETRYING", "is_transient", "unseen"]
+
+_Argument = TypeVar("_Argument")
 
 
 def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
@@ -23,6 +26,11 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
     """
     error = state.result(raise_on_failure=False)
     return isinstance(error, StoreUnavailable | CommitUnknown)
+
+
+def unseen(argument: _Argument) -> _Argument:
+    """Pass `argument` to a task without Prefect walking through all of it in search of futures."""
+    return cast("_Argument", quote(argument))
 
 
 # What every task that talks to a target is made with. What is read is never cached: the store is the truth.

@@ -10,19 +10,17 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeAlias
 
 from prefect_tune.core.wire import FromTrial, Start, ToTrial, from_trial
 
-if TYPE_CHECKING:
-    from io import TextIOWrapper
+__all__ = ["Log", "TrialChannel", "trial_in_place", "trial_process"]
 
-__all__ = ["TrialChannel", "trial_in_place", "trial_process"]
-
+Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 _LAST_WORDS = 20
 _GOODBYE = timedelta(seconds=5)
 
@@ -69,7 +67,7 @@ class TrialChannel:
 
 
 @contextmanager
-def trial_process(start: Start, log: logging.Logger) -> Iterator[TrialChannel]:
+def trial_process(start: Start, log: Log) -> Iterator[TrialChannel]:
     """Train in a child process of its own session. Leaving the block kills what is left of it."""
     ours, theirs = socket.socketpair()
     hold, lifeline = _pipe()
@@ -100,7 +98,7 @@ def trial_process(start: Start, log: logging.Logger) -> Iterator[TrialChannel]:
 
 
 @contextmanager
-def trial_in_place(start: Start, _log: logging.Logger) -> Iterator[TrialChannel]:
+def trial_in_place(start: Start, _log: Log) -> Iterator[TrialChannel]:
     """Train in a thread of this process, for notebooks and debuggers. Nothing can end it but itself."""
     from prefect_tune.trial_process import train
 
@@ -139,10 +137,10 @@ class _Thread:
 class _Process:
     """A child process, its output passed on to the log line by line."""
 
-    def __init__(self, child: subprocess.Popen[str], log: logging.Logger) -> None:
+    def __init__(self, child: subprocess.Popen[str], log: Log) -> None:
         self._child = child
         self._said: deque[str] = deque(maxlen=_LAST_WORDS)
-        self._pump = threading.Thread(target=self._pass_on, args=(child.stdout, log), daemon=True)
+        self._pump = threading.Thread(target=self._pass_on, args=(child.stdout or (), log), daemon=True)
         self._pump.start()
         self._became = ""
 
@@ -161,7 +159,7 @@ class _Process:
             self._became = _became(self._child.returncode, self._said)
         return self._became
 
-    def _pass_on(self, output: TextIOWrapper, log: logging.Logger) -> None:
+    def _pass_on(self, output: Iterable[str], log: Log) -> None:
         for line in output:
             text = line.rstrip("\n")
             self._said.append(text)

@@ -12,8 +12,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel
-
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.values import StepReport
@@ -159,7 +157,6 @@ class TrialSession:
 
 def send(channel: Connection, message: FromTrial) -> None:
     """Tell the supervisor."""
-    assert isinstance(message, BaseModel)
     channel.send_bytes(message.model_dump_json().encode())
 
 
@@ -181,15 +178,14 @@ def _key(name: object, where: str) -> str:
 
 
 def _plain(value: object, where: str) -> object:
-    match value:
-        case None | bool() | str():
-            return value
-        case int() | float():
-            return _finite(value, where)
-        case Mapping():
-            return storable(value, where)
-        case list() | tuple():
-            return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return _finite(value, where)
+    if isinstance(value, Mapping):
+        return storable(value, where)
+    if isinstance(value, list | tuple):
+        return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "size", 1) == 1:
         return _plain(item(), where)
@@ -223,7 +219,7 @@ def _copied(source: Path, destination: Path) -> Path:
 
 def _copy_file(source: str, destination: str) -> str:
     """Clone where the file system can share the bytes until one side writes; copy inside the kernel elsewhere."""
-    with open(source, "rb") as reading, open(destination, "wb") as writing:
+    with Path(source).open("rb") as reading, Path(destination).open("wb") as writing:
         size = os.fstat(reading.fileno()).st_size
         done = 0
         while done < size and (sent := os.sendfile(writing.fileno(), reading.fileno(), done, size - done)):

@@ -40,11 +40,12 @@ class Trainable:
         raise NotImplementedError(f"{type(self).__name__}.save_checkpoint: write the state into checkpoint_dir")
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Read back what `save_checkpoint` wrote. The directory is gone when this returns: copy what is needed later."""
+        """Read back what `save_checkpoint` wrote. The directory is gone later: copy what will still be needed."""
         raise NotImplementedError(f"{type(self).__name__}.load_checkpoint: read the state from checkpoint_dir")
 
     def reset_config(self, config: Mapping[str, object]) -> bool:
-        """Become another trial with this configuration, and return True; False (the default) where that is not possible."""
+        """Become another trial with this configuration and return True; False (the default) where that cannot be."""
+        del config
         return False
 
     def cleanup(self) -> None:

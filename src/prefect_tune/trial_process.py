@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import cast
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
@@ -48,7 +49,7 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
 
 def train(channel: Connection, *, whole_process: bool) -> None:
     """Run the attempt that the channel's first message describes, and say on the channel how it ended."""
-    start = cast(Start, to_trial.validate_json(channel.recv_bytes()))
+    start = cast("Start", to_trial.validate_json(channel.recv_bytes()))
     try:
         session, trainable = _prepare(channel, start)
         enter(session, whole_process=whole_process)
@@ -79,7 +80,7 @@ def load_trainable(name: str) -> object:
     except (ImportError, AttributeError) as error:
         raise InvalidInput(
             f"trainable {name!r}: {error}. Expected 'package.module:Name', importable where the trial runs "
-            f"(working directory {os.getcwd()})"
+            f"(working directory {Path.cwd()})"
         ) from error
     return found
 
@@ -88,7 +89,7 @@ def _prepare(channel: Connection, start: Start) -> tuple[TrialSession, object]:
     sys.path[:] = [*start.import_path, *(entry for entry in sys.path if entry not in start.import_path)]
     try:
         trainable = load_trainable(start.trainable)
-        stopper = cast(Stopper, load_trainable(start.stopper))
+        stopper = cast("Stopper", load_trainable(start.stopper))
     except Exception as error:
         raise _NotLoaded(f"{type(error).__name__}: {error}") from error
     return TrialSession(channel, start, stopper), trainable
@@ -99,9 +100,10 @@ def _run(session: TrialSession, trainable: object, start: Start, channel: Connec
         return TrialEnded(reason=why)  # its last step was committed, and its end was not
     try:
         if isinstance(trainable, type):
-            return _run_class(session, cast(type[Trainable], trainable), start, channel)
-        send(channel, Loaded(pid=os.getpid(), code=_code(trainable)))
-        return _run_function(session, cast(TrainFunction, trainable), start)
+            return _run_class(session, cast("type[Trainable]", trainable), start, channel)
+        function = cast("TrainFunction", trainable)
+        send(channel, Loaded(pid=os.getpid(), code=_code(function)))
+        return _run_function(session, function, start)
     except TrialOver as over:
         return TrialEnded(reason=over.reason, interrupted=over.interrupted)
 

@@ -24,9 +24,10 @@ from prefect_tune.core.events import (
     Retired,
     Started,
 )
+from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import StepReport, Value
 
-__all__ = ["NEXT", "Status", "Trial", "after", "is_acceptable", "newest_checkpoint", "with_adopted"]
+__all__ = ["NEXT", "Status", "Trial", "after", "is_acceptable", "newest_checkpoint", "newest_key", "with_adopted"]
 
 
 class Status(StrEnum):
@@ -93,6 +94,12 @@ class Trial(Value):
 def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
     """Return the checkpoint to go on from: the last one committed that is not quarantined."""
     return trial.checkpoints[-1] if trial.checkpoints else None
+
+
+def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
+    """Return the key of that checkpoint."""
+    newest = newest_checkpoint(trial)
+    return CheckpointKey(trial=folder, step=newest.step, sequence=newest.sequence) if newest else None
 
 
 def is_acceptable(trial: Trial, sequence: int) -> bool:
