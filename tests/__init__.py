@@ -1,0 +1,1 @@
+"""Tests; `tests.fakes` is shared."""
