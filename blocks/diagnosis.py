@@ -12,7 +12,12 @@ __all__ = ["diagnosis"]
 
 _MOST_CHARACTERS = 240
 _PROBE = re.compile(r"'?\.check/[0-9a-f]{32}(/\w+)?'?")
-_NOISE = re.compile(r"Generic \w+ error: |Error performing list request: ")
+_NOISE = re.compile(
+    r"Generic \w+ error: |Error performing list request: |Error performing (?=[A-Z]+ http)|\?list-type=\S+"
+    r"|\?restype=\S+| in [\d.]+.?s(?= - )|Server returned non-2xx status code: "
+    r"|: <\?xml [^>]*\?>"
+)
+_REGION = re.compile(r"expecting '([\w-]+)'")
 
 # In this order: a message that names the region also says 403, a missing bucket also says 404.
 _CAUSES: Mapping[str, str] = {
@@ -39,6 +44,7 @@ _CAUSES: Mapping[str, str] = {
         r"dns error|failed to lookup|Name or service not known|Connection refused|connect error|getaddrinfo"
         r"|error sending request|No route to host|Network is unreachable|Unable to connect"
     ): "unreachable: nothing answers at the endpoint; correct its address, or start the server",
+    r"status code: (429|5\d\d)": "failing: the service answers, but with errors; look at its log, or try again",
     r"root itself is not there": "missing: the folder is not there; mount what holds it, or create it",
     r"where a folder should": "in the way: a file stands where the folder should be",
 }
@@ -51,8 +57,10 @@ _FORBIDDEN = re.compile(
 
 def diagnosis(step: str, error: TuneError, timeout: timedelta) -> str:
     """Say in one sentence what is wrong, and then what the service said."""
-    said = " / ".join(_said(error))
-    return f"{_cause(step, error, said, timeout)} (at: {step}; {_shortened(said)})"
+    said = "\n".join(_said(error))
+    region = _REGION.search(said)
+    hint = f" ({region[1]})" if region else ""
+    return f"{_cause(step, error, said, timeout)}{hint} [at: {step}; {_shortened(str(error))}]"
 
 
 def _cause(step: str, error: TuneError, said: str, timeout: timedelta) -> str:
@@ -79,12 +87,8 @@ def _forbidden(step: str) -> str:
 
 
 def _said(error: BaseException | None) -> Iterator[str]:
-    told: set[str] = set()
     while error is not None:
-        text = str(error).strip()
-        if text and not any(text in earlier for earlier in told):
-            told.add(text)
-            yield text
+        yield str(error)
         error = error.__cause__
 
 

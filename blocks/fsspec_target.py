@@ -1,4 +1,4 @@
-"""Everything else that fsspec or pyarrow can reach: hdfs, sftp, ftp, webdav, smb, memory, ..."""
+"""Everything else that fsspec can reach: hdfs, sftp, ftp, webdav, smb, memory, ..."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from prefect_tune.blocks.logos import FILES_LOGO
 from prefect_tune.blocks.target import StorageTarget
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.store import ObjectStore
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.isolated import IsolatedStore
 
 __all__ = ["FsspecTarget", "known_schemes"]
 
-_ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
+_FACTORY = "prefect_tune.stores.arrow:open_fsspec"
+_IN_PROCESS = frozenset({"memory"})  # it would be gone with the process that may be killed
 
 
 class FsspecTarget(StorageTarget):
-    """Any URI that fsspec or pyarrow can open: hdfs, sftp, ftp, webdav, smb, memory and more.
+    """Any URI that fsspec can open: hdfs (by pyarrow), sftp, ftp, webdav, smb, memory and more.
 
     Its client works in a process of its own, which is ended at the deadline. There is no create-if-absent on
     most of them, so such a target serves one runner only.
@@ -59,7 +62,7 @@ class FsspecTarget(StorageTarget):
         if urlsplit(uri).password:
             raise ValueError("it carries a password, which everybody could read: use secret_options={'password': ...}")
         if scheme not in known_schemes():
-            raise ValueError(f"neither fsspec nor pyarrow knows the scheme {scheme!r}")
+            raise ValueError(f"fsspec does not know the scheme {scheme!r}")
         return uri.rstrip("/") if not uri.endswith("://") else uri
 
     @property
@@ -75,28 +78,40 @@ class FsspecTarget(StorageTarget):
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
-        raise NotImplementedError
-        yield
+        deadline = Deadline.after(timeout)
+        arguments = self._arguments()
+        if arguments["scheme"] in _IN_PROCESS:
+            from prefect_tune.stores.arrow import open_fsspec
+
+            yield open_fsspec(**arguments)
+        else:
+            with IsolatedStore(_FACTORY, arguments, deadline=deadline) as store:
+                yield store
+
+    def _arguments(self) -> dict[str, Any]:
+        scheme = self.location.partition("://")[0]
+        kind = implementation(scheme)
+        root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's way for those who hold a URI
+        given = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001
+        return {"scheme": scheme, "root": root, "options": {**given, **self.options()}}
 
 
 def known_schemes() -> frozenset[str]:
-    """Return every scheme that fsspec or pyarrow has heard of, whether its package is installed or not."""
+    """Return every scheme that fsspec has heard of, whether its package is installed or not."""
     import fsspec
 
-    return frozenset(fsspec.available_protocols()) | _ARROW_SCHEMES
+    return frozenset(fsspec.available_protocols())
 
 
-def require_implementation(scheme: str) -> None:
-    """Import what `scheme` needs.
+def implementation(scheme: str) -> Any:
+    """Return fsspec's class for `scheme`; importing it connects to nothing.
 
     Raises:
         InvalidInput: a package is missing; the message names it.
     """
     import fsspec
 
-    if scheme in _ARROW_SCHEMES:
-        return
     try:
-        fsspec.get_filesystem_class(scheme)
+        return fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise InvalidInput(f"{scheme}:// needs a package that is not installed: {error}") from error

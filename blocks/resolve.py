@@ -13,7 +13,7 @@ import httpx
 from prefect.blocks.core import Block, UnknownBlockType
 
 from prefect_tune.blocks.azure_target import AzureTarget
-from prefect_tune.blocks.fsspec_target import FsspecTarget, require_implementation
+from prefect_tune.blocks.fsspec_target import FsspecTarget, implementation
 from prefect_tune.blocks.gcs_target import GcsTarget
 from prefect_tune.blocks.local_target import LocalTarget
 from prefect_tune.blocks.s3_target import S3Target
@@ -146,7 +146,7 @@ def _from_uri(uri: str) -> StorageTarget:
             account = location.account.partition(".")[0] or None
             return AzureTarget(container=location.container, prefix=location.path, account_name=account)
         case Client.OTHER:
-            require_implementation(location.scheme)
+            implementation(location.scheme)  # the missing package is named now, not in the middle of a run
             return FsspecTarget(location=uri)
 
 

@@ -1,0 +1,64 @@
+"""A server that has one answer for everything: what a cloud says that no server on loopback can be made to say."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+__all__ = ["answering", "s3_error"]
+
+
+def s3_error(code: str, message: str) -> bytes:
+    return (
+        f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>'
+    ).encode()
+
+
+@contextmanager
+def answering(
+    status: int,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+    *,
+    tls: ssl.SSLContext | None = None,
+) -> Iterator[str]:
+    """Yield the address of a server that answers every request the same."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send_response(status)
+            for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = _Quiet(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield f"{'https' if tls else 'http'}://localhost:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that hang up are what these tests are about."""

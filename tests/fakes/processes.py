@@ -1,0 +1,44 @@
+"""Servers of other people's, as processes of the test that started them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["free_port", "running"]
+
+_START_SECONDS = 60
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
+    """Run `command` until the block is left; it is entered once something listens on `port`."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        _wait_for(port, process, log)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + _START_SECONDS
+    while time.monotonic() < until and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise RuntimeError(f"{process.args!r} did not listen on {port}: {log.read_text()[-2000:]}")
