@@ -80,11 +80,11 @@ class Checkpoint(metaclass=_Advising):
     @classmethod
     def _of(cls, opener: Opener, root_uri: str, key: CheckpointKey) -> Checkpoint:
         """Refer to the checkpoint `key` on the target that `opener` opens, whose URI is `root_uri`."""
-        checkpoint = cls.__new__(cls)
+        checkpoint = cls(key.folder)
         scheme, _, root = root_uri.partition("://")
         path = f"{root.partition('?')[0].rstrip('/')}/{key.folder}"
-        checkpoint._place = TargetPlace(opener, key.folder, f"{root_uri}/{key.folder}", path, scheme)
-        checkpoint._token = uuid.uuid4().hex
+        place = TargetPlace(opener, key.folder, f"{root_uri}/{key.folder}", path, scheme)
+        checkpoint._place = place
         return checkpoint
 
     @property

@@ -9,13 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
-from prefect_tune.core.manifest import Manifest
+from prefect_tune.core.manifest import FileRef, Manifest
 from prefect_tune.core.restore import restore
 from prefect_tune.core.store import Listed, ObjectStore
 from prefect_tune.stores.directories import fresh_directory
 from prefect_tune.stores.staging import DirectorySink, side_by_side
 
-__all__ = ["METADATA_FILE", "fetch_committed", "fetch_plain", "read_file", "written_metadata"]
+__all__ = [
+    "METADATA_FILE",
+    "fetch_committed",
+    "fetch_plain",
+    "read_committed",
+    "read_file",
+    "read_metadata",
+    "written_metadata",
+]
 
 METADATA_FILE = ".metadata.json"
 """Where a plain directory keeps its metadata, as Ray's checkpoints do."""
@@ -37,18 +45,22 @@ def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object
     only = tuple(file for file in manifest.files if file.path == METADATA_FILE)
     if not only:
         return dict(manifest.about.metadata)
-    in_memory = _Memory(only[0].size_bytes)
-    restore(store, manifest.model_copy(update={"files": only}), in_memory, side_by_side=map)
-    return {**read_metadata(bytes(in_memory.data), METADATA_FILE), **manifest.about.metadata}
+    return {**read_metadata(read_committed(store, manifest, only[0]), METADATA_FILE), **manifest.about.metadata}
+
+
+def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytes:
+    """Return a file of `manifest`, or the part of one that `file` tells of, verified."""
+    memory = _Memory(file.size_bytes)
+    restore(store, manifest.model_copy(update={"files": (file,)}), memory, side_by_side=map)
+    return bytes(memory.data)
 
 
 class _Memory:
     def __init__(self, size_bytes: int) -> None:
         self.data = bytearray(size_bytes)
 
-    def write(self, file: int, offset: int, data: memoryview) -> None:
+    def write(self, file: int, offset: int, data: memoryview) -> None:  # noqa: ARG002  there is one file
         """Put the bytes where they belong."""
-        assert file == 0
         self.data[offset : offset + len(data)] = data
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 import time
 from enum import Enum
 from pathlib import Path
+from typing import Self
 
 from prefect_tune.stores.deadline import Deadline
 
@@ -15,6 +15,7 @@ __all__ = ["FileLock", "Share"]
 
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05
+_open_files: set[int] = set()
 
 
 class Share(Enum):
@@ -31,15 +32,12 @@ class FileLock:
     kernel lets it go when its holder dies, however. A forked child does not hold what its parent holds.
     """
 
-    _held: "set[FileLock]" = set()  # noqa: RUF012, UP037  of the whole process, closed in forked children
-    _held_guard = threading.Lock()
-
     def __init__(self, path: Path, file: int) -> None:
         self.path = path
         self._file = file
         self._owner = os.getpid()
-        with FileLock._held_guard:
-            FileLock._held.add(self)
+        self._is_held = True
+        _open_files.add(file)
 
     @classmethod
     def take(cls, path: Path, share: Share, deadline: Deadline) -> FileLock:
@@ -74,20 +72,19 @@ class FileLock:
 
     def release(self) -> None:
         """Let go; done already is fine."""
-        with FileLock._held_guard:
-            held = self in FileLock._held
-            FileLock._held.discard(self)
-        if held and self._owner == os.getpid():
+        if self._is_held and self._owner == os.getpid():
             # Not left to the closing: a child that was forked elsewhere may have the file open still.
             fcntl.flock(self._file, fcntl.LOCK_UN)
+            _open_files.discard(self._file)
             os.close(self._file)
+        self._is_held = False
 
     def remove(self) -> None:
         """Remove the file, of which one must be the only holder, and let go."""
         self.path.unlink(missing_ok=True)
         self.release()
 
-    def __enter__(self) -> FileLock:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -96,18 +93,16 @@ class FileLock:
 
 def _is_still_at(file: int, path: Path) -> bool:
     try:
-        there = os.stat(path, follow_symlinks=False)
+        there = path.stat(follow_symlinks=False)
     except FileNotFoundError:
         return False
     ours = os.fstat(file)
     return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
 
-def _forget_in_child() -> None:
-    for lock in FileLock._held:
-        os.close(lock._file)
-    FileLock._held = set()
-    FileLock._held_guard = threading.Lock()
+def _close_in_forked_child() -> None:
+    while _open_files:
+        os.close(_open_files.pop())
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_forked_child)

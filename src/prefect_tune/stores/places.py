@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.uris import Client, Location, arrow_filesystem, open_location, read_uri
+from prefect_tune.stores.uris import Client, Location, arrow_filesystem, open_arrow, open_location, read_uri
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -86,7 +86,7 @@ def _on_filesystem(path: str, filesystem: FileSystem) -> LocalPlace | TargetPlac
     if "://" in path:
         raise InvalidInput(f"{path!r}: with a filesystem, expected a path on it, without a scheme")
     if filesystem.type_name == "local":
-        return LocalPlace(os.path.abspath(path))
+        return LocalPlace(os.path.abspath(path))  # noqa: PTH100  links are kept, as they were written
     bare = path.rstrip("/")
     root, folder = _split(bare)
     return TargetPlace(
@@ -100,9 +100,14 @@ def _on_filesystem(path: str, filesystem: FileSystem) -> LocalPlace | TargetPlac
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Cut the root of a target off the path of a committed checkpoint; any other directory is a root itself."""
-    committed = _COMMITTED.fullmatch(path)
-    return ((committed["root"] or ""), committed["folder"]) if committed else (path, "")
+    """Cut the root of a target off the path of a committed checkpoint, and what it lies in off any other.
+
+    So a directory that is not there is told from a target that is not there.
+    """
+    if committed := _COMMITTED.fullmatch(path):
+        return committed["root"] or "", committed["folder"]
+    above, slash, name = path.rpartition("/")
+    return (above or slash, name) if slash else (path, "")
 
 
 def _identity(filesystem: FileSystem) -> FileSystem:
@@ -119,9 +124,8 @@ def _as_arrow(filesystem: FileSystem) -> FileSystem:
 
 @contextmanager
 def _open_arrow(filesystem: FileSystem, root: str, *, timeout: timedelta) -> Iterator[ObjectStore]:
-    from prefect_tune.stores.arrow import ArrowStore
-
-    yield ArrowStore(filesystem, root, deadline=Deadline.after(timeout))
+    with open_arrow(partial(_identity, filesystem), root, filesystem.type_name, timeout=timeout) as store:
+        yield store
 
 
 # ------------------------------------------------------------------------------------------- a local directory

@@ -25,7 +25,7 @@ from prefect_tune.stores.deadline import Deadline
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
-__all__ = ["Client", "Location", "arrow_filesystem", "open_location", "open_uri", "read_uri"]
+__all__ = ["Client", "Location", "arrow_filesystem", "open_arrow", "open_location", "open_uri", "read_uri"]
 
 
 class Client(Enum):
@@ -49,6 +49,8 @@ _OPTIONS: Mapping[Client, frozenset[str]] = {
     Client.GCS: frozenset({"endpoint_url", "anonymous"}),
 }
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
+_IN_PROCESS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
+"""Kinds of pyarrow file systems whose calls end by themselves, or that are nowhere but in this process."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -94,7 +96,7 @@ def read_uri(uri: str | os.PathLike[str]) -> Location:
     if not scheme:
         if not text or "\0" in text:
             raise InvalidInput(f"{text!r}: expected a path or a URI such as s3://bucket/folder")
-        return Location(Client.FILES, "file", "", os.path.abspath(Path(text).expanduser()))
+        return Location(Client.FILES, "file", "", os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  links are kept
     name = scheme[1].lower()
     client = _CLIENTS.get(name, Client.OTHER)
     parts = urlsplit(text)
@@ -153,17 +155,42 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
 
             yield PosixStore(Path(location.path), deadline=deadline)
         case Client.OTHER:
-            from prefect_tune.stores.arrow import ArrowStore
-
-            yield ArrowStore(arrow_filesystem(location), location.path, deadline=deadline)
+            with open_arrow(
+                partial(arrow_filesystem, location), location.path, location.scheme, timeout=timeout
+            ) as store:
+                yield store
         case _:
             from prefect_tune.stores.object_storage import ObstoreStore
 
-            store = ObstoreStore(partial(_connected, location, _constructor(location)), deadline=deadline)
+            clouds = ObstoreStore(partial(_connected, location, _constructor(location)), deadline=deadline)
             try:
-                yield store
+                yield clouds
             finally:
-                store.close()
+                clouds.close()
+
+
+@contextmanager
+def open_arrow(
+    filesystem: Callable[[], FileSystem], root: str, kind: str, *, timeout: timedelta
+) -> Iterator[ObjectStore]:
+    """Open the folder `root` of a pyarrow file system of a certain kind (a scheme, or its type).
+
+    Those that may hang for ever work in a process of their own, which the timeout ends.
+    """
+    deadline = Deadline.after(timeout)
+    if kind.removeprefix("py::fsspec+") in _IN_PROCESS:
+        yield _arrow_store(filesystem, root, deadline)
+        return
+    from prefect_tune.stores.isolated import IsolatedStore
+
+    with IsolatedStore(partial(_arrow_store, filesystem, root), deadline=deadline) as store:
+        yield store
+
+
+def _arrow_store(filesystem: Callable[[], FileSystem], root: str, deadline: Deadline | None = None) -> ObjectStore:
+    from prefect_tune.stores.arrow import ArrowStore
+
+    return ArrowStore(filesystem(), root, deadline=deadline)
 
 
 def _connected(location: Location, constructor: Callable[..., Any], limit: timedelta) -> Any:
