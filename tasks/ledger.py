@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from prefect_tune.tasks.bulletin import Bulletin, trial_markdown
 from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import write_entry
 from prefect_tune.tasks.plan import TrialPlan
@@ -26,7 +27,7 @@ from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import About
 from prefect_tune.core.retention import retired
 from prefect_tune.core.trial import Trial, newest_key
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, shown_size
 
 __all__ = ["HandedOver", "Ledger"]
 
@@ -55,6 +56,7 @@ class Ledger:
         self._waiting: list[StepReport] = []
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._synced_at = time.monotonic()
+        self._bulletin = Bulletin(f"trial-{plan.trial.experiment}", "The trial, as the journal tells it")
         self.code = ""
         """The digest of the trainable's source, once the trial has told it."""
         self.error: BaseException | None = None
@@ -87,6 +89,7 @@ class Ledger:
         self._work.put(lambda: self._write(events(self._trial)))
         self._work.put(None)
         self._thread.join()
+        self._bulletin.close()
         if self.error is not None:
             raise self.error
 
@@ -113,20 +116,24 @@ class Ledger:
             collected_up_to=self._trial.collected_up_to,
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
-        doomed = self._commit(key, handed_over.report, reports)
+        doomed = self._commit(saved, handed_over.report, reports)
         committed(handed_over.report.step)
         self._tell(saved)
         if handed_over.ours:
             shutil.rmtree(handed_over.directory)
         self._delete(doomed)
 
-    def _commit(self, key: CheckpointKey, report: StepReport, reports: Sequence[StepReport]) -> Sequence[CheckpointKey]:
+    def _commit(
+        self, saved: SavedCheckpoint, report: StepReport, reports: Sequence[StepReport]
+    ) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
+        key = saved.key
         new = CheckpointRef(
             step=key.step,
             sequence=key.sequence,
             metrics=report.metrics,
             trained_seconds=report.trained_seconds,
+            size_bytes=saved.size_bytes,
         )
         live = (*self._trial.checkpoints, new)
         going = retired(live, self._plan.retention)
@@ -141,6 +148,7 @@ class Ledger:
         entry: list[Event] = [Reported(trial=trial, report=report) for report in told]
         if entry or events:
             self._experiment = write_entry(self._plan.target, self._experiment, [*entry, *events])
+            self._bulletin.post(trial_markdown(self._experiment, self._trial, self._plan.target.uri))
         self._synced_at = time.monotonic()
 
     def _take_reports(self, up_to: int | None) -> Sequence[StepReport]:
@@ -173,14 +181,5 @@ class Ledger:
             self._log.warning("retired checkpoints stay on the target until the next resume: %s", error)
 
     def _tell(self, saved: SavedCheckpoint) -> None:
-        size, sent = _size(saved.size_bytes), _size(saved.sent_bytes)
+        size, sent = shown_size(saved.size_bytes), shown_size(saved.sent_bytes)
         self._log.info("step %d committed: %s, of which %s were new", saved.key.step, size, sent)
-
-
-def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +26,7 @@ from prefect_tune.core.journal import history
 from prefect_tune.core.trial import Status, newest_checkpoint, newest_key
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start
+from prefect_tune.stores.scratch import scratch_directory
 from prefect_tune.stores.staging import side_by_side
 
 __all__ = ["run_trial"]
@@ -52,7 +50,9 @@ def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> Outcome:
     """
     log = get_run_logger()
     experiment = _owned(plan, epoch)
-    with _scratch() as scratch:
+    with scratch_directory() as scratch:
+        (scratch / "staging").mkdir()
+        (scratch / "artifacts").mkdir()
         experiment, restored = _restore_newest(plan, experiment, scratch / "restored", log)
         experiment, start = _begin(plan, experiment, scratch, restored)
         ledger = Ledger(plan, experiment, log)
@@ -76,18 +76,6 @@ def _owned(plan: TrialPlan, epoch: int) -> Experiment:
         return experiment
     lost = AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, message="its supervisor failed, and was retried")
     return _write(plan, experiment, [lost])
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A directory of this attempt's own: nobody who was thought dead writes into it."""
-    directory = Path(tempfile.mkdtemp(prefix="prefect-tune-"))
-    try:
-        for name in ("staging", "artifacts"):
-            (directory / name).mkdir()
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _restore_newest(

@@ -88,6 +88,7 @@ def _ref(manifest: Manifest) -> CheckpointRef:
         sequence=manifest.sequence,
         metrics=about.metrics,
         trained_seconds=about.trained_seconds,
+        size_bytes=manifest.size_bytes,
     )
 
 

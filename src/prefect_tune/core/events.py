@@ -70,6 +70,7 @@ class CheckpointRef(Value):
     sequence: int
     metrics: Mapping[str, object] = Field(default_factory=dict)
     trained_seconds: float = 0.0
+    size_bytes: int = 0
     pinned: bool = False
 
 

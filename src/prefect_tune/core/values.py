@@ -24,6 +24,7 @@ __all__ = [
     "canonical_json",
     "digest_of",
     "parse",
+    "shown_size",
     "valid_name",
 ]
 
@@ -31,6 +32,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 Metrics: TypeAlias = Mapping[str, object]
 Digest = NewType("Digest", str)
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -79,6 +81,16 @@ def digest_of(data: bytes | bytearray | memoryview) -> Digest:
     return Digest(blake3(data).hexdigest())
 
 
+def shown_size(size_bytes: int) -> str:
+    """Return a size as people read it, in binary units."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
 def canonical_json(value: object) -> bytes:
     """Encode `value` so that equal values give equal bytes.
 
@@ -86,7 +98,7 @@ def canonical_json(value: object) -> bytes:
         ValueError: it holds a NaN or an infinity, which JSON cannot say.
         TypeError: it holds something else that JSON cannot say.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def parse(
