@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,3 +51,12 @@ def prefect_server() -> Iterator[str]:
     # The first start runs every migration: 16 s on an idle machine, more than 80 s on a busy one.
     with prefect_test_harness(server_startup_timeout=180):
         yield str(get_current_settings().api.url)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests recorded with `record_property("figure: ...", number)`, summed by name."""
+    figures: Counter[str] = Counter()
+    for report in terminalreporter.getreports("passed"):
+        figures.update({name: value for name, value in report.user_properties if name.startswith("figure: ")})
+    for name, total in sorted(figures.items()):
+        terminalreporter.write_line(f"{name.removeprefix('figure: ')}: {total}")

@@ -1,0 +1,200 @@
+"""One process that owns an experiment, as the flow is one: open, adopt, start, (train, save, collect)*, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TypeVar
+
+from prefect_tune.core import collect as collecting
+from prefect_tune.core import commit as committing
+from prefect_tune.core import journal
+from prefect_tune.core.adopt import adopt
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, CommitUnknown, StoreUnavailable
+from prefect_tune.core.events import (
+    CheckpointRef,
+    Committed,
+    Event,
+    Finished,
+    Owner,
+    Quarantined,
+    Reported,
+    Retired,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment import Experiment, nothing_yet
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.manifest import About, Manifest
+from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.retention import Retention, retired
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.trial import Status, Trial, newest_checkpoint
+from prefect_tune.core.values import Stamp, StepReport
+from tests.fakes.memory_files import MemoryFiles, restored
+
+__all__ = ["KEY", "NAME", "Session", "Witness", "run_to"]
+
+NAME = "e"
+KEY = TrialKey(experiment=NAME, trial="t")
+BACKBONE = b"never changed, shared by every checkpoint"
+TRIES = 3
+
+Files = dict[str, bytes]
+_T = TypeVar("_T")
+
+
+@dataclass
+class Witness:
+    """What the owners wanted saved, and what they were told; it outlives them."""
+
+    saved: dict[tuple[int, int], list[Files]] = field(default_factory=dict)
+    """By step and sequence."""
+    acknowledged: list[tuple[int, int]] = field(default_factory=list)
+    """Steps and sequences, in the order in which their owners were told."""
+    stamps: int = 0
+
+    def stamp(self) -> Stamp:
+        self.stamps += 1
+        return Stamp(write_id=f"w{self.stamps}", at="2026-11-21T08:00:00Z")
+
+
+@dataclass
+class Session:
+    """A living owner. What is remembered here dies with the process; the store is all that stays."""
+
+    store: ObjectStore
+    witness: Witness
+    owner: str = "first"
+    retention: Retention = field(default_factory=lambda: Retention(last=2))
+    experiment: Experiment = field(default_factory=lambda: nothing_yet(NAME))
+    parent: Manifest | None = None
+    head: bytes = b""
+    waiting: list[StepReport] = field(default_factory=list)
+    """Reports that are not journaled yet."""
+
+    @property
+    def trial(self) -> Trial:
+        return self.experiment.trial(KEY.trial)
+
+    def open(self) -> None:
+        """Take the experiment over, with what its last owner left."""
+        stamp = self.witness.stamp()
+        owner = Owner(name=self.owner, host="here", pid=1)
+        self.experiment = _retried(lambda: journal.take_over(self.store, NAME, owner, stamp, side_by_side=map))
+        self.append(_retried(lambda: adopt(self.store, self.experiment)))
+        if KEY.trial not in self.experiment.trials:
+            self.append([TrialAdded(trial=KEY.trial, config={"width": 3})])
+        self.clear_away()
+
+    def clear_away(self) -> None:
+        """Delete what earlier owners retired and did not delete, and saves that never became checkpoints."""
+        left = _retried(lambda: collecting.leftover(self.store, KEY, self.trial, self.experiment.settled_from))
+        if any(key.sequence >= self.trial.collected_up_to for key in left):
+            self.append([Retired(trial=KEY.trial, retires=())])  # draws the line
+        self.collect(left)
+
+    def start(self) -> None:
+        """Begin an attempt from the newest checkpoint that verifies."""
+        while newest := newest_checkpoint(self.trial):
+            key = CheckpointKey(trial=KEY, step=newest.step, sequence=newest.sequence)
+            try:
+                self.parent = _retried(lambda key=key: read_manifest(self.store, key))
+                self.head = _retried(lambda: restored(self.store, self.parent))["head"]
+                break
+            except (CheckpointCorrupt, CheckpointNotFound) as bad:
+                self.append([Quarantined(trial=KEY.trial, sequence=newest.sequence, reason=str(bad))])
+        self.append(
+            [
+                Started(
+                    trial=KEY.trial,
+                    attempt=self.trial.attempt + 1,
+                    from_step=newest.step if newest else 0,
+                    from_sequence=newest.sequence if newest else None,
+                )
+            ]
+        )
+
+    def train(self) -> None:
+        """One step: the head depends on all that went before, and on who trained it."""
+        step = (self.waiting[-1].step if self.waiting else self.trial.step) + 1
+        self.head = blake2b(self.head + self.owner.encode() + bytes([step]), digest_size=8).digest()
+        self.waiting.append(StepReport(step=step, metrics={"loss": 1 / step}, trained_seconds=float(step)))
+
+    def save(self) -> None:
+        """Publish, journal, and only then believe it; then delete what it retired."""
+        manifest = self.publish()
+        doomed = self.acknowledge(manifest)
+        self.collect(doomed)
+
+    def publish(self) -> Manifest:
+        """Everything of a save up to the manifest."""
+        step = self.waiting[-1].step if self.waiting else self.trial.step
+        key = CheckpointKey(trial=KEY, step=step, sequence=self.experiment.number)
+        files = self.files(step)
+        self.witness.saved.setdefault((key.step, key.sequence), []).append(files)
+        stamp = self.witness.stamp()
+        about = About(
+            attempt=self.trial.attempt,
+            epoch=self.experiment.epoch,
+            write_id=stamp.write_id,
+            created_at=stamp.at,
+            metrics={"loss": 1 / step},
+            trained_seconds=float(step),
+            reports=tuple(self.waiting),
+        )
+        return _retried(lambda: self._commit(key, files, about)).manifest
+
+    def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Committed:
+        reuse = committing.reusable(self.store, KEY, self.parent, self.trial.collected_up_to)
+        source = MemoryFiles(files, empty_directories=["none"])
+        return committing.commit(self.store, key, source, about, reuse=reuse, side_by_side=map)
+
+    def acknowledge(self, manifest: Manifest) -> Sequence[CheckpointKey]:
+        """Journal a published checkpoint; return those that it retires."""
+        new = CheckpointRef(step=manifest.step, sequence=manifest.sequence, metrics=manifest.about.metrics)
+        live = (*self.trial.checkpoints, new)
+        going = retired(live, self.retention)
+        reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]
+        self.append([*reports, Committed(trial=KEY.trial, checkpoint=new, retires=going)])
+        self.witness.acknowledged.append((new.step, new.sequence))
+        self.waiting.clear()
+        self.parent = manifest
+        return [
+            CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in live if each.sequence in going
+        ]
+
+    def collect(self, doomed: Sequence[CheckpointKey]) -> None:
+        _retried(lambda: collecting.collect(self.store, KEY, self.trial, doomed, side_by_side=map))
+
+    def finish(self) -> None:
+        self.append([Finished(trial=KEY.trial, reason="enough")])
+
+    def append(self, events: Sequence[Event]) -> None:
+        stamp = self.witness.stamp()
+        self.experiment = _retried(lambda: journal.append(self.store, self.experiment, events, stamp))
+
+    def files(self, step: int) -> Files:
+        return {"backbone": BACKBONE, "empty": b"", "head": self.head, "logs/steps": b"." * step}
+
+
+def run_to(session: Session, steps: int) -> None:
+    """Open, and train until `steps` are done, saving after each."""
+    session.open()
+    if session.trial.status is Status.FINISHED:
+        return
+    session.start()
+    while session.trial.step < steps:
+        session.train()
+        session.save()
+
+
+def _retried(act: Callable[[], _T]) -> _T:
+    """As a task with retries does it."""
+    for _ in range(TRIES - 1):
+        try:
+            return act()
+        except (StoreUnavailable, CommitUnknown):
+            continue
+    return act()

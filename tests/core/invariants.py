@@ -1,0 +1,131 @@
+"""The promises I1 to I8, looked for in what is left on a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prefect_tune.core import journal
+from prefect_tune.core.collect import leftover, orphans
+from prefect_tune.core.curve import curve
+from prefect_tune.core.errors import TuneError
+from prefect_tune.core.events import Committed, Opened, Quarantined, Retired
+from prefect_tune.core.experiment import Entry, Experiment
+from prefect_tune.core.layout import CheckpointKey, blob_sequence
+from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.trial import Trial
+from tests.core.driver import KEY, NAME, Session, Witness, run_to
+from tests.fakes.memory_files import restored
+
+__all__ = ["after_recovery", "violations", "what_lies_about"]
+
+
+def after_recovery(store: ObjectStore, witness: Witness, steps: int) -> list[str]:
+    """Open what was left twice, look, go on to `steps`, and look again; return every broken promise."""
+    try:
+        return list(_recovered(store, witness, steps))
+    except TuneError as error:
+        return [f"I4: recovery failed: {type(error).__name__}: {error}"]
+
+
+def _recovered(store: ObjectStore, witness: Witness, steps: int) -> Iterator[str]:
+    second, third, last = (Session(store, witness, owner=name) for name in ("second", "third", "last"))
+    second.open()
+    yield from violations(store, witness, second.experiment)
+    once = (_lasting(second), _objects(store))
+    third.open()
+    if once != (twice := (_lasting(third), _objects(store))):
+        yield f"I8: recovering twice is not recovering once: {once}, then {twice}"
+    run_to(last, steps)
+    yield from violations(store, witness, last.experiment)
+    if last.trial.step != steps:
+        yield f"I6: going on ended as {last.trial.status} at step {last.trial.step}"
+    yield from _leaks(store, last)
+
+
+def _objects(store: ObjectStore) -> list[str]:
+    return [each.path for each in store.list(KEY.folder)]
+
+
+def _lasting(session: Session) -> object:
+    """What does not change when an experiment is only opened and closed again."""
+    return session.trial.model_dump(exclude={"collected_up_to"})
+
+
+def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> list[str]:
+    """Return every promise that the state on `store` breaks, given what the owners were told.
+
+    `experiment` is what the last owner makes of it.
+    """
+    entries = journal.history(store, NAME, side_by_side=map)
+    trial = experiment.trial(KEY.trial)
+    return [
+        *_epochs(entries),
+        *_acknowledged(entries, trial, witness),
+        *_whole(store, trial, witness),
+        *_history(entries, trial),
+    ]
+
+
+def _epochs(entries: Sequence[Entry]) -> Iterator[str]:
+    opened = [entry.epoch for entry in entries if any(isinstance(event, Opened) for event in entry.events)]
+    if opened != list(range(1, len(opened) + 1)) or [e.epoch for e in entries] != sorted(e.epoch for e in entries):
+        yield f"I5: epochs {[entry.epoch for entry in entries]}, opened {opened}"
+
+
+def _acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
+    events = [event for entry in entries for event in entry.events]
+    committed = {(e.checkpoint.step, e.checkpoint.sequence) for e in events if isinstance(e, Committed)}
+    gone = {sequence for e in events if isinstance(e, Committed | Retired) for sequence in e.retires}
+    live = {(each.step, each.sequence) for each in trial.checkpoints}
+    for step, sequence in witness.acknowledged:
+        if (step, sequence) not in committed:
+            yield f"I1: step {step} ({sequence}) was acknowledged, and the journal does not know it"
+        if (step, sequence) not in live and sequence not in gone:
+            yield f"I1: step {step} ({sequence}) was acknowledged, is not live, and nobody retired it"
+    newest = max((sequence for _, sequence in witness.acknowledged), default=0)
+    if newest and not any(sequence >= newest for _, sequence in live):
+        yield f"I1: the newest acknowledged checkpoint ({newest}) is gone, and there is none after it"
+    for event in events:
+        if isinstance(event, Quarantined):
+            yield f"I3: an undamaged store, and yet: {event.reason}"
+
+
+def _whole(store: ObjectStore, trial: Trial, witness: Witness) -> Iterator[str]:
+    for each in trial.checkpoints:
+        key = CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence)
+        try:
+            found = restored(store, read_manifest(store, key))
+        except TuneError as broken:
+            yield f"I1: step {each.step} ({each.sequence}) is live and cannot be restored: {broken}"
+            continue
+        if found not in witness.saved.get((each.step, each.sequence), []):
+            yield f"I2: step {each.step} ({each.sequence}) holds what nobody saved: {found}"
+
+
+def _history(entries: Sequence[Entry], trial: Trial) -> Iterator[str]:
+    steps = [report.step for report in curve(entries, KEY.trial)]
+    if steps != list(range(1, trial.step + 1)):
+        yield f"I6: the curve that counts has steps {steps}, and the trial is at {trial.step}"
+
+
+def _leaks(store: ObjectStore, last: Session) -> Iterator[str]:
+    """What is unreachable is found: by the next owner's first look, or as an orphan once the line is drawn."""
+    for path in what_lies_about(store, last.trial):
+        yield f"I7: {path} is unreachable, and nothing will find it"
+
+
+def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
+    """Return the objects that no live checkpoint needs, and that no way of finding leftovers finds."""
+    live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in trial.checkpoints]
+    manifests = [read_manifest(store, key) for key in live]
+    needed = {key.manifest_path for key in live} | {path for each in manifests for path in each.blob_paths()}
+    found = {each.path for each in orphans(store, KEY, trial, side_by_side=map)}
+    found |= {key.manifest_path for key in leftover(store, KEY, trial, nothing_to_settle())}
+    reusable = {each.path for each in store.list(KEY.blobs) if blob_sequence(each.path) >= trial.collected_up_to}
+    return sorted(set(_objects(store)) - needed - found - reusable)
+
+
+def nothing_to_settle() -> int:
+    """Later than every entry: at the end no save is under way."""
+    return 10**9

@@ -1,0 +1,97 @@
+"""Every operation, every way to die: run a story into each failure, recover, and ask for the promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prefect_tune.core.errors import TuneError
+from prefect_tune.core.store import ObjectStore
+from tests.core.driver import Session, Witness, run_to
+from tests.core.invariants import after_recovery
+from tests.core.worlds import World
+from tests.fakes.dying_store import Crash, Way
+
+__all__ = ["STEPS", "Explored", "Story", "explore", "fresh_run", "killed_before_its_entry", "resumed_run"]
+
+STEPS = 5
+
+Story = Callable[[ObjectStore, Witness], None]
+"""What one process does; it may begin with what earlier ones left."""
+
+
+@dataclass
+class Explored:
+    """How many points were tried, and what was wrong at them."""
+
+    points: int = 0
+    broken: list[str] = field(default_factory=list)
+
+
+def fresh_run(store: ObjectStore, witness: Witness) -> None:
+    """Open an empty store, train and save and collect."""
+    run_to(Session(store, witness), 3)
+
+
+def resumed_run(store: ObjectStore, witness: Witness) -> None:
+    """Open what was left, adopt, restore, go on, finish."""
+    session = Session(store, witness, owner="resumed")
+    run_to(session, STEPS)
+    session.finish()
+
+
+def killed_before_its_entry(store: ObjectStore, witness: Witness) -> None:
+    """Three checkpoints, one of them retired and not deleted, and a fourth whose manifest nobody journaled."""
+    session = Session(store, witness)
+    session.open()
+    session.start()
+    for _ in range(3):
+        session.train()
+        session.acknowledge(session.publish())
+    session.train()
+    session.publish()
+
+
+def explore(
+    world: Callable[[], World],
+    story: Story,
+    *,
+    before: Story | None = None,
+    ways: Iterable[Way] = tuple(Way),
+    points: Callable[[int], Iterable[int]] = lambda total: range(1, total + 1),
+    enough: int | None = None,
+) -> Explored:
+    """Run `story` (after a whole `before`) into every failure of every point, and recover from each.
+
+    Ends early once `enough` broken promises were found.
+    """
+    explored = Explored()
+    ways = tuple(ways)
+    for nth in points(_points(world(), story, before)):
+        for way in ways:
+            explored.points += 1
+            explored.broken += [f"#{nth} {way.name}: {each}" for each in _tried(world(), story, before, nth, way)]
+            if enough is not None and len(explored.broken) >= enough:
+                return explored
+    return explored
+
+
+def _points(world: World, story: Story, before: Story | None) -> int:
+    witness = Witness()
+    if before:
+        before(world.dying(0, Way.CRASH_BEFORE), witness)
+    story(world.dying(0, Way.CRASH_BEFORE), witness)
+    return world.points
+
+
+def _tried(world: World, story: Story, before: Story | None, nth: int, way: Way) -> Iterator[str]:
+    witness = Witness()
+    if before:
+        before(world.dying(0, way), witness)
+    try:
+        story(world.dying(nth, way), witness)
+    except Crash:
+        pass
+    except TuneError as error:
+        yield f"a fault that a retry mends ended the run: {type(error).__name__}: {error}"
+    yield from after_recovery(world.left(), witness, STEPS)

@@ -1,0 +1,77 @@
+"""Every operation of open, save, restore, delete and sync, and every way to die, on both kinds of store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from tests.core.matrix import Explored, Story, explore, fresh_run, killed_before_its_entry, resumed_run
+from tests.core.worlds import ObjectWorld, PosixWorld
+from tests.fakes.dying_store import Way
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+STORIES = [
+    pytest.param(None, fresh_run, id="fresh run"),
+    pytest.param(killed_before_its_entry, resumed_run, id="resumed run"),
+]
+ENDS = (Way.CRASH_AFTER, Way.TORN)
+"""On a disk, before one call is after the one before it."""
+Record = Callable[[str, object], None]
+
+
+def every_third(total: int) -> Iterable[int]:
+    return range(1, total + 1, 3)
+
+
+@pytest.mark.parametrize(("before", "story"), STORIES)
+def test_no_failure_of_an_object_store_breaks_a_promise(
+    before: Story | None, story: Story, record_property: Record
+) -> None:
+    explored = explore(ObjectWorld, story, before=before)
+
+    record_property("figure: points explored, object store", explored.points)
+    assert explored.broken == []
+    assert explored.points > 100
+
+
+@pytest.mark.parametrize(("before", "story"), STORIES)
+def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
+    before: Story | None, story: Story, record_property: Record
+) -> None:
+    explored = explore(PosixWorld, story, before=before, ways=ENDS)
+
+    record_property("figure: points explored, file store", explored.points)
+    assert explored.broken == []
+    assert explored.points > 100
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_property: Record) -> None:
+    explored = explore(lambda: PosixWorld(seed=seed), fresh_run, ways=[Way.CRASH_AFTER], points=every_third)
+
+    record_property("figure: points explored, file store", explored.points)
+    assert explored.broken == []
+
+
+@pytest.mark.parametrize("way", [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE])
+def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
+    explored = explore(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_third)
+
+    record_property("figure: points explored, file store", explored.points)
+    assert explored.broken == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("before", "story"), STORIES)
+@pytest.mark.parametrize("seed", [None, *range(6)])
+def test_every_way_every_call_and_every_loss_of_a_file_store(
+    before: Story | None, story: Story, seed: int | None, record_property: Record
+) -> None:
+    kept = explore(lambda: PosixWorld(loses_power=False), story, before=before) if seed is None else Explored()
+    lost = explore(lambda: PosixWorld(seed=seed), story, before=before)
+
+    record_property("figure: points explored, file store", kept.points + lost.points)
+    assert kept.broken + lost.broken == []

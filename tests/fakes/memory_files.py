@@ -1,0 +1,48 @@
+"""Both ends of a transfer without a disk: a directory to save, and a place to restore into, as dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from prefect_tune.core.chunks import FileStat, Piece
+from prefect_tune.core.commit import Mapper
+from prefect_tune.core.manifest import Manifest
+from prefect_tune.core.restore import restore
+from prefect_tune.core.store import ObjectStore
+
+__all__ = ["MemoryFiles", "MemorySink", "restored"]
+
+
+class MemoryFiles:
+    """A `Source`: paths to bytes."""
+
+    def __init__(self, content: Mapping[str, bytes], empty_directories: Sequence[str] = ()) -> None:
+        self._content = dict(sorted(content.items()))
+        self.files = [FileStat(path, len(data)) for path, data in self._content.items()]
+        self.empty_directories = sorted(empty_directories)
+
+    def read_into(self, piece: Piece, buffer: memoryview) -> None:
+        data = self._content[self.files[piece.file].path]
+        buffer[:] = data[piece.offset : piece.offset + piece.length]
+
+
+class MemorySink:
+    """A `Sink`: what was written, by path."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._paths = [file.path for file in manifest.files]
+        self._content = {file.path: bytearray(file.size_bytes) for file in manifest.files}
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        self._content[self._paths[file]][offset : offset + len(data)] = data
+
+    @property
+    def content(self) -> dict[str, bytes]:
+        return {path: bytes(data) for path, data in self._content.items()}
+
+
+def restored(store: ObjectStore, manifest: Manifest, side_by_side: Mapper = map) -> dict[str, bytes]:
+    """Return the files of a checkpoint, every byte verified."""
+    sink = MemorySink(manifest)
+    restore(store, manifest, sink, side_by_side=side_by_side)
+    return sink.content
