@@ -60,7 +60,8 @@ def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> Outcome:
         with open_channel(start, log) as channel:
             outcome = supervise(channel, ledger, plan, stop)
             channel.end()
-        ledger.close(lambda trial: events_of(trial.trial, outcome))
+            # Before the channel closes: a save that is under way still tells the trial, dead or not.
+            ledger.close(lambda trial: events_of(trial.trial, outcome))
     return outcome
 
 
