@@ -58,8 +58,8 @@ def _opened(channel: socket.socket) -> ObjectStore | None:
 
 def _made(how: Head, pickled: bytes) -> ObjectStore:
     if pickled:
-        # Written by our own parent a moment ago, and sent over a channel that nobody else has.
-        factory = cast("Callable[[], ObjectStore]", pickle.loads(pickled))  # noqa: S301
+        # Written by our own parent a moment ago, sent over a channel that nobody else has.
+        factory = cast("Callable[[], ObjectStore]", pickle.loads(pickled))  # noqa: S301  from our parent
         return factory()
     module, _, name = how["factory"].partition(":")
     return cast("ObjectStore", getattr(importlib.import_module(module), name)(**how["arguments"]))

@@ -25,6 +25,7 @@ from prefect_tune.stores.paths import TEMPORARY, checked_folder, checked_path
 from prefect_tune.stores.posix_calls import FileStatus, FileSystemCalls, OsCalls
 from prefect_tune.stores.posix_errors import NOT_DONE, as_store_error
 from prefect_tune.stores.posix_leftovers import LEFTOVER_AFTER, remove_leftovers
+from prefect_tune.stores.posix_root import make_root
 
 __all__ = ["PosixStore", "make_root"]
 
@@ -54,9 +55,7 @@ class PosixStore:
     outside, by `IsolatedStore`. Symbolic links below the root are refused, never followed.
     """
 
-    def __init__(
-        self, root: Path, *, deadline: Deadline | None = None, calls: FileSystemCalls | None = None
-    ) -> None:
+    def __init__(self, root: Path, *, deadline: Deadline | None = None, calls: FileSystemCalls | None = None) -> None:
         self.root = root
         self._deadline = deadline or Deadline.never()
         self._calls = calls or OsCalls()
@@ -147,9 +146,7 @@ class PosixStore:
             raise as_store_error(error, what) from error
         identity = (status.device, status.inode)
         if identity != (self._identity or identity):
-            raise StoreUnavailable(
-                f"{what}: the root is another directory than before; was it unmounted or replaced?"
-            )
+            raise StoreUnavailable(f"{what}: the root is another directory than before; was it unmounted or replaced?")
         self._identity = identity
         return root
 
@@ -310,9 +307,7 @@ class PosixStore:
         try:
             self._calls.fsync_folder(folder)
         except OSError as error:
-            raise CommitUnknown(
-                f"{path} in {self.root}: written, but its folder cannot be synced: {error}"
-            ) from error
+            raise CommitUnknown(f"{path} in {self.root}: written, but its folder cannot be synced: {error}") from error
 
     def _is_linked(self, fresh: _Temporary, folder: int, name: str, error: OSError) -> bool:
         """Say whether a link that failed is there all the same (a lost reply of NFS), or another file.
@@ -325,15 +320,16 @@ class PosixStore:
             raise error
         try:
             there = self._status(folder, name)
-            if there is not None and there.inode != fresh.status.inode:
-                self._settle(folder, there)
         except OSError as blind:
             raise CommitUnknown(f"{name!r} in {self.root}: {error}, and then {blind}") from error
         if there is None:
             raise CommitUnknown(f"{name!r} in {self.root}: {error}; not there yet") from error
+        if there.inode == fresh.status.inode:
+            return True
         if there.is_folder:
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
-        return there.inode == fresh.status.inode
+        self._settle(folder, there)
+        return False
 
     def _replace(self, fresh: _Temporary, folder: int, name: str) -> None:
         """Link the object, over one whose size is wrong: spoilt by another writer, or by a disk."""
@@ -349,9 +345,7 @@ class PosixStore:
 
     def _rename(self, fresh: _Temporary, folder: int, name: str) -> None:
         second = f"{fresh.name}-again"
-        self._calls.link(
-            fresh.name, fresh.folder, second, fresh.folder
-        )  # two links until the folder is synced
+        self._calls.link(fresh.name, fresh.folder, second, fresh.folder)  # two links until the folder is synced
         try:
             self._calls.rename(second, fresh.folder, name, folder)
         except BaseException:
@@ -375,9 +369,7 @@ class PosixStore:
                 try:
                     if where is not None:
                         self._calls.rmdir(name, where)
-                except (
-                    OSError
-                ):  # not empty, or in use, or not ours to remove: a folder that stays hurts nobody
+                except OSError:  # not empty, or in use, or not ours to remove: a folder that stays hurts nobody
                     return
             folder = parent
 
@@ -388,25 +380,3 @@ class PosixStore:
                 return
             self._has_swept = True
         remove_leftovers(self._calls, folder, now_ns, older_than=LEFTOVER_AFTER)
-
-
-def make_root(root: Path) -> None:
-    """Make the directory of a store, and those above it, safe against a power cut. Done already is fine.
-
-    Raises:
-        StoreRefused: not permitted, or something else stands there.
-        StoreUnavailable: the disk is full or does not answer.
-    """
-    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-    try:
-        for folder in reversed(missing):
-            folder.mkdir(exist_ok=True)
-            above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                OsCalls().fsync_folder(above)
-            finally:
-                os.close(above)
-        if not root.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(root))
-    except OSError as error:
-        raise as_store_error(error, f"making {root}") from error

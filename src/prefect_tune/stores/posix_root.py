@@ -1,0 +1,34 @@
+"""Making the directory that a file store lives in."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from prefect_tune.stores.posix_calls import OsCalls
+from prefect_tune.stores.posix_errors import as_store_error
+
+__all__ = ["make_root"]
+
+
+def make_root(root: Path) -> None:
+    """Make the directory of a store, and those above it, safe against a power cut. Done already is fine.
+
+    Raises:
+        StoreRefused: not permitted, or something else stands there.
+        StoreUnavailable: the disk is full or does not answer.
+    """
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                OsCalls().fsync_folder(above)
+            finally:
+                os.close(above)
+        if not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(root))
+    except OSError as error:
+        raise as_store_error(error, f"making {root}") from error
