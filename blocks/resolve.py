@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 from prefect.blocks.core import Block, UnknownBlockType
+from pydantic import ValidationError
 
 from prefect_tune.blocks.azure_target import AzureTarget
 from prefect_tune.blocks.fsspec_target import FsspecTarget, implementation
@@ -69,12 +70,17 @@ def target_reference(target: StorageTarget) -> str:
 
 
 def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
-    """Return the target that these fields of a saved block mean, whose kind their `block_type_slug` says."""
+    """Return the target that these fields of a saved block mean.
+
+    Their `block_type_slug` says which kind it is; Prefect leaves it out of a block within a block, and then the
+    fields have to fit one kind alone.
+    """
     kinds = _target_types()
-    kind = kinds.get(str(fields.get("block_type_slug")))
-    if kind is None:
-        raise InvalidInput(f"expected the fields of a target, with a block_type_slug among {', '.join(sorted(kinds))}")
-    return kind(**fields)
+    slug = fields.get("block_type_slug")
+    fitting = [slug] if slug else [name for name, kind in kinds.items() if fields.keys() <= kind.model_fields.keys()]
+    if len(fitting) == 1 and fitting[0] in kinds:
+        return kinds[str(fitting[0])](**fields)
+    raise InvalidInput(f"expected the fields of a target, with a block_type_slug among {', '.join(sorted(kinds))}")
 
 
 def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tuple[str, str]:
@@ -122,12 +128,19 @@ def _load(block_type: str, name: str) -> StorageTarget:
     except ValueError as error:
         raise InvalidInput(f"{slug!r}: no such block is saved on the Prefect server: {error}") from error
     except RuntimeError as error:
-        raise InvalidInput(f"{slug!r}: what is saved does not fit: {error.__cause__ or error}") from error
+        raise InvalidInput(f"{slug!r}: what is saved does not fit: {_complaints(error)}") from error
     except httpx.HTTPError as error:
         raise StoreUnavailable(f"{slug!r}: the Prefect server did not answer: {error}") from error
     if not isinstance(block, StorageTarget):
         raise InvalidInput(f"{slug!r} is a {type(block).__name__}, not a target")
     return block
+
+
+def _complaints(error: RuntimeError) -> str:
+    invalid = error.__cause__
+    if not isinstance(invalid, ValidationError):
+        return str(error)
+    return "; ".join(detail["msg"].removeprefix("Value error, ") for detail in invalid.errors())
 
 
 # ------------------------------------------------------------------------------------------------------ URIs

@@ -114,15 +114,13 @@ class SyncConfig(Form):
             return value
         raise ValueError(f"expected a target block, a 'block-type/name' slug or a URI, found a {type(value).__name__}")
 
-    @field_validator("syncer")
+    @field_validator("syncer", mode="before")
     @classmethod
     def _nameable_syncer(cls, syncer: object) -> object:
-        if not isinstance(syncer, str) or syncer == "auto":
+        if syncer is None or syncer == "auto" or isinstance(syncer, SyncerLike) or _is_import_string(syncer):
             return syncer
-        module, _, name = syncer.partition(":")
-        if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-            raise ValueError(f"expected 'auto', 'package.module:Name' or a Syncer, found {syncer!r}")
-        return syncer
+        found = repr(syncer) if isinstance(syncer, str) else f"a {type(syncer).__name__}"
+        raise ValueError(f"expected 'auto', 'package.module:Name' or a Syncer, found {found}")
 
     @field_validator("artifact_excludes")
     @classmethod
@@ -186,6 +184,13 @@ class SyncConfig(Form):
         )
         cells = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
         return f"<table><caption>SyncConfig</caption>{cells}</table>"
+
+
+def _is_import_string(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    module, _, name = value.partition(":")
+    return name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def _shown(upload_dir: StorageTarget | str | None) -> str:

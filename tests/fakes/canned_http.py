@@ -39,7 +39,7 @@ def answering(
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer  # noqa: N815  the names that http.server looks for
 
         def log_message(self, *_: object) -> None:
             pass

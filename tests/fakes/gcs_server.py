@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             getattr(self, f"_{self.command.lower()}")(f"{bucket}/{name}", body)
 
-    do_GET = do_PUT = do_HEAD = do_DELETE = _handle
+    do_GET = do_PUT = do_HEAD = do_DELETE = _handle  # noqa: N815  the names that http.server looks for
 
     def _put(self, path: str, body: bytes) -> None:
         with self.state.lock:
@@ -152,4 +152,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _error(code: str, message: str) -> bytes:
-    return f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    return (
+        f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    )

@@ -1,0 +1,183 @@
+"""What a Prefect server knows of the blocks: the catalogue in its UI, saved documents, secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import prefect
+import pytest
+from prefect.blocks.core import Block
+from prefect.testing.standard_test_suites import BlockStandardTestSuite
+
+from prefect_tune import blocks
+from prefect_tune.blocks import (
+    AzureTarget,
+    FsspecTarget,
+    GcsTarget,
+    LocalTarget,
+    S3Target,
+    StorageTarget,
+    SyncConfig,
+    resolve_target,
+    target_reference,
+)
+from prefect_tune.core.errors import InvalidInput, StoreUnavailable
+
+KINDS: list[type[Block]] = [LocalTarget, S3Target, GcsTarget, AzureTarget, FsspecTarget, SyncConfig]
+SECRET = "never-shown-to-anybody"
+S3 = S3Target(bucket="bucket", prefix="runs", access_key_id="id", secret_access_key=SECRET)
+TARGETS: list[StorageTarget] = [
+    LocalTarget(path="/runs"),
+    S3,
+    GcsTarget(bucket="bucket", service_account_json=json.dumps({"client_email": "me", "private_key": SECRET})),
+    AzureTarget(container="container", account_name="account", account_key=SECRET),
+    FsspecTarget(location="sftp://me@host/runs", secret_options={"password": SECRET}),
+]
+
+
+@pytest.mark.parametrize("block", KINDS)
+class TestStandard(BlockStandardTestSuite):
+    def test_has_a_valid_image(self, block: type[Block]) -> None:
+        """Prefect's own test downloads it; ours are pictures that Prefect itself refers to."""
+        shipped = Path(prefect.__file__).parent
+        known = (shipped / "server/collection_blocks_data.json").read_text() + (shipped / "filesystems.py").read_text()
+        assert str(block._logo_url) in known
+
+    @pytest.fixture
+    def block(self) -> type[Block]:
+        raise NotImplementedError
+
+
+def _block_type(api: str, slug: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = httpx.get(f"{api}/block_types/slug/{slug}").raise_for_status().json()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_server_shows_every_block_without_being_told(prefect_server: str, kind: type[Block]) -> None:
+    shown = _block_type(prefect_server, kind.get_block_type_slug())
+    assert shown["name"] == kind.get_block_type_name()
+    assert shown["logo_url"] == str(kind._logo_url)
+    assert shown["documentation_url"] == str(kind._documentation_url)
+    assert shown["description"] == kind.get_description()
+    assert f'{kind.__name__}.load("BLOCK_NAME")' in shown["code_example"].replace("&quot;", '"')
+
+
+def test_the_form_in_the_ui_begins_with_what_must_be_filled_in() -> None:
+    assert next(iter(S3Target.model_json_schema()["properties"])) == "bucket"
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: type(target).__name__)
+@pytest.mark.usefixtures("prefect_server")
+def test_a_saved_target_comes_back_with_its_secrets(target: StorageTarget) -> None:
+    name = f"saved-{target.get_block_type_slug()}"
+    target.model_copy().save(name, _sync=True)  # type: ignore[call-arg]  # a copy: saving marks the block
+    loaded = resolve_target(f"{target.get_block_type_slug()}/{name}")
+    assert type(loaded) is type(target)
+    assert list(loaded.secret_values()) == list(target.secret_values())
+    assert loaded.uri == target.uri
+    assert target_reference(loaded) == f"{target.get_block_type_slug()}/{name}"
+
+
+def test_the_api_masks_secrets(prefect_server: str) -> None:
+    S3.model_copy().save("masked", _sync=True)  # type: ignore[call-arg]  # added by Prefect's async_dispatch
+    shown = httpx.get(f"{prefect_server}/block_types/slug/s3-target/block_documents/name/masked").raise_for_status()
+    assert SECRET not in shown.text
+    assert shown.json()["data"]["secret_access_key"] == "********"
+    assert shown.json()["data"]["access_key_id"] == "id"
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_saved_sync_config_keeps_its_target() -> None:
+    target = S3.model_copy()
+    target.save("within", _sync=True)  # type: ignore[call-arg]  # added by Prefect's async_dispatch
+    SyncConfig(upload_dir=target, sync_period_seconds=7).save("nested", _sync=True)  # type: ignore[call-arg]  # same
+    loaded = SyncConfig.load("nested", _sync=True)  # type: ignore[call-arg]  # same
+    assert isinstance(loaded.upload_dir, S3Target)
+    assert list(loaded.upload_dir.secret_values()) == [SECRET]
+    assert loaded.sync_period_seconds == 7
+    assert target_reference(loaded.upload_dir) == "s3-target/within"
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_sync_config_can_be_saved_with_a_target_that_is_not() -> None:
+    config = SyncConfig(upload_dir=S3.model_copy())
+    config.save("inline", _sync=True)  # type: ignore[call-arg]  # added by Prefect's async_dispatch
+    loaded = SyncConfig.load("inline", _sync=True)  # type: ignore[call-arg]  # same
+    assert isinstance(loaded.upload_dir, S3Target)
+    assert list(loaded.upload_dir.secret_values()) == [SECRET]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_slug_is_resolved_within_a_running_event_loop_too() -> None:
+    @prefect.flow
+    async def asks() -> str:
+        return resolve_target("local-target/looped").uri
+
+    LocalTarget(path="/looped").save("looped", _sync=True)  # type: ignore[call-arg]  # added by async_dispatch
+    assert asyncio.run(asks()) == "file:///looped"
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_slug_that_nobody_saved_is_an_input_error() -> None:
+    with pytest.raises(InvalidInput, match=r"'s3-target/nowhere': no such block is saved on the Prefect server"):
+        resolve_target("s3-target/nowhere")
+
+
+def test_a_saved_block_of_another_age_says_what_does_not_fit(prefect_server: str) -> None:
+    LocalTarget(path="/x").save("aged", _sync=True)  # type: ignore[call-arg]  # added by Prefect's async_dispatch
+    found = httpx.get(f"{prefect_server}/block_types/slug/local-target/block_documents/name/aged").json()
+    changed = {"data": {"path": "/x", "folder": "/x"}, "merge_existing_data": False}
+    httpx.patch(f"{prefect_server}/block_documents/{found['id']}", json=changed).raise_for_status()
+    with pytest.raises(InvalidInput, match=r"what is saved does not fit.*no field 'folder'"):
+        resolve_target("local-target/aged")
+
+
+def test_a_server_that_does_not_answer_is_no_missing_block() -> None:
+    code = (
+        "from prefect_tune.blocks import resolve_target\n"
+        "from prefect_tune.core.errors import StoreUnavailable\n"
+        "try: resolve_target('s3-target/prod')\n"
+        "except StoreUnavailable as error: print('unavailable:', error)\n"
+    )
+    environment = {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_CLIENT_MAX_RETRIES": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("unavailable: 's3-target/prod': the Prefect server did not answer"), done.stderr
+    assert StoreUnavailable is not InvalidInput
+
+
+def test_the_command_registers_every_block_with_a_remote_server(prefect_server: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "block", "register", "-m", "prefect_tune.blocks"],
+        env={**os.environ, "PREFECT_API_URL": prefect_server, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"Successfully registered {len(KINDS)} blocks" in done.stdout
+    for kind in KINDS:
+        assert kind.get_block_type_name() in done.stdout
+
+
+def test_the_collection_that_prefect_loads_is_this_module() -> None:
+    from importlib.metadata import entry_points
+
+    (found,) = [entry for entry in entry_points(group="prefect.collections") if entry.name == "prefect_tune"]
+    assert found.load() is blocks
+
+
+def test_importing_the_blocks_imports_no_client_of_any_storage() -> None:
+    clients = ["boto3", "botocore", "obstore", "pyarrow", "gcsfs", "s3fs", "adlfs", "paramiko"]
+    code = f"import sys, prefect_tune.blocks; print([name for name in {clients} if name in sys.modules])"
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
