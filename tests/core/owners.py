@@ -1,0 +1,106 @@
+"""Owners that meet on one store: who thinks that he still owns it, who takes it over, and what comes of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from prefect_tune.core.errors import Superseded
+from prefect_tune.core.store import ObjectStore
+from tests.core.driver import Session, Witness
+from tests.core.invariants import after_recovery
+from tests.core.matrix import STEPS, Explored
+from tests.core.turns import Choice, IsPoint, drawn, every_order, in_turns
+from tests.fakes.memory_store import MemoryStore
+
+__all__ = ["Act", "meet_at_random", "meet_in_every_order", "old_owner", "save", "takes_over", "takes_over_and_saves"]
+
+Act = Callable[[Session], None]
+"""What one owner does, beginning as the old owner of the experiment."""
+
+
+def old_owner(checkpoints: int = 3) -> Session:
+    """An owner with some checkpoints, the retired ones deleted, and a step that is not saved yet."""
+    session = Session(MemoryStore(), Witness(), owner="old")
+    session.open()
+    session.start()
+    for _ in range(checkpoints):
+        session.train()
+        session.save()
+    session.train()
+    return session
+
+
+def save(session: Session) -> None:
+    """The old owner wakes up in the middle of a save: publish, journal, delete what it retires."""
+    session.save()
+
+
+def takes_over(session: Session) -> None:
+    """A new owner opens the experiment, adopts, and clears away."""
+    _new(session).open()
+
+
+def takes_over_and_saves(session: Session) -> None:
+    """A new owner opens the experiment, starts an attempt and saves."""
+    new = _new(session)
+    new.open()
+    new.start()
+    new.train()
+    new.save()
+
+
+def _new(session: Session) -> Session:
+    owner = f"new{session.witness.stamps}"
+    return Session(session.store, session.witness, owner=owner, retention=session.retention)
+
+
+def meet_in_every_order(
+    old: Session, acts: Sequence[Act], is_point: IsPoint, *, limit: int, enough: int | None = None
+) -> Explored:
+    """Let the owners meet in every order of their points, and ask for the promises after each."""
+    explored = Explored()
+
+    def run(choose: Choice) -> None:
+        if enough is None or len(explored.broken) < enough:
+            explored.broken += _met(old, acts, choose, is_point)
+
+    explored.points = every_order(run, limit)
+    return explored
+
+
+def meet_at_random(
+    old: Session, acts: Sequence[Act], seeds: Sequence[int], *, enough: int | None = None
+) -> Explored:
+    """Let the owners meet in drawn orders of all their operations."""
+    explored = Explored()
+    for seed in seeds:
+        explored.points += 1
+        explored.broken += [f"seed {seed}: {each}" for each in _met(old, acts, drawn(seed), _everywhere)]
+        if enough is not None and len(explored.broken) >= enough:
+            break
+    return explored
+
+
+def _met(old: Session, acts: Sequence[Act], choose: Choice, is_point: IsPoint) -> list[str]:
+    assert isinstance(old.store, MemoryStore)
+    store = MemoryStore()
+    store.objects.update(old.store.objects)
+    witness = copy.deepcopy(old.witness)
+    processes = [_process(old, witness, act) for act in acts]
+    return [*in_turns(store, processes, choose, is_point), *after_recovery(store, witness, STEPS)]
+
+
+def _process(old: Session, witness: Witness, act: Act) -> Callable[[ObjectStore], None]:
+    def run(store: ObjectStore) -> None:
+        with suppress(Superseded):  # told that it owns the experiment no longer, an owner ends
+            act(dataclasses.replace(old, store=store, witness=witness, waiting=list(old.waiting)))
+
+    return run
+
+
+def _everywhere(method: str, path: str) -> bool:
+    del method, path
+    return True

@@ -1,0 +1,133 @@
+"""Several processes over one store, one operation at a time, in every order or in a drawn one."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from prefect_tune.core.store import Buffer, Listed, ObjectStore
+
+__all__ = ["Choice", "IsPoint", "Process", "drawn", "every_order", "in_turns"]
+
+Process = Callable[[ObjectStore], None]
+IsPoint = Callable[[str, str], bool]
+"""By method and path: whether another process may come in before this operation."""
+Choice = Callable[[Sequence[int]], int]
+"""Given who is still running, who goes next."""
+
+
+def in_turns(inner: ObjectStore, processes: Sequence[Process], choose: Choice, is_point: IsPoint) -> list[str]:
+    """Run `processes`, each in a thread, and only ever one of them; return what they died of."""
+    runners = [_Runner(inner, process, is_point) for process in processes]
+    for runner in runners:
+        runner.go()
+    while running := [index for index, runner in enumerate(runners) if not runner.has_ended]:
+        runners[choose(running)].go()
+    return [f"process {index}: {runner.died_of!r}" for index, runner in enumerate(runners) if runner.died_of]
+
+
+def every_order(run: Callable[[Choice], None], limit: int) -> int:
+    """Call `run` once for every order of its choices; return how many there were.
+
+    `run` must do the same again when the same is chosen. More than `limit` orders are an error.
+    """
+    path: list[tuple[int, int]] = []  # which of how many was taken
+    for count in range(1, limit + 1):
+        run(_following(path))
+        while path and path[-1][0] == path[-1][1] - 1:
+            path.pop()
+        if not path:
+            return count
+        path[-1] = (path[-1][0] + 1, path[-1][1])
+    raise AssertionError(f"more than {limit} orders")
+
+
+def _following(path: list[tuple[int, int]]) -> Choice:
+    """Choose as `path` says, then always the first; what was chosen is added to `path`."""
+    depth: Iterator[int] = iter(range(10**6))
+
+    def choose(running: Sequence[int]) -> int:
+        at = next(depth)
+        if at == len(path):
+            path.append((0, len(running)))
+        return running[path[at][0]]
+
+    return choose
+
+
+def drawn(seed: int) -> Choice:
+    """Choose at random, now and then the same one many times in a row."""
+    rng = random.Random(seed)
+    favourite: list[int] = []
+
+    def choose(running: Sequence[int]) -> int:
+        if not favourite or favourite[0] not in running or rng.random() < 0.3:
+            favourite[:] = [rng.choice(running)]
+        return favourite[0]
+
+    return choose
+
+
+class _Runner:
+    """One process, and the store as it sees it: each point waits until it is this one's turn."""
+
+    def __init__(self, inner: ObjectStore, process: Process, is_point: IsPoint) -> None:
+        self.died_of: BaseException | None = None
+        self.has_ended = False
+        self._inner = inner
+        self._process = process
+        self._is_point = is_point
+        self._turn = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def go(self) -> None:
+        """Let it run to its next point, or to its end."""
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._turn.release()
+        self._done.acquire()
+
+    def _run(self) -> None:
+        try:
+            self._process(self)
+        except BaseException as error:  # noqa: BLE001 - the thread's edge: handed to whoever runs it
+            self.died_of = error
+        finally:
+            self.has_ended = True
+            self._done.release()
+
+    def _wait(self, method: str, path: str) -> None:
+        if self._is_point(method, path):
+            self._done.release()
+            self._turn.acquire()
+
+    @property
+    def conditional_create(self) -> bool:
+        return self._inner.conditional_create
+
+    def create(self, path: str, data: Buffer) -> None:
+        self._wait("create", path)
+        self._inner.create(path, data)
+
+    def put(self, path: str, data: Buffer) -> None:
+        self._wait("put", path)
+        self._inner.put(path, data)
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
+        self._wait("read", path)
+        return self._inner.read(path, offset=offset, length=length)
+
+    def size(self, path: str) -> int | None:
+        self._wait("size", path)
+        return self._inner.size(path)
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        self._wait("list", prefix)
+        return self._inner.list(prefix, after=after)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self._wait("delete", ", ".join(paths))
+        self._inner.delete(paths)
