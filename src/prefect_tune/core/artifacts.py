@@ -1,0 +1,167 @@
+"""A trial's artifacts on a target: files that change, published whole, under a numbered index.
+
+    <folder>/files/<digest>-<number>/<name of the file>
+    <folder>/index/<number>.json
+
+An index says which files there are and where their bytes lie; its creation, only if absent, is the commit,
+and the highest number counts. Objects are named by their bytes and by the index they were first sent for,
+so no name is ever given to other bytes, nor given again after it was deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from prefect_tune.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
+from prefect_tune.core.layout import number_in
+from prefect_tune.core.sealed import VERSION, seal, unseal
+from prefect_tune.core.settle import create_or_recognize
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.values import Digest, Value
+
+__all__ = [
+    "ArtifactFile",
+    "ArtifactIndex",
+    "ArtifactPart",
+    "beyond_use",
+    "files_folder",
+    "newest_index",
+    "part_path",
+    "publish_index",
+]
+
+_INDEXES_KEPT = 8
+_DIGITS = 10
+_Count = Annotated[int, Field(ge=0)]
+
+
+def _inside(path: str) -> str:
+    if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path or "\\" in path:
+        raise ValueError(f"path {path!r} is not a plain relative path")
+    return path
+
+
+_Path = Annotated[str, AfterValidator(_inside)]
+
+
+class ArtifactPart(Value):
+    """A run of a file's bytes: the object that holds it, below the artifacts' folder."""
+
+    object: _Path
+    size_bytes: _Count
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ArtifactFile(Value):
+    """One file: its path in the trial's directory, its permission bits, and its parts in order."""
+
+    path: _Path
+    mode: Annotated[int, Field(ge=0, le=0o777)] = 0o644
+    parts: tuple[ArtifactPart, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file."""
+        return sum(part.size_bytes for part in self.parts)
+
+
+class ArtifactIndex(Value):
+    """All artifacts of a trial as of one sync."""
+
+    format: Literal["prefect-tune/artifacts"] = "prefect-tune/artifacts"
+    version: Literal[1] = VERSION
+    number: int
+    write_id: str
+    files: tuple[ArtifactFile, ...]
+
+    def parts(self) -> Iterable[ArtifactPart]:
+        """Return the parts of all files."""
+        return (part for file in self.files for part in file.parts)
+
+
+def files_folder(folder: str) -> str:
+    """Return the folder of the bytes."""
+    return _joined(folder, "files")
+
+
+def part_path(digest: Digest, number: int, name: str) -> str:
+    """Return the name of the object, below the artifacts' folder, for bytes first sent for index `number`."""
+    return f"files/{digest}-{number:0{_DIGITS}d}/{name}"
+
+
+def newest_index(store: ObjectStore, folder: str, known: ArtifactIndex | None = None) -> ArtifactIndex | None:
+    """Return the index that counts; None where there is none. `known` is where to look from.
+
+    Raises:
+        CheckpointCorrupt: it is torn or altered.
+    """
+    is_there = known is not None and store.size(_path(folder, known.number)) is not None
+    newest = known if is_there else _newest_listed(store, folder)  # it may have been deleted with all the rest
+    while later := _read(store, folder, (newest.number if newest else 0) + 1):
+        newest = later
+    return newest
+
+
+def publish_index(store: ObjectStore, folder: str, index: ArtifactIndex) -> None:
+    """Make `index` the one that counts.
+
+    Raises:
+        AlreadyExists: another writer's has its number, or a higher one.
+        CommitUnknown: the target did not say.
+    """
+    create_or_recognize(store, _path(folder, index.number), seal(index))
+    numbers = _numbers(store, folder)
+    if max(numbers, default=0) > index.number:
+        raise AlreadyExists(f"{_path(folder, index.number)}: came too late, another writer is at {max(numbers)}")
+    store.delete([_path(folder, number) for number in sorted(numbers) if 0 < number <= index.number - _INDEXES_KEPT])
+
+
+def beyond_use(listed: Iterable[str], folder: str, index: ArtifactIndex) -> Sequence[str]:
+    """Return the objects among `listed` that no index will refer to any more, once `index` counts.
+
+    What was sent for a higher number is another writer's, whose index may be on its way.
+    """
+    used = {_joined(folder, part.object) for part in index.parts()}
+    return [path for path in listed if path not in used and _number_of(path) <= index.number]
+
+
+def _number_of(path: str) -> int:
+    number = path.rpartition("/")[0].rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _newest_listed(store: ObjectStore, folder: str) -> ArtifactIndex | None:
+    for _ in range(2):  # an index may be removed between listing and reading only if many came after it
+        numbers = _numbers(store, folder)
+        if not (number := max(numbers, default=0)):
+            return None
+        if found := _read(store, folder, number):
+            return found
+    return None
+
+
+def _numbers(store: ObjectStore, folder: str) -> list[int]:
+    indexes = _joined(folder, "index")
+    return [number_in(indexes, each.path) or 0 for each in store.list(indexes)]
+
+
+def _read(store: ObjectStore, folder: str, number: int) -> ArtifactIndex | None:
+    path = _path(folder, number)
+    try:
+        index = unseal(ArtifactIndex, store.read(path), path, CheckpointCorrupt)
+    except ObjectNotFound:
+        return None
+    if index.number != number:
+        raise CheckpointCorrupt(f"{path}: holds the index of another number: {index.number}")
+    return index
+
+
+def _path(folder: str, number: int) -> str:
+    return _joined(folder, f"index/{number:0{_DIGITS}d}.json")
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name

@@ -1,0 +1,42 @@
+"""Which files of a trial's directory stay behind.
+
+A pattern is a shell pattern (`*`, `?`, `[...]`; `*` passes slashes) for a file or folder, and what lies below
+an excluded folder is excluded too:
+
+- a pattern with a slash is matched with the path from the top of the directory (`logs/*.tmp`);
+  in front, `./` says the same: `./rank_*` means the top only;
+- a pattern without one is matched with names at any depth (`*.tmp`, `__pycache__`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+__all__ = ["NEVER_ARTIFACTS", "is_excluded"]
+
+NEVER_ARTIFACTS = (
+    "./checkpoint_-00001*",
+    "./checkpoint_tmp*",
+    "./save_to_object*",
+    "./rank_*",
+    "./.lazy_checkpoint_marker",
+)
+"""What trainables of older APIs leave at the top of their directory, and what was never an artifact."""
+
+
+def is_excluded(path: str, patterns: Sequence[str]) -> bool:
+    """Say whether the file at `path`, relative and with slashes, stays behind."""
+    return any(_matches(part, name, pattern) for part, name in _with_parents(path) for pattern in patterns)
+
+
+def _matches(path: str, name: str, pattern: str) -> bool:
+    bare = pattern.removesuffix("/")
+    return fnmatchcase(path, bare.removeprefix("./")) if "/" in bare else fnmatchcase(name, bare)
+
+
+def _with_parents(path: str) -> Iterator[tuple[str, str]]:
+    while path:
+        above, _, name = path.rpartition("/")
+        yield path, name
+        path = above

@@ -1,0 +1,326 @@
+"""Send a trial's directory to a target and bring it back: only what changed, and published whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from prefect_tune.core.artifacts import (
+    ArtifactFile,
+    ArtifactIndex,
+    ArtifactPart,
+    beyond_use,
+    files_folder,
+    newest_index,
+    part_path,
+    publish_index,
+)
+from prefect_tune.core.commit import Mapper
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    InvalidInput,
+    ObjectNotFound,
+    StoreUnavailable,
+)
+from prefect_tune.core.excludes import is_excluded
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.values import Digest, digest_of
+from prefect_tune.stores.staging import side_by_side
+
+__all__ = ["Sent", "delete_everything", "receive_artifacts", "send_artifacts"]
+
+_PART_BYTES = 16 * 1024 * 1024
+_RACES = 10
+_REREADS = 3
+_SETTLED_NS = 2_000_000_000  # file systems stamp times as coarsely as this
+_HALF_RECEIVED = re.compile(r"\.[0-9a-f]{32}\.part")
+_Stamp: TypeAlias = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What is known after a sync: the index that counts, and which local files it was made of.
+
+    `stamps` holds size, time of change, inode and mode of the files that had not been written to for a
+    while when they were read: as long as these stay, the file need not be read again.
+    """
+
+    index: ArtifactIndex | None = None
+    stamps: Mapping[str, _Stamp] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    path: str
+    file: Path
+    stamp: _Stamp
+
+
+def send_artifacts(store: ObjectStore, folder: str, directory: Path, excludes: Sequence[str], before: Sent) -> Sent:
+    """Make `folder` on the target show `directory`: what changed is sent, what was deleted is no longer listed.
+
+    Readers see the state before or the one after, never a mixture. Excluded files, links that lead out of the
+    directory or to folders, what is neither a file nor a folder, and names that not every target can keep
+    stay behind; so does what has vanished before it could be read. A file that grows is sent as long as it was
+    when it was opened.
+
+    Raises:
+        InvalidInput: `directory` is none.
+        StoreUnavailable: not synced, or another writer was always faster; what was sent is found by the next try.
+    """
+    if not directory.is_dir():
+        raise InvalidInput(f"{directory}: expected a directory to sync, found nothing of the kind")
+    for _ in range(_RACES):
+        base = newest_index(store, folder, before.index)
+        known = before if base is before.index else Sent(base)
+        try:
+            with side_by_side() as transfers:
+                return _Sending(store, folder, known).send(directory, excludes, transfers)
+        except AlreadyExists:
+            continue  # another writer has taken the number: what it sent counts now
+    raise StoreUnavailable(f"{folder}: {_RACES} other syncs came first; is another attempt still alive?")
+
+
+class _Sending:
+    """One try to publish the next index."""
+
+    def __init__(self, store: ObjectStore, folder: str, known: Sent) -> None:
+        base = known.index
+        self._store = store
+        self._folder = folder
+        self._stamps = known.stamps
+        self._number = base.number + 1 if base else 1
+        self._base = base
+        self._of_path = {file.path: file for file in base.files} if base else {}
+        self._of_digest = {(part.digest, _name(part.object)): part for part in base.parts()} if base else {}
+        self._there: dict[str, int] = {}
+        self._written: dict[str, int] = {}
+
+    def send(self, directory: Path, excludes: Sequence[str], transfers: Mapper) -> Sent:
+        now_ns = time.time_ns()
+        local = sorted(_scan(directory, "", excludes), key=lambda each: each.path)
+        if any(self._unchanged(each) is None for each in local):
+            self._there = self._listed()  # what a killed try has sent for this number need not be sent again
+        files = tuple(file for file in transfers(self._sent, local) if file)
+        kept = {file.path for file in files}
+        stamps = {each.path: each.stamp for each in local if each.path in kept and _is_settled(each, now_ns)}
+        if self._base and files == self._base.files:
+            return Sent(self._base, stamps)
+        index = ArtifactIndex(number=self._number, write_id=uuid.uuid4().hex, files=files)
+        listed = self._listed()
+        self._see(listed)
+        publish_index(self._store, self._folder, index)
+        self._store.delete(beyond_use(listed, self._folder, index))
+        return Sent(index, stamps)
+
+    def _listed(self) -> dict[str, int]:
+        return {each.path: each.size_bytes for each in self._store.list(files_folder(self._folder))}
+
+    def _unchanged(self, local: _Local) -> ArtifactFile | None:
+        """Return the file as it lies on the target, if it can be said without reading it."""
+        return self._of_path.get(local.path) if self._stamps.get(local.path) == local.stamp else None
+
+    def _sent(self, local: _Local) -> ArtifactFile | None:
+        """Return the file as it lies on the target, sent if need be; None if it has vanished."""
+        if known := self._unchanged(local):
+            return known
+        for _ in range(_REREADS):
+            try:
+                with local.file.open("rb", buffering=0) as file:
+                    size_bytes = os.fstat(file.fileno()).st_size
+                    parts = tuple(self._parts(file.fileno(), size_bytes, local.file.name))
+                    if sum(part.size_bytes for part in parts) == size_bytes:
+                        break  # neither cut nor replaced by something shorter while it was read
+            except FileNotFoundError:
+                return None
+        return ArtifactFile(path=local.path, mode=local.stamp[3] & 0o777, parts=parts)
+
+    def _parts(self, file: int, size_bytes: int, name: str) -> Iterator[ArtifactPart]:
+        several = size_bytes > _PART_BYTES
+        for offset in range(0, size_bytes, _PART_BYTES):
+            data = os.pread(file, min(_PART_BYTES, size_bytes - offset), offset)
+            if not data:
+                return
+            of_part = f"{name}.{offset // _PART_BYTES:05d}" if several else name
+            yield self._part(data, _portable(of_part))
+
+    def _part(self, data: bytes, name: str) -> ArtifactPart:
+        digest = digest_of(data)
+        if known := self._of_digest.get((digest, name)):
+            return known
+        path = part_path(digest, self._number, name)
+        whole = f"{self._folder}/{path}" if self._folder else path
+        if self._there.get(whole) != len(data):
+            self._store.put(whole, data)
+            self._written[whole] = len(data)
+        return ArtifactPart(object=path, size_bytes=len(data), digest=digest)
+
+    def _see(self, listed: Mapping[str, int]) -> None:
+        """Believe no client: what was sent must be there, whole, before the index says so."""
+        for path, size_bytes in self._written.items():
+            found = listed.get(path)
+            if found != size_bytes and (found := self._store.size(path)) != size_bytes:
+                raise StoreUnavailable(f"{path}: sent {size_bytes} bytes, but the target has {found or 'nothing'}")
+
+
+def _scan(directory: Path, below: str, excludes: Sequence[str]) -> Iterator[_Local]:
+    for entry in os.scandir(directory):
+        path = f"{below}{entry.name}"
+        if is_excluded(path, excludes) or not _is_sendable(path):
+            continue
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _scan(directory / entry.name, f"{path}/", excludes)
+            elif entry.is_file() and (not entry.is_symlink() or _stays_inside(directory, entry.name, below)):
+                yield _Local(path, directory / entry.name, _stamp(entry.stat()))
+        except FileNotFoundError:
+            continue  # deleted since the folder was opened
+
+
+def _stays_inside(directory: Path, name: str, below: str) -> bool:
+    top = directory.resolve().parents[below.count("/") - 1] if below else directory.resolve()
+    return (directory / name).resolve().is_relative_to(top)
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return (status.st_size, status.st_mtime_ns, status.st_ino, stat.S_IMODE(status.st_mode))
+
+
+def _is_settled(local: _Local, now_ns: int) -> bool:
+    """Whether a later write would show in the stamp: a file written to just now may be so again in no time."""
+    return local.stamp[1] < now_ns - _SETTLED_NS
+
+
+def _is_sendable(path: str) -> bool:
+    return "\\" not in path and path.isprintable() and not _HALF_RECEIVED.fullmatch(_name(path))
+
+
+def _portable(name: str) -> str:
+    """Return a name that every object store takes as the last part of a path."""
+    return name[-100:]
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+# ------------------------------------------------------------------------------------------------ the way back
+
+
+def receive_artifacts(store: ObjectStore, folder: str, directory: Path, excludes: Sequence[str]) -> None:
+    """Make `directory` hold what `folder` on the target shows: what differs is fetched, verified, and replaced.
+
+    Local files that the target does not have stay. Of a folder without an index (anybody's) every file is
+    fetched, and its size checked.
+
+    Raises:
+        CheckpointNotFound: nothing lies there.
+        CheckpointCorrupt: bytes are missing or altered; the file they belong to is left as it was.
+        InvalidInput: a local link or file is in the way.
+    """
+    for attempt in range(_REREADS):
+        index = newest_index(store, folder)
+        if index is None:
+            return _receive_plain(store, folder, directory, excludes)
+        try:
+            wanted = [file for file in index.files if not is_excluded(file.path, excludes)]
+            with side_by_side() as transfers:
+                for _ in transfers(lambda file: _receive(store, folder, directory, file), wanted):
+                    pass
+        except ObjectNotFound as gone:
+            if attempt + 1 == _REREADS or newest_index(store, folder) == index:
+                raise CheckpointCorrupt(f"{folder}: index {index.number} refers to what is missing: {gone}") from gone
+        else:
+            return None
+    return None
+
+
+def _receive(store: ObjectStore, folder: str, directory: Path, file: ArtifactFile) -> None:
+    place = _place(directory, file.path)
+    if _holds(place, file):
+        return
+
+    def parts() -> Iterator[bytes]:
+        for part in file.parts:
+            path = f"{folder}/{part.object}" if folder else part.object
+            data = bytes(store.read(path))
+            if (found := digest_of(data)) != part.digest:
+                raise CheckpointCorrupt(f"{file.path!r} at {path}: expected {part.digest[:12]}…, found {found[:12]}…")
+            yield data
+
+    _replace(place, parts(), file.mode)
+
+
+def _receive_plain(store: ObjectStore, folder: str, directory: Path, excludes: Sequence[str]) -> None:
+    start = f"{folder}/" if folder else ""
+    listed = [each for each in store.list(folder) if not each.path.endswith("/")]
+    if not listed:
+        raise CheckpointNotFound(f"{folder or 'the root of the target'}: there is nothing to sync down")
+    for each in listed:
+        path = each.path.removeprefix(start)
+        if is_excluded(path, excludes):
+            continue
+        data = bytes(store.read(each.path))
+        if len(data) != each.size_bytes:
+            raise StoreUnavailable(f"{each.path}: expected {each.size_bytes} bytes, found {len(data)}; try again")
+        _replace(_place(directory, path), iter([data]), 0o644)
+
+
+def _place(directory: Path, path: str) -> Path:
+    """Return where `path` goes, below `directory` whatever links lie there."""
+    place = directory / path
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise CheckpointCorrupt(f"{path!r}: the name leads out of the directory")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as in_the_way:
+        raise InvalidInput(f"{place}: a local file is in the way of its folder: remove it") from in_the_way
+    if not place.parent.resolve().is_relative_to(directory.resolve()):
+        raise InvalidInput(f"{place}: a local link leads out of {directory}: remove it")
+    if place.is_dir():
+        raise InvalidInput(f"{place}: a local folder is in the way of a file: remove it")
+    return place
+
+
+def _holds(place: Path, file: ArtifactFile) -> bool:
+    try:
+        if place.is_symlink() or place.stat().st_size != file.size_bytes:
+            return False
+        with place.open("rb", buffering=0) as found:
+            return all(digest_of(found.read(part.size_bytes)) == Digest(part.digest) for part in file.parts)
+    except FileNotFoundError:
+        return False
+
+
+def _replace(place: Path, parts: Iterator[bytes], mode: int) -> None:
+    fresh = place.with_name(f".{uuid.uuid4().hex}.part")
+    try:
+        with fresh.open("xb") as file:
+            for data in parts:
+                file.write(data)
+        fresh.chmod(mode | stat.S_IRUSR)
+        fresh.replace(place)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def delete_everything(store: ObjectStore, folder: str) -> None:
+    """Delete every object below `folder`. A deletion cut short is finished by the next one.
+
+    Raises:
+        InvalidInput: that would be the whole target.
+    """
+    if not folder:
+        raise InvalidInput("delete: expected a folder of the target; everything on it is never deleted")
+    while listed := store.list(folder):
+        store.delete([each.path for each in listed])

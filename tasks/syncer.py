@@ -1,0 +1,230 @@
+"""`pt.Syncer`: how a trial's own files travel to the target and back; one may bring one's own."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from enum import Enum
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from prefect_tune.blocks.resolve import validate_target
+
+from prefect_tune.core.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    DeadlineExceeded,
+    InvalidInput,
+    StoreRefused,
+    TuneError,
+    UnknownVersion,
+)
+
+if TYPE_CHECKING:
+    from prefect_tune.blocks import StorageTarget, SyncConfig
+
+__all__ = ["Direction", "SyncTimedOut", "Syncer", "syncer_for"]
+
+_LONGEST_PAUSE_SECONDS = 60.0
+_HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion)
+
+
+class SyncTimedOut(DeadlineExceeded, TimeoutError):
+    """A sync did not end in time: retry, or raise the timeout."""
+
+
+class Direction(Enum):
+    """Which way files travel."""
+
+    UP = "up"
+    DOWN = "down"
+
+
+class Syncer(ABC):
+    """Moves a directory to a target and back, at most once per period, and tries again what failed.
+
+    A subclass needs the three abstract methods and nothing else, not even a constructor that calls this one.
+    They may do their work at once, or begin it and have `wait` see to its end. A subclass that begins it should
+    override `wait`, so that it raises what went wrong, and `retry`.
+    """
+
+    sync_period: timedelta = timedelta(seconds=300)
+    """The least time between two syncs that `sync_up_if_needed` and `sync_down_if_needed` begin."""
+    sync_timeout: timedelta = timedelta(seconds=1800)
+    """The most time that one sync may take; for `wait` to keep."""
+    last_sync_up_time: float = -math.inf
+    """When the last sync up that has not failed began, in seconds on this process's monotonic clock."""
+    last_sync_down_time: float = -math.inf
+
+    _clock = staticmethod(time.monotonic)
+    _sleep = staticmethod(time.sleep)
+
+    def __init__(self, sync_period: timedelta | float = 300, sync_timeout: timedelta | float = 1800) -> None:
+        """Keep the settings.
+
+        Args:
+            sync_period: as a timedelta, or in seconds; 0 for no throttling.
+            sync_timeout: as a timedelta, or in seconds.
+
+        Raises:
+            InvalidInput: a negative period, or a timeout that is not positive.
+        """
+        self.sync_period = _time("sync_period", sync_period)
+        self.sync_timeout = _time("sync_timeout", sync_timeout)
+        if not self.sync_timeout:
+            raise InvalidInput("sync_timeout: expected more than 0 seconds, found 0: no sync could ever end in time")
+
+    @abstractmethod
+    def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
+        """Make `remote_dir`, a URI, show `local_dir`, but for files that match a pattern in `exclude`.
+
+        Returns whether that was done, or is being done.
+        """
+
+    @abstractmethod
+    def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
+        """Make `local_dir` hold what `remote_dir`, a URI, shows, but for files that match a pattern in `exclude`.
+
+        Returns whether that was done, or is being done.
+        """
+
+    @abstractmethod
+    def delete(self, remote_dir: str) -> bool:
+        """Delete `remote_dir`, a URI, with everything below it. Returns whether that was, or is being, done."""
+
+    def retry(self) -> None:  # noqa: B027  a subclass that works at once has nothing to retry
+        """Do again what failed. Nothing to do where the work is done at once."""
+
+    def wait(self) -> None:  # noqa: B027  nor to wait for
+        """Return once nothing is under way any more, or raise what went wrong. For subclasses that work later."""
+
+    def wait_or_retry(self, max_retries: int = 3, backoff_s: float = 5) -> None:
+        """Wait; where that fails, pause, retry and wait again, up to `max_retries` times.
+
+        The pause doubles each time, from `backoff_s` seconds up to a minute, and is spread at random by half.
+
+        Raises:
+            InvalidInput: `max_retries` is not positive, or `backoff_s` negative.
+            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt: retrying cannot help.
+            TuneError: it failed each time; the last failure is its cause.
+        """
+        if max_retries < 1 or not backoff_s >= 0:
+            raise InvalidInput(f"expected max_retries >= 1 and backoff_s >= 0, found {max_retries} and {backoff_s}")
+        last: Exception | None = None
+        for attempt in range(max_retries + 1):
+            if last is not None:
+                self._pause(backoff_s * 2 ** (attempt - 1))
+                self.retry()
+            try:
+                return self.wait()
+            except _HOPELESS:
+                self.reset()
+                raise
+            except Exception as error:  # noqa: BLE001  a user's syncer may raise anything; the last is raised below
+                self.reset()
+                last = error
+        raise TuneError(f"sync failed, and {max_retries} retries too: {last}") from last
+
+    def _pause(self, seconds: float) -> None:
+        spread = random.uniform(0.5, 1.0)  # noqa: S311  it spreads retries, it keeps no secret
+        self._sleep(min(seconds, _LONGEST_PAUSE_SECONDS) * spread)
+
+    def sync_up_if_needed(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool | None:
+        """`sync_up` unless one began less than `sync_period` ago; None where it was not yet time.
+
+        A sync that was refused, or that is known to have failed, does not count.
+        """
+        if not self._is_due(Direction.UP):
+            return None
+        now = self._clock()
+        is_begun = self.sync_up(local_dir, remote_dir, exclude)
+        return self._noted(Direction.UP, now, is_begun=is_begun)
+
+    def sync_down_if_needed(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool | None:
+        """`sync_down` unless one began less than `sync_period` ago; None where it was not yet time."""
+        if not self._is_due(Direction.DOWN):
+            return None
+        now = self._clock()
+        is_begun = self.sync_down(remote_dir, local_dir, exclude)
+        return self._noted(Direction.DOWN, now, is_begun=is_begun)
+
+    def _is_due(self, direction: Direction) -> bool:
+        last = self.last_sync_up_time if direction is Direction.UP else self.last_sync_down_time
+        return self._clock() - last >= self.sync_period.total_seconds()
+
+    def _noted(self, direction: Direction, now_seconds: float, *, is_begun: bool) -> bool:
+        if is_begun and direction is Direction.UP:
+            self.last_sync_up_time = now_seconds
+        elif is_begun:
+            self.last_sync_down_time = now_seconds
+        return is_begun
+
+    def reset(self) -> None:
+        """Forget when the last syncs were: the next `..._if_needed` syncs."""
+        self.last_sync_up_time = self.last_sync_down_time = -math.inf
+
+    def close(self) -> None:  # noqa: B027  nor to let go of
+        """Let go of what is held; nothing is begun afterwards."""
+
+    @classmethod
+    def validate_upload_dir(cls, upload_dir: str | None) -> bool:
+        """Return True if `upload_dir` can be synced to, as far as can be said without connecting.
+
+        Raises:
+            InvalidInput: it cannot; the message says which package is missing, or what it may have meant.
+        """
+        if upload_dir:
+            validate_target(upload_dir)
+        return True
+
+
+def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
+    """Return who syncs artifacts to `target` under `config`; None if nobody is to.
+
+    Raises:
+        InvalidInput: `config.syncer` names none.
+    """
+    from prefect_tune.tasks.target_syncer import TargetSyncer
+
+    syncer = config.syncer
+    if syncer is None:
+        return None
+    if syncer == "auto":
+        return TargetSyncer(target, sync_period=config.sync_period, sync_timeout=config.sync_timeout)
+    if isinstance(syncer, str):
+        return _named(syncer, config)
+    if isinstance(syncer, Syncer):
+        return syncer
+    raise InvalidInput(f"syncer: expected 'auto', 'package.module:Name', a pt.Syncer or None, found {syncer!r}")
+
+
+def _named(name: str, config: SyncConfig) -> Syncer:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as missing:
+        raise InvalidInput(f"syncer {name!r}: cannot be imported: {missing}") from missing
+    if isinstance(found, Syncer):
+        return found
+    if isinstance(found, type) and issubclass(found, Syncer):
+        return _made(found, name, config)
+    raise InvalidInput(f"syncer {name!r}: expected a pt.Syncer, or a class of them, found {found!r}")
+
+
+def _made(kind: type[Syncer], name: str, config: SyncConfig) -> Syncer:
+    """Give the periods to a class that keeps this one's constructor, and set them on one that does not."""
+    try:
+        made = kind() if kind.__init__ is not Syncer.__init__ else kind(config.sync_period, config.sync_timeout)
+    except TypeError as unmade:
+        raise InvalidInput(f"syncer {name!r}: cannot be made without arguments: {unmade}") from unmade
+    return made
+
+
+def _time(name: str, value: timedelta | float) -> timedelta:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not 0 <= seconds < math.inf:
+        raise InvalidInput(f"{name}: expected a timedelta or seconds, not negative, found {value!r}")
+    return timedelta(seconds=seconds)

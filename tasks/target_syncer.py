@@ -1,0 +1,307 @@
+"""The syncer that is used unless one brings one's own: to any target, one command after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.blocks.resolve import resolve_target
+from prefect_tune.tasks.syncer import Direction, Syncer, SyncTimedOut
+
+from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, TuneError
+from prefect_tune.core.excludes import NEVER_ARTIFACTS
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.stores.artifacts import Sent, delete_everything, receive_artifacts, send_artifacts
+from prefect_tune.stores.uris import read_uri
+
+__all__ = ["TargetSyncer"]
+
+_GRACE = timedelta(seconds=10)  # for a store to end what its deadline has ended, and to say so
+_FIRST_PAUSE_SECONDS = 1.0
+
+
+class _Act(Enum):
+    UP = "sync up"
+    DOWN = "sync down"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    act: _Act
+    remote: str
+    local: str = ""
+    excludes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        places = {
+            _Act.UP: f"{self.local} to {self.remote}",
+            _Act.DOWN: f"{self.remote} to {self.local}",
+            _Act.DELETE: self.remote,
+        }
+        return f"{self.act.value} of {places[self.act]}"
+
+    def replaces(self, failed: _Command) -> bool:
+        """Whether nobody needs `failed` any more once this one is under way."""
+        writes = (_Act.UP, _Act.DELETE)
+        return self == failed or (self.remote == failed.remote and self.act in writes and failed.act in writes)
+
+
+class TargetSyncer(Syncer):
+    """Syncs directories with a target, in the background, one command at a time and in the order given.
+
+    What is asked while something is under way is queued, never dropped; a queued sync of the same directories
+    is the same sync, since it takes what is there when it begins. Each command has `sync_timeout` and is really
+    ended then. No second one ever begins before the first has ended.
+
+    Only what changed is sent. What was deleted locally disappears from the target with the next sync up; a sync
+    down deletes nothing locally. A reader of the target sees a whole sync or the one before. For `exclude`, see
+    `prefect_tune.core.excludes`; what old trainables leave behind (`NEVER_ARTIFACTS`) never travels.
+
+    `remote_dir` is a URI, or a folder on `target` where one is given. Pickled, it keeps its settings and what
+    `retry` would do; what is under way stays here.
+    """
+
+    def __init__(
+        self,
+        target: StorageTarget | None = None,
+        sync_period: timedelta | float = 300,
+        sync_timeout: timedelta | float = 1800,
+    ) -> None:
+        super().__init__(sync_period, sync_timeout)
+        self._target = target
+        self._last: _Command | None = None
+        self._failed: dict[_Command, Exception | None] = {}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._state = threading.Condition()
+        self._queue: deque[_Command] = deque()
+        self._running: _Command | None = None
+        self._began_seconds = 0.0
+        self._sent: dict[tuple[str, str], Sent] = {}
+        self._failures = 0
+        self._not_before_seconds = 0.0
+        self._is_closed = False
+
+    # ------------------------------------------------------------------------------------------- what is asked
+
+    def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
+        """Send what changed in `local_dir`; True, since it is begun or will be as soon as what is before it ends.
+
+        Raises:
+            InvalidInput: `remote_dir` names no place that can be synced to, or this syncer is closed.
+        """
+        return self._enqueue(_Command(_Act.UP, remote_dir, local_dir, _patterns(exclude)))
+
+    def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
+        """Fetch what differs into `local_dir`; otherwise as `sync_up`."""
+        return self._enqueue(_Command(_Act.DOWN, remote_dir, local_dir, _patterns(exclude)))
+
+    def delete(self, remote_dir: str) -> bool:
+        """Delete everything below `remote_dir`, after what was asked before; otherwise as `sync_up`."""
+        return self._enqueue(_Command(_Act.DELETE, remote_dir))
+
+    def retry(self) -> None:
+        """Do again what has failed and nothing later has made superfluous; where nothing has, the last command.
+
+        Raises:
+            TuneError: there was no command yet.
+        """
+        with self._state:
+            again = list(self._failed) or ([self._last] if self._last else [])
+        if not again:
+            raise TuneError("retry: no sync was asked for yet, so there is none to do again")
+        for command in again:
+            self._enqueue(command)
+
+    def wait(self, timeout: timedelta | float | None = None) -> None:
+        """Return once everything that was asked for is done, newest content included.
+
+        Args:
+            timeout: how long to wait; 0 not at all. None: as long as the commands may take.
+
+        Raises:
+            SyncTimedOut: not done within `timeout`, or a command was ended by `sync_timeout`; a `TimeoutError` too.
+            TuneError: a command failed; of the class of its cause. It is raised until it is retried with success,
+                or a later command has made it superfluous.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        until = None if seconds is None else self._clock() + seconds
+        with self._state:
+            while self._running or self._queue:
+                self._wait_a_while(until)
+            for command, error in self._failed.items():
+                raise _told(command, error)
+
+    def _wait_a_while(self, until: float | None) -> None:
+        """Wait for the next change.
+
+        Raises:
+            SyncTimedOut: there will be none in time.
+        """
+        now = self._clock()
+        ends = self._began_seconds + (self.sync_timeout + _GRACE).total_seconds() if self._running else now + 1
+        remaining = min(ends, ends if until is None else until) - now
+        if remaining <= 0:
+            late = self._running or self._queue[0]
+            raise SyncTimedOut(f"{late}: not done in time; nothing else is begun before it has ended")
+        self._state.wait(min(remaining, 1.0))
+
+    def close(self) -> None:
+        """Wait for what was asked for, then take no more. Closing twice is closing once."""
+        with self._state:
+            self._is_closed = True
+        self.wait()
+
+    def reset(self) -> None:
+        """Let the next `..._if_needed` sync, however recent the last sync or failure."""
+        super().reset()
+        with self._state:
+            self._not_before_seconds = 0.0
+
+    def _is_due(self, direction: Direction) -> bool:
+        """A sync under way counts as one; after failures the next is tried sooner than a period, but not at once."""
+        act = _Act.UP if direction is Direction.UP else _Act.DOWN
+        with self._state:
+            if self._queue or self._clock() < self._not_before_seconds:
+                return False
+            if self._running and self._running.act is act:
+                return self._clock() - self._began_seconds >= self.sync_period.total_seconds()
+        return super()._is_due(direction)
+
+    def _noted(self, direction: Direction, now_seconds: float, *, is_begun: bool) -> bool:  # noqa: ARG002
+        return is_begun  # it counts once it has succeeded
+
+    # ------------------------------------------------------------------------------------------ how it is done
+
+    def _enqueue(self, command: _Command) -> bool:
+        self._place(command.remote)
+        with self._state:
+            if self._is_closed:
+                raise InvalidInput(f"{command}: this syncer is closed")
+            self._last = command
+            for failed in [failed for failed in self._failed if command.replaces(failed)]:
+                del self._failed[failed]
+            if command != self._last_for(command.remote):
+                self._queue.append(command)
+            if self._running is None:
+                self._begin()
+        return True
+
+    def _last_for(self, remote: str) -> _Command | None:
+        return next((waiting for waiting in reversed(self._queue) if waiting.remote == remote), None)
+
+    def _begin(self) -> None:
+        """Begin the next command, in a thread that the interpreter waits for: nothing is lost at its end."""
+        self._running = self._queue.popleft()
+        self._began_seconds = self._clock()
+        threading.Thread(target=self._run, args=(self._running,), name=f"{self._running}").start()
+
+    def _run(self, command: _Command) -> None:
+        error: Exception | None = TuneError("its thread was ended")
+        try:
+            self._do(command)
+            error = None
+        except Exception as failure:  # noqa: BLE001  it is kept, and raised to whoever waits
+            error = failure
+        finally:
+            with self._state:
+                self._note(command, error)
+                self._running = None
+                if self._queue:
+                    self._begin()
+                self._state.notify_all()
+
+    def _note(self, command: _Command, error: Exception | None) -> None:
+        if error is not None:
+            superfluous = any(waiting.replaces(command) for waiting in self._queue)
+            if not superfluous:
+                self._failed[command] = error
+            self._failures += 1
+            pause = min(_FIRST_PAUSE_SECONDS * 2**self._failures, self.sync_period.total_seconds())
+            self._not_before_seconds = self._clock() + pause
+            return
+        self._failures = 0
+        self._not_before_seconds = 0.0
+        if command.act is _Act.UP:
+            self.last_sync_up_time = self._began_seconds
+        elif command.act is _Act.DOWN:
+            self.last_sync_down_time = self._began_seconds
+
+    def _do(self, command: _Command) -> None:
+        with self._opened(command.remote) as (store, folder):
+            match command.act:
+                case _Act.UP:
+                    where = (command.local, command.remote)
+                    before = self._sent.pop(where, Sent())
+                    self._sent[where] = send_artifacts(store, folder, Path(command.local), command.excludes, before)
+                case _Act.DOWN:
+                    receive_artifacts(store, folder, Path(command.local), command.excludes)
+                case _Act.DELETE:
+                    self._sent.clear()
+                    delete_everything(store, folder)
+
+    @contextmanager
+    def _opened(self, remote: str) -> Iterator[tuple[ObjectStore, str]]:
+        target, folder = self._place(remote)
+        with target.open(timeout=self.sync_timeout) as store:
+            yield store, folder
+
+    def _place(self, remote: str) -> tuple[StorageTarget, str]:
+        """Return the target and the folder on it that `remote` names."""
+        if self._target is None:
+            return _found(remote)
+        folder = remote
+        if "://" in remote:
+            folder = remote.removeprefix(self._target.uri)
+            if folder == remote or not folder.startswith("/"):
+                raise InvalidInput(f"{remote!r}: expected a folder below {self._target.uri}")
+        folder = folder.strip("/")
+        if any(part in ("", ".", "..") for part in folder.split("/")):
+            raise InvalidInput(f"{remote!r}: expected a folder on {self._target.uri}, without '.' and '..'")
+        return self._target, folder
+
+    # ------------------------------------------------------------------------------------------------- pickling
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._state:
+            failed = dict.fromkeys([*self._failed, *([self._running] if self._running else []), *self._queue])
+        kept = ("sync_period", "sync_timeout", "_target", "_last")
+        return {**{name: self.__dict__[name] for name in kept}, "_failed": failed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+
+def _found(remote: str) -> tuple[StorageTarget, str]:
+    """Return the target around the folder that a URI or a path names; a block's slug names a target itself."""
+    if "://" not in remote and not remote.startswith(("/", "./", "../", "~")):
+        return resolve_target(remote), ""
+    location = read_uri(remote)
+    above, _, folder = location.path.rpartition("/")
+    return resolve_target(location.at(above).uri), folder
+
+
+def _patterns(exclude: list[str] | None) -> tuple[str, ...]:
+    return (*(exclude or ()), *NEVER_ARTIFACTS)
+
+
+def _told(command: _Command, error: Exception | None) -> TuneError:
+    """Return what to raise for a failed command: what it was, of the class of what went wrong."""
+    if error is None:
+        return TuneError(f"{command}: was under way when this syncer was copied here, and may not be done: retry it")
+    told = TuneError(f"{command}: {error!r}")
+    if isinstance(error, TuneError):
+        told = (SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error))(f"{command}: {error}")
+    told.__cause__ = error
+    return told
