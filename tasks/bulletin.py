@@ -67,8 +67,12 @@ class Bulletin:
         try:
             MarkdownArtifact(key=self._key, markdown=markdown, description=self._description).create()
         except (PrefectException, HTTPError, OSError):
-            with self._guard:  # the API is away: the next round tries again, unless there is newer news
-                self._newest = markdown if self._newest is None else self._newest
+            self._put_back(markdown)  # the API is away: the next round tries again
+
+    def _put_back(self, markdown: str) -> None:
+        with self._guard:
+            if self._newest is None:
+                self._newest = markdown
 
 
 def trial_markdown(experiment: Experiment, trial: Trial, uri: str) -> str:

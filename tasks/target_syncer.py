@@ -178,7 +178,7 @@ class TargetSyncer(Syncer):
                 return self._clock() - self._began_seconds >= self.sync_period.total_seconds()
         return super()._is_due(direction)
 
-    def _noted(self, direction: Direction, now_seconds: float, *, is_begun: bool) -> bool:  # noqa: ARG002
+    def _noted(self, direction: Direction, now_seconds: float, *, is_begun: bool) -> bool:  # noqa: ARG002  it counts once it has succeeded
         return is_begun  # it counts once it has succeeded
 
     # ------------------------------------------------------------------------------------------ how it is done

@@ -59,6 +59,7 @@ class TrialSession:
             config=start.config,
             step=self.step,
             should_checkpoint=self.asked_to_stop,
+            _new_directory=self.new_directory,
         )
 
     def restored(self) -> Path | None:
@@ -70,6 +71,8 @@ class TrialSession:
         directory = _local_directory(checkpoint) if checkpoint is not None else None
         if directory is None:
             self.tell(told)
+        elif directory.parent == Path(self._start.staging):
+            self.hand_over(told, directory, "moved")
         elif self._start.overlap:
             self._wait_for_upload()
             self.hand_over(told, _copied(directory, self.new_directory()), "moved")

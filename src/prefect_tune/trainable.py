@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -67,6 +67,14 @@ class TrialInfo:
     """Steps trained so far, those before a resume among them."""
     should_checkpoint: bool
     """Whether the trial was asked to stop: report a checkpoint next, and the run ends with nothing lost."""
+    _new_directory: Callable[[], Path] = field(repr=False)
+
+    def new_checkpoint_dir(self) -> Path:
+        """Return a new empty directory for one checkpoint, taken over when it is reported.
+
+        A directory of one's own is copied by `commit="async"` before `pt.report` returns; this one is not.
+        """
+        return self._new_directory()
 
 
 class Session(Protocol):
@@ -88,7 +96,8 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
     """Tell the metrics of one step, and hand over a checkpoint of the state after it.
 
     Without a checkpoint it returns at once. With one it returns when the checkpoint is committed
-    on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time).
+    on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time);
+    a directory from `pt.get_trial().new_checkpoint_dir()` is taken over without a copy.
 
     Args:
         metrics: finite numbers, text, or JSON made of these.
