@@ -1,0 +1,125 @@
+"""A TCP proxy on loopback that can become a black hole: it accepts, reads, and never answers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+__all__ = ["TcpProxy"]
+
+_CHUNK_BYTES = 1 << 16
+
+
+class TcpProxy:
+    """Passes connections on to `port` of this machine, for the time of a `with` block."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._swallows = threading.Event()
+        self._refuses = threading.Event()
+        self._lock = threading.Lock()
+        self._clients: dict[socket.socket, socket.socket | None] = {}
+        self.accepted = 0
+
+    def __enter__(self) -> Self:
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen(256)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._hang_up()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def established(self) -> int:
+        """How many connections its clients keep open."""
+        with self._lock:
+            return len(self._clients)
+
+    def swallow(self) -> None:
+        """From now on accept, read, and never answer; on the connections that exist too."""
+        self._swallows.set()
+
+    def refuse(self) -> None:
+        """From now on nobody is there: connections are cut, new ones are closed at once."""
+        self._refuses.set()
+        self._hang_up()
+
+    def restore(self) -> None:
+        """Serve again. Connections that were swallowed stay dumb."""
+        self._swallows.clear()
+        self._refuses.clear()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:  # closed by __exit__
+                return
+            self.accepted += 1
+            if self._refuses.is_set():
+                client.close()
+                continue
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        server = None if self._swallows.is_set() else self._connected(client)
+        with self._lock:
+            self._clients[client] = server
+        if server is not None:
+            threading.Thread(target=self._pump_back, args=(server, client), daemon=True).start()
+        self._pump_forth(client, server)
+
+    def _connected(self, client: socket.socket) -> socket.socket | None:
+        try:
+            return socket.create_connection(("127.0.0.1", self._to))
+        except OSError:
+            client.close()
+            return None
+
+    def _pump_forth(self, client: socket.socket, server: socket.socket | None) -> None:
+        """Read until the client hangs up: then, and only then, its connection is gone."""
+        with suppress(OSError):
+            while data := client.recv(_CHUNK_BYTES):
+                if server is not None and not self._swallows.is_set():
+                    server.sendall(data)
+        self._close(client)
+
+    def _pump_back(self, server: socket.socket, client: socket.socket) -> None:
+        with suppress(OSError):
+            while data := server.recv(_CHUNK_BYTES):
+                if self._swallows.is_set():
+                    return
+                client.sendall(data)
+        if not self._swallows.is_set():
+            self._close(client)
+
+    def _close(self, client: socket.socket) -> None:
+        with self._lock:
+            server = self._clients.pop(client, None)
+        for each in (client, server):
+            if each is not None:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            clients = tuple(self._clients)
+        for client in clients:
+            self._close(client)

@@ -1,0 +1,74 @@
+"""Drivers to kill, and targets to kill them on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from pydantic import SecretStr
+
+from prefect_tune.blocks import LocalTarget, S3Target
+from tests.fakes.processes import free_port, running
+from tests.flows.driver import Drivers
+
+BUCKET = "durable"
+
+
+@pytest.fixture
+def drivers(prefect_server: str, tmp_path: Path) -> Iterator[Drivers]:
+    """Starts calls of the flow in processes of their own, against the session's server."""
+    started = Drivers(prefect_server, tmp_path)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def local_target(tmp_path: Path) -> LocalTarget:
+    return LocalTarget(path=str(tmp_path / "target"))
+
+
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Return the port of a moto server, a process of its own, with one bucket."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("moto") / "log"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with running(command, port, log):
+        _make_bucket(port)
+        yield port
+
+
+@pytest.fixture
+def s3_target(s3_port: int) -> S3Target:
+    """Return a prefix of its own in the session's bucket."""
+    return s3_at(s3_port)
+
+
+def s3_at(port: int, *, request_timeout_seconds: float = 60) -> S3Target:
+    """Return a new prefix in the bucket, reached through `port`."""
+    return S3Target(
+        bucket=BUCKET,
+        prefix=uuid4().hex,
+        region="us-east-1",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        allow_http=True,
+        access_key_id="test",
+        secret_access_key=SecretStr("test"),
+        request_timeout_seconds=request_timeout_seconds,
+    )
+
+
+def _make_bucket(port: int) -> None:
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        region_name="us-east-1",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+    )
+    client.create_bucket(Bucket=BUCKET)

@@ -1,0 +1,180 @@
+"""A process that calls the flow, made to be killed: forked from one that has imported everything already."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+__all__ = ["Driver", "Drivers", "until"]
+
+_MARK = "PREFECT_TUNE_TEST_DRIVER"
+
+
+def until(condition: Any, *, seconds: float, what: str) -> None:
+    """Return as soon as `condition()` holds; fail when it does not within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.002)
+
+
+@dataclass(frozen=True)
+class Driver:
+    """A running call of the flow, in a session of its own."""
+
+    process: BaseProcess
+    folder: Path
+    mark: str
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it to the flow's process alone."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """`kill -9` of the flow's process alone."""
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.process.join(20)
+
+    def kill_everything(self) -> None:
+        """`kill -9` of the flow and of the trial, as near to at once as can be: what a machine's end looks like."""
+        trials = self.trials()
+        for pid in (self.pid, *trials):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.join(20)
+
+    def trials(self) -> Sequence[int]:
+        """Return the processes that train, found by what they are, not by what the flow says."""
+        return [pid for pid in self.family() if b"prefect_tune.trial_process" in _file_of(pid, "cmdline")]
+
+    def family(self) -> Sequence[int]:
+        """Return every process that descends from this one and lives, whoever its parent is by now."""
+        mark = f"{_MARK}={self.mark}".encode()
+        pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+        return [pid for pid in pids if pid != self.pid and mark in _file_of(pid, "environ").split(b"\0")]
+
+    def require_no_leftovers(self) -> None:
+        """Fail if a process that it started outlives it by more than a moment."""
+        until(lambda: not self.family(), seconds=10, what=f"the end of {self.family()} after {self.pid}")
+
+    def wait(self, *, seconds: float = 90) -> Mapping[str, Any]:
+        """Wait until it has ended by itself; return its result, or `{"error": class, "message": text}`."""
+        self.process.join(seconds)
+        if self.process.is_alive():
+            raise AssertionError(f"goes on after {seconds:g} s:\n{self.log[-4000:]}")
+        return self.outcome()
+
+    def outcome(self) -> Mapping[str, Any]:
+        """Return what it ended with; empty when it was killed."""
+        path = self.folder / "outcome.json"
+        found: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+
+def _file_of(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
+
+
+class Drivers:
+    """Starts drivers; none outlives the `with` block."""
+
+    def __init__(self, api_url: str, folder: Path) -> None:
+        self._api_url = api_url
+        self._folder = folder
+        self._started: list[Driver] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.flows.preloaded"])
+
+    def start(self, *arguments: Any, api_url: str | None = None, **options: Any) -> Driver:
+        """Call `durable_trainable(*arguments, **options)` in a new process."""
+        mark = uuid4().hex
+        folder = self._folder / f"driver-{len(self._started)}"
+        folder.mkdir(parents=True)
+        call = (str(folder), mark, api_url or self._api_url, arguments, options)
+        process = self._context.Process(target=_drive, args=call, daemon=False)
+        process.start()
+        driver = Driver(process, folder, mark)
+        self._started.append(driver)
+        return driver
+
+    def close(self) -> None:
+        """End those that still run, stopped ones among them."""
+        for driver in self._started:
+            if driver.is_alive():
+                driver.kill_everything()
+            driver.require_no_leftovers()
+
+    @property
+    def last(self) -> Driver:
+        return self._started[-1]
+
+
+def _drive(folder: str, mark: str, api_url: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+    os.setsid()
+    os.environ[_MARK] = mark
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: api_url}):
+        outcome = _called(arguments, options)
+    path = Path(folder) / "outcome.json"
+    path.with_suffix(".new").write_text(json.dumps(outcome))
+    path.with_suffix(".new").rename(path)
+    if "error" in outcome:
+        raise SystemExit(3)
+
+
+def _called(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    from prefect_tune.flows.durable_trainable import durable_trainable
+
+    try:
+        result = durable_trainable(*arguments, **options)
+    except BaseException as error:  # noqa: BLE001  the process's edge: whatever it was becomes its outcome
+        return {"error": type(error).__name__, "message": str(error)}
+    return {
+        "status": str(result.status),
+        "reason": result.reason,
+        "step": result.step,
+        "metrics": dict(result.metrics),
+        "attempts": result.attempts,
+        "wasted_steps": result.wasted_steps,
+        "checkpoint": result.checkpoint.name if result.checkpoint else None,
+    }
+
+
+def waited(seconds: float) -> Iterator[None]:
+    """Yield every few milliseconds, for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield
+        time.sleep(0.005)

@@ -1,0 +1,19 @@
+"""What the process that drivers are forked from has imported: seconds that no kill has to wait for."""
+
+from __future__ import annotations
+
+import importlib
+
+# No threads and no event loop may exist before the fork; importing makes none.
+for _name in (
+    "prefect.client.orchestration",
+    "prefect.flow_engine",
+    "prefect.task_engine",
+    "prefect.events.worker",
+    "prefect.logging.handlers",
+    "prefect_tune.flows.durable_trainable",
+    "prefect_tune.stores.object_storage",
+    "prefect_tune.stores.posix",
+    "tests.trainables.numpy_mlp",
+):
+    importlib.import_module(_name)

@@ -1,0 +1,99 @@
+"""What a training must come out as, and what a target says of it: the judge, who shares no code with the flow."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.events import Reported
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import history, load
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.restore import read_manifest, restore
+from prefect_tune.core.trial import Trial
+from prefect_tune.stores.staging import DirectorySink
+from tests.trainables.numpy_mlp import Mlp, digest_of_directory
+
+__all__ = ["Undisturbed", "bytes_of_checkpoint", "experiment_at", "trial_at", "undisturbed", "violations"]
+
+TRIAL = "trial"
+_PATIENCE = timedelta(seconds=60)
+
+
+class Undisturbed:
+    """The same training in this process, without the package: the state's digest after each step, and the files."""
+
+    def __init__(self, steps: int) -> None:
+        model = Mlp({})
+        self.steps = steps
+        self.state: dict[int, str] = {}
+        self.files: dict[int, str] = {}
+        for step in range(1, steps + 1):
+            self.state[step] = str(model.train_step()["state"])
+            self.files[step] = _digest_of_saved(model)
+
+
+def _digest_of_saved(model: Mlp) -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        model.save(directory)
+        return digest_of_directory(Path(directory))
+
+
+@lru_cache
+def undisturbed(steps: int) -> Undisturbed:
+    """Return the undisturbed training of so many steps; trained once a session."""
+    return Undisturbed(steps)
+
+
+def experiment_at(target: StorageTarget, name: str) -> Experiment:
+    """Return the experiment as its journal tells it now, without opening it."""
+    with target.open(timeout=_PATIENCE) as store:
+        return load(store, name, side_by_side=map)
+
+
+def trial_at(target: StorageTarget, name: str) -> Trial:
+    """Return its only trial."""
+    return experiment_at(target, name).trial(TRIAL)
+
+
+def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: int) -> str:
+    """Restore a checkpoint, every byte verified, and return the sha256 over its files."""
+    key = CheckpointKey(trial=TrialKey(experiment=name, trial=TRIAL), step=step, sequence=sequence)
+    folder = Path(tempfile.mkdtemp())
+    try:
+        with target.open(timeout=_PATIENCE) as store:
+            manifest = read_manifest(store, key)
+            with DirectorySink(manifest, folder / "restored") as sink:
+                restore(store, manifest, sink, side_by_side=map)
+        return digest_of_directory(folder / "restored")
+    finally:
+        shutil.rmtree(folder)
+
+
+def violations(target: StorageTarget, name: str, truth: Undisturbed) -> Sequence[str]:
+    """Return what is wrong on the target, whatever has just died: journal, every report, every live checkpoint."""
+    experiment = experiment_at(target, name)
+    found = list(_of_reports(target, name, truth.state))
+    trial = experiment.trials.get(TRIAL)
+    for each in trial.checkpoints if trial else ():
+        if bytes_of_checkpoint(target, name, each.step, each.sequence) != truth.files[each.step]:
+            found.append(f"the checkpoint of step {each.step} holds other bytes than the undisturbed training")
+        if each.metrics.get("state") != truth.state[each.step]:
+            found.append(f"the checkpoint of step {each.step} is said to have state {each.metrics}")
+    return found
+
+
+def _of_reports(target: StorageTarget, name: str, state: Mapping[int, str]) -> Sequence[str]:
+    with target.open(timeout=_PATIENCE) as store:
+        entries = history(store, name, side_by_side=map)
+    reports = [event.report for entry in entries for event in entry.events if isinstance(event, Reported)]
+    return [
+        f"step {report.step} was journaled with another state than the undisturbed training's"
+        for report in reports
+        if report.metrics.get("state") != state.get(report.step)
+    ]
