@@ -10,25 +10,26 @@ from typing import Any, Literal, assert_never
 
 from prefect import flow
 from prefect.logging import get_run_logger
-from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
-from prefect_tune.flows.request import experiment_name, stopper_for, storable_config, valid_trainable
-from prefect_tune.tasks import restore_experiment_state, run_trial
-from prefect_tune.tasks.attempt import Failed
-from prefect_tune.tasks.experiment_state import read_experiment, write_entry
-from prefect_tune.tasks.interruption import interruption
-from prefect_tune.tasks.plan import TrialPlan, payload
-from prefect_tune.tasks.stamp import new_stamp, this_owner
 
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.checkpoint import Checkpoint
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, Superseded, TrialFailed
 from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, verdict
-from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.values import StepReport
+from prefect_tune.flows.request import experiment_name, stopper_for, storable_config, valid_trainable
+from prefect_tune.tasks import restore_experiment_state, run_trial
+from prefect_tune.tasks.attempt import Failed
+from prefect_tune.tasks.experiment_state import check_target, read_experiment, write_entry
+from prefect_tune.tasks.interruption import interruption
+from prefect_tune.tasks.plan import TrialPlan, payload
+from prefect_tune.tasks.stamp import new_stamp, this_owner
 
 __all__ = ["TrialResult", "durable_trainable"]
 
@@ -45,7 +46,8 @@ class TrialResult:
     reason: str
     step: int
     metrics: Mapping[str, object]
-    checkpoint: CheckpointKey | None
+    checkpoint: Checkpoint | None
+    """The newest committed one."""
     attempts: int
     wasted_steps: int
 
@@ -116,6 +118,7 @@ def durable_trainable(
 def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, policy: FailurePolicy) -> TrialResult:
     log = get_run_logger()
     with interruption() as stop:
+        check_target(plan.target)
         state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp())
         state = _ready(plan, state, config, stopper, policy)
         log.info("%s", _where_it_stands(plan, state))
@@ -208,7 +211,7 @@ def _result(plan: TrialPlan, trial: Trial) -> TrialResult:
         reason=trial.reason,
         step=trial.step,
         metrics=trial.metrics,
-        checkpoint=newest_key(plan.trial, trial),
+        checkpoint=plan.target.checkpoint(key) if (key := newest_key(plan.trial, trial)) else None,
         attempts=trial.attempt,
         wasted_steps=trial.wasted_steps,
     )

@@ -10,12 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
+from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished
+from prefect_tune.core.wire import Broke, FromTrial, Loaded, Saved, StepDone, StopAndSave, TrialEnded
 from prefect_tune.tasks.ledger import HandedOver, Ledger
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.trial_channel import TrialChannel
-
-from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished
-from prefect_tune.core.wire import Broke, FromTrial, Loaded, Saved, StepDone, StopAndSave, TrialEnded
 
 __all__ = ["Done", "Failed", "Outcome", "events_of", "supervise"]
 

@@ -8,9 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from prefect import task
-from prefect_tune.blocks import StorageTarget
-from prefect_tune.tasks.transient import RETRYING
 
+from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.collect import collect
 from prefect_tune.core.commit import commit, reusable
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
@@ -20,6 +19,7 @@ from prefect_tune.core.restore import read_manifest, restore
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial
 from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
+from prefect_tune.tasks.transient import RETRYING
 
 __all__ = ["SavedCheckpoint", "delete_checkpoint", "restore_checkpoint", "save_checkpoint"]
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from prefect import task
-from prefect_tune.blocks import StorageTarget
-from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING, unseen
+from prefect.logging import get_run_logger
 
+from prefect_tune.blocks import StorageTarget, TargetCheck
 from prefect_tune.core.adopt import adopt
 from prefect_tune.core.errors import JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
 from prefect_tune.core.events import Event, Owner
@@ -17,10 +16,27 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import SNAPSHOT_EVERY, append, load, take_over, write_snapshot
 from prefect_tune.core.values import Stamp
 from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tasks.stamp import new_stamp
+from prefect_tune.tasks.transient import RETRYING, unseen
 
-__all__ = ["read_experiment", "restore_experiment_state", "sync_experiment_state", "write_entry"]
+__all__ = ["check_target", "read_experiment", "restore_experiment_state", "sync_experiment_state", "write_entry"]
 
 _TIMEOUT_SECONDS = 120.0
+
+
+@task(name="check-target", task_run_name="check {target.uri}", **RETRYING)
+def check_target(target: StorageTarget, *, timeout_seconds: float = 30.0) -> TargetCheck:
+    """Find out, by using it, whether `target` can be trusted with checkpoints; says in one line what is wrong.
+
+    Raises:
+        StoreRefused: it cannot be, or not with this configuration.
+    """
+    found = target.check(timeout=timedelta(seconds=timeout_seconds))
+    if not found.ok:
+        raise StoreRefused(found.message)
+    if not found.conditional_create:
+        get_run_logger().warning("%s", found.message)
+    return found
 
 
 @task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)

@@ -12,14 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from prefect_tune.tasks.bulletin import Bulletin, trial_markdown
-from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, save_checkpoint
-from prefect_tune.tasks.experiment_state import write_entry
-from prefect_tune.tasks.plan import TrialPlan
-from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import unseen
-from prefect_tune.tasks.trial_channel import Log
-
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable
 from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported
 from prefect_tune.core.experiment import Experiment
@@ -28,6 +20,14 @@ from prefect_tune.core.manifest import About
 from prefect_tune.core.retention import retired
 from prefect_tune.core.trial import Trial, newest_key
 from prefect_tune.core.values import StepReport, shown_size
+from prefect_tune.tasks.bulletin import Bulletin, trial_markdown
+from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.experiment_state import write_entry
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.stamp import new_stamp
+from prefect_tune.tasks.transient import unseen
+from prefect_tune.tasks.trial_artifacts import TrialArtifacts
+from prefect_tune.tasks.trial_channel import Log
 
 __all__ = ["HandedOver", "Ledger"]
 
@@ -49,9 +49,10 @@ class Ledger:
     out in that order, in the context of the task that made it, so that its work shows under that task.
     """
 
-    def __init__(self, plan: TrialPlan, experiment: Experiment, log: Log) -> None:
+    def __init__(self, plan: TrialPlan, experiment: Experiment, artifacts: TrialArtifacts, log: Log) -> None:
         self._plan = plan
         self._experiment = experiment
+        self._artifacts = artifacts
         self._log = log
         self._waiting: list[StepReport] = []
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -74,7 +75,7 @@ class Ledger:
         self._waiting.append(report)
         if timedelta(seconds=time.monotonic() - self._synced_at) >= self._plan.sync.sync_period:
             self._synced_at = time.monotonic()
-            self._work.put(lambda: self._write(()))
+            self._work.put(self._sync)
 
     def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
         """Have it committed, and then call `committed` with its step, from the ledger's thread."""
@@ -87,6 +88,7 @@ class Ledger:
         Raises what the ledger's thread died of.
         """
         self._work.put(lambda: self._write(events(self._trial)))
+        self._work.put(self._artifacts.close)
         self._work.put(None)
         self._thread.join()
         self._bulletin.close()
@@ -104,6 +106,10 @@ class Ledger:
     def _trial(self) -> Trial:
         return self._experiment.trial(self._plan.trial.trial)
 
+    def _sync(self) -> None:
+        self._write(())
+        self._artifacts.after_report()
+
     def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
         reports = self._take_reports(handed_over.report.step)
         key = CheckpointKey(trial=self._plan.trial, step=handed_over.report.step, sequence=self._experiment.number)
@@ -119,6 +125,7 @@ class Ledger:
         doomed = self._commit(saved, handed_over.report, reports)
         committed(handed_over.report.step)
         self._tell(saved)
+        self._artifacts.after_commit()
         if handed_over.ours:
             shutil.rmtree(handed_over.directory)
         self._delete(doomed)

@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import Literal
 
 import cloudpickle
-from prefect_tune.blocks import StorageTarget, SyncConfig
 
+from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.layout import TrialKey

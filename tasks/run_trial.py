@@ -10,13 +10,6 @@ from pathlib import Path
 
 from prefect import task
 from prefect.logging import get_run_logger
-from prefect_tune.tasks.attempt import Outcome, events_of, supervise
-from prefect_tune.tasks.checkpoints import restore_checkpoint
-from prefect_tune.tasks.experiment_state import read_experiment, write_entry
-from prefect_tune.tasks.ledger import Ledger
-from prefect_tune.tasks.plan import TrialPlan
-from prefect_tune.tasks.transient import RETRYING
-from prefect_tune.tasks.trial_channel import Log, trial_in_place, trial_process
 
 from prefect_tune.core.curve import curve
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, Superseded
@@ -28,6 +21,14 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start
 from prefect_tune.stores.scratch import scratch_directory
 from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tasks.attempt import Outcome, events_of, supervise
+from prefect_tune.tasks.checkpoints import restore_checkpoint
+from prefect_tune.tasks.experiment_state import read_experiment, write_entry
+from prefect_tune.tasks.ledger import Ledger
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.transient import RETRYING
+from prefect_tune.tasks.trial_artifacts import TrialArtifacts
+from prefect_tune.tasks.trial_channel import Log, trial_in_place, trial_process
 
 __all__ = ["run_trial"]
 
@@ -55,7 +56,10 @@ def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> Outcome:
         (scratch / "artifacts").mkdir()
         experiment, restored = _restore_newest(plan, experiment, scratch / "restored", log)
         experiment, start = _begin(plan, experiment, scratch, restored)
-        ledger = Ledger(plan, experiment, log)
+        artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
+        if start.attempt > 1:
+            artifacts.bring_back()
+        ledger = Ledger(plan, experiment, artifacts, log)
         open_channel = trial_process if plan.isolation == "process" else trial_in_place
         with open_channel(start, log) as channel:
             outcome = supervise(channel, ledger, plan, stop)

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from prefect_tune.blocks.resolve import validate_target
-
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,

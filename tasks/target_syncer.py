@@ -14,13 +14,12 @@ from typing import Any
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve import resolve_target
-from prefect_tune.tasks.syncer import Direction, Syncer, SyncTimedOut
-
 from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, TuneError
 from prefect_tune.core.excludes import NEVER_ARTIFACTS
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.artifacts import Sent, delete_everything, receive_artifacts, send_artifacts
 from prefect_tune.stores.uris import read_uri
+from prefect_tune.tasks.syncer import Direction, Syncer, SyncTimedOut
 
 __all__ = ["TargetSyncer"]
 
