@@ -132,8 +132,11 @@ class ArrowStore:
         fulls = [self._full(path) for path in paths]
         for full in fulls:
             with self._told(f"delete of {full!r}"):
-                if self._size_of(full) is not None:
+                is_there = self._size_of(full) is not None
+                if is_there:
                     self._remove(full)
+            if not is_there:
+                self._check_root(f"delete of {full!r}")
 
     # ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,333 @@
+"""Stores against a server that misbehaves: each failure gets its error, in time, and no lie becomes an absence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+
+import pyarrow.fs as arrow
+import pytest
+from obstore.store import S3Store
+
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CommitUnknown,
+    DeadlineExceeded,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TuneError,
+)
+from prefect_tune.core.settle import create_or_recognize
+from prefect_tune.core.store import Listed, ObjectStore
+from prefect_tune.stores import object_storage
+from prefect_tune.stores.arrow import ArrowStore
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.isolated import IsolatedStore
+from prefect_tune.stores.object_storage import ObstoreStore, client_times
+from tests.fakes.chaos_s3 import PASSING, REFUSALS, Chaos, ChaosS3
+from tests.fakes.s3_sink import SinkRequest
+
+DATA = bytes(range(256)) * 64
+
+
+@pytest.fixture
+def chaos() -> Iterator[ChaosS3]:
+    with ChaosS3(drip_period=timedelta(seconds=0.2)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_storage, "_PAUSES_SECONDS", (0.0, 0.01, 0.02, 0.04))
+
+
+@contextmanager
+def _obstore(endpoint: str, *, seconds: float, request_seconds: float = 0.4) -> Iterator[ObjectStore]:
+    def connect(limit: timedelta) -> S3Store:
+        times = client_times(limit)
+        return S3Store(
+            "bucket",
+            prefix="root",
+            endpoint=endpoint,
+            region="us-east-1",
+            access_key_id="key",
+            secret_access_key="secret",
+            client_options={**times["client_options"], "allow_http": True},
+            retry_config=times["retry_config"],
+        )
+
+    store = ObstoreStore(
+        connect,
+        deadline=Deadline.after(timedelta(seconds=seconds)),
+        request_limit=timedelta(seconds=request_seconds),
+    )
+    yield store
+    store.close()
+
+
+def _arrow_s3(endpoint: str) -> ArrowStore:
+    """Made in the child, with the client's own timeouts, which are long."""
+    filesystem = arrow.S3FileSystem(
+        access_key="key",
+        secret_key="secret",
+        endpoint_override=endpoint,
+        region="us-east-1",
+        retry_strategy=arrow.AwsStandardS3RetryStrategy(max_attempts=2),
+    )
+    return ArrowStore(filesystem, "bucket/root")
+
+
+@contextmanager
+def _isolated_arrow(endpoint: str, *, seconds: float) -> Iterator[ObjectStore]:
+    deadline = Deadline.after(timedelta(seconds=seconds))
+    with IsolatedStore(partial(_arrow_s3, endpoint), deadline=deadline, children_max=2) as store:
+        yield store
+
+
+def _acts(store: ObjectStore) -> dict[str, Callable[[], object]]:
+    return {
+        "create": lambda: store.create("new", DATA),
+        "put": lambda: store.put("other", DATA),
+        "read": lambda: store.read("there"),
+        "range": lambda: store.read("there", offset=10, length=100),
+        "size": lambda: store.size("there"),
+        "list": lambda: store.list(""),
+        "delete": lambda: store.delete(["there"]),
+    }
+
+
+def _outcomes(store: ObjectStore) -> dict[str, BaseException | None]:
+    """Do everything at once, and return what each act raised."""
+    acts = _acts(store)
+    with ThreadPoolExecutor(len(acts)) as pool:
+        calls = {name: pool.submit(act) for name, act in acts.items()}
+        return {name: call.exception() for name, call in calls.items()}
+
+
+def _furnish(chaos: ChaosS3) -> None:
+    with _obstore(chaos.endpoint, seconds=30, request_seconds=30) as store:
+        store.put("there", DATA)
+
+
+def _check_unavailable(outcomes: dict[str, BaseException | None], chaos: Chaos) -> None:
+    for act, error in outcomes.items():
+        expected = (StoreUnavailable, CommitUnknown) if act == "create" else (StoreUnavailable,)
+        assert isinstance(error, expected), f"{act}: {chaos.name} was told as {error!r}"
+
+
+# --------------------------------------------------------------------------------------- what may pass
+
+_NO_ANSWER = tuple(chaos for chaos in PASSING if chaos is not Chaos.HALF_BODY and chaos is not Chaos.HANG_IN_BODY)
+
+
+@pytest.mark.parametrize("kind", [*_NO_ANSWER, Chaos.DRIP], ids=lambda kind: kind.name)
+def test_what_does_not_pass_is_unavailable_in_time_and_never_absent(chaos: ChaosS3, kind: Chaos) -> None:
+    _furnish(chaos)
+    chaos.always(kind)
+    began = time.monotonic()
+    with _obstore(chaos.endpoint, seconds=1.5) as store:
+        outcomes = _outcomes(store)
+    assert time.monotonic() - began < 2.5
+    outcomes = {act: error for act, error in outcomes.items() if not _was_already_there(act, error, kind)}
+    _check_unavailable(outcomes, kind)
+
+
+def _was_already_there(act: str, error: BaseException | None, kind: Chaos) -> bool:
+    """A create that the server did before it failed meets its own object when it is tried again."""
+    return act == "create" and kind in (Chaos.LOSE_REPLY, Chaos.DONE_500) and isinstance(error, AlreadyExists)
+
+
+@pytest.mark.parametrize("kind", [Chaos.HALF_BODY, Chaos.HANG_IN_BODY], ids=lambda kind: kind.name)
+def test_half_a_body_is_never_an_answer(chaos: ChaosS3, kind: Chaos) -> None:
+    _furnish(chaos)
+    chaos.always(kind, only=lambda request: request.method == "GET")
+    with _obstore(chaos.endpoint, seconds=1.5) as store:
+        outcomes = _outcomes(store)
+    for act in ("read", "range", "list"):
+        assert isinstance(outcomes[act], StoreUnavailable), f"{act}: {outcomes[act]!r}"
+
+
+@pytest.mark.parametrize("kind", PASSING, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("act", ["put", "read", "range", "size", "list", "delete"])
+def test_what_passes_is_not_noticed(chaos: ChaosS3, act: str, kind: Chaos) -> None:
+    _furnish(chaos)
+    chaos.script([kind])
+    with _obstore(chaos.endpoint, seconds=20, request_seconds=0.8) as store:
+        found = _acts(store)[act]()
+    assert chaos.injected == {kind: 1}
+    expected = {"read": DATA, "range": DATA[10:110], "size": len(DATA), "list": [Listed("there", len(DATA))]}
+    assert (bytes(found) if act in ("read", "range") else found) == expected.get(act)  # type: ignore[call-overload]  # a buffer then
+
+
+@pytest.mark.parametrize("kind", PASSING, ids=lambda kind: kind.name)
+def test_a_create_is_done_once_whatever_passes(chaos: ChaosS3, kind: Chaos) -> None:
+    chaos.script([kind])
+    with _obstore(chaos.endpoint, seconds=20, request_seconds=0.8) as store:
+        create_or_recognize(store, "new", b"write id 1")
+        with pytest.raises(AlreadyExists):
+            create_or_recognize(store, "new", b"write id 2")
+        assert bytes(store.read("new")) == b"write id 1"
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("kind", REFUSALS, ids=lambda kind: kind.name)
+def test_a_refusal_is_told_as_one_by_every_act(chaos: ChaosS3, kind: Chaos) -> None:
+    _furnish(chaos)
+    chaos.always(kind)
+    with _obstore(chaos.endpoint, seconds=20) as store:
+        outcomes = _outcomes(store)
+    if kind is Chaos.NO_BUCKET:
+        assert isinstance(outcomes.pop("delete"), StoreRefused | None)  # a batch delete's 404 has no say
+    for act, error in outcomes.items():
+        assert isinstance(error, StoreRefused), f"{act}: {error!r}"
+
+
+def test_credentials_that_expire_midway_refuse_and_keep_what_was_written(chaos: ChaosS3) -> None:
+    chaos.script([None, None], then=Chaos.EXPIRE_403)
+    with _obstore(chaos.endpoint, seconds=20) as store:
+        store.put("a", DATA)
+        store.put("b", DATA)
+        with pytest.raises(StoreRefused, match="expired"):
+            store.put("c", DATA)
+        chaos.calm()
+        assert [listed.path for listed in store.list("")] == ["a", "b"]
+
+
+# ----------------------------------------------------------------------------------------------- lies
+
+
+def test_a_listing_in_small_pages_is_whole_and_sorted() -> None:
+    with ChaosS3(page_count=3) as pages, _obstore(pages.endpoint, seconds=20, request_seconds=10) as store:
+        for number in range(11):
+            store.put(f"f/{number:02d}", b"")
+        assert [listed.path for listed in store.list("f")] == [f"f/{number:02d}" for number in range(11)]
+        assert [listed.path for listed in store.list("f", after="f/07")] == ["f/08", "f/09", "f/10"]
+
+
+@pytest.mark.xfail(reason="obstore believes a reply whose length is wrong; hashes and JSON tell one level up")
+def test_half_a_range_that_is_called_the_whole_is_not_believed(chaos: ChaosS3) -> None:
+    _furnish(chaos)
+    chaos.always(Chaos.SHORT_LENGTH, only=lambda request: request.method == "GET")
+    with _obstore(chaos.endpoint, seconds=3) as store, suppress(StoreUnavailable):
+        assert len(store.read("there", offset=0, length=100)) == 100
+
+
+@pytest.mark.parametrize("kind", [Chaos.STORE_HALF, Chaos.STORE_NOTHING], ids=lambda kind: kind.name)
+def test_what_the_server_only_pretends_to_keep_shows_in_its_size(chaos: ChaosS3, kind: Chaos) -> None:
+    chaos.script([kind])
+    with _obstore(chaos.endpoint, seconds=20) as store:
+        store.put("a", DATA)
+        assert store.size("a") == (len(DATA) // 2 if kind is Chaos.STORE_HALF else None)
+        store.put("a", DATA)
+        assert bytes(store.read("a")) == DATA
+
+
+def test_a_stale_listing_shows_what_was_and_a_size_what_is(chaos: ChaosS3) -> None:
+    with _obstore(chaos.endpoint, seconds=20) as store:
+        store.put("old", b"1")
+        chaos.freeze_listing()
+        store.put("new", b"22")
+        chaos.script([Chaos.STALE_LISTING])
+        assert [listed.path for listed in store.list("")] == ["old"]
+        assert store.size("new") == 2
+        assert [listed.path for listed in store.list("")] == ["new", "old"]
+
+
+# ---------------------------------------------------------------------------------------------- storms
+
+
+def _retried(act: Callable[[], object]) -> object:
+    for _ in range(50):
+        with suppress(StoreUnavailable, CommitUnknown):
+            return act()
+    raise AssertionError("50 times in a row")
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(3, 30))])
+def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
+    """A quarter of all requests fail, in every way that passes; retries end it, and nothing is ever wrong."""
+    chaos.storm(seed, 0.25, [kind for kind in PASSING if kind not in (Chaos.HANG, Chaos.HANG_IN_BODY)])
+    with _obstore(chaos.endpoint, seconds=60, request_seconds=5) as store:
+
+        def work(number: int) -> None:
+            path, data = f"f/{number:02d}", bytes([number]) * 3000
+            assert _retried(lambda: store.size(path)) is None
+            with pytest.raises(ObjectNotFound):
+                _retried(lambda: store.read(path))
+            if number % 2:
+                _retried(lambda: create_or_recognize(store, path, data))
+            else:
+                _retried(lambda: store.put(path, data))
+            assert bytes(_retried(lambda: store.read(path))) == data  # type: ignore[call-overload]  # a buffer
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(24)))
+        listed = _retried(lambda: store.list("f"))
+        assert listed == [Listed(f"f/{number:02d}", 3000) for number in range(24)]
+        _retried(lambda: store.delete([f"f/{number:02d}" for number in range(0, 24, 2)]))
+        chaos.calm()
+        assert len(store.list("f")) == 12
+    assert sum(chaos.injected.values()) > 10
+
+
+# ------------------------------------------------------------- a client that does not know our deadline
+
+
+def _until(condition: Callable[[], bool], seconds: float = 5) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.parametrize("kind", [Chaos.HANG, Chaos.DRIP], ids=lambda kind: kind.name)
+def test_an_isolated_client_that_hangs_ends_in_time_and_leaves_no_connection(chaos: ChaosS3, kind: Chaos) -> None:
+    _furnish(chaos)
+    chaos.always(kind)
+    seconds = 4.0  # most of it for starting children that import pyarrow, on a busy machine
+    began = time.monotonic()
+    with _isolated_arrow(chaos.endpoint, seconds=seconds) as store:
+        outcomes = _outcomes(store)
+        assert time.monotonic() - began < seconds + 2
+    _check_unavailable(outcomes, kind)
+    assert sum(isinstance(error, DeadlineExceeded) for error in outcomes.values()) >= 6
+    assert _until(lambda: not chaos.connections)
+
+
+_DEEP = (Chaos.RESET, Chaos.LOSE_REPLY, Chaos.DENY_403, Chaos.EXPIRE_403)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Chaos.FAIL_503, Chaos.NO_BUCKET, *(pytest.param(kind, marks=pytest.mark.deep) for kind in _DEEP)],
+    ids=lambda kind: kind.name,
+)
+def test_an_isolated_client_tells_every_failure_as_it_is(chaos: ChaosS3, kind: Chaos) -> None:
+    _furnish(chaos)
+    chaos.always(kind)
+    with _isolated_arrow(chaos.endpoint, seconds=30) as store:
+        outcomes = _outcomes(store)
+    for act, error in outcomes.items():
+        allowed: tuple[type[TuneError], ...] = (StoreRefused,) if kind in REFUSALS else (StoreUnavailable,)
+        allowed += (CommitUnknown,) if act == "create" and kind not in REFUSALS else ()
+        assert isinstance(error, allowed), f"{act}: {kind.name} was told as {error!r}"
+
+
+@pytest.mark.parametrize("kind", [Chaos.STORE_HALF, Chaos.STORE_NOTHING], ids=lambda kind: kind.name)
+def test_an_isolated_client_that_reports_success_for_nothing_is_not_believed(chaos: ChaosS3, kind: Chaos) -> None:
+    def is_upload(request: SinkRequest) -> bool:
+        return request.method == "PUT" or (request.method == "POST" and kind is Chaos.STORE_NOTHING)
+
+    chaos.always(kind, only=is_upload)
+    with _isolated_arrow(chaos.endpoint, seconds=30) as store:
+        with pytest.raises(StoreUnavailable):
+            store.put("a", DATA)
+        chaos.calm()
+        assert store.size("a") is None
