@@ -21,7 +21,7 @@ _REGION = re.compile(r"expecting '([\w-]+)'")
 
 # In this order: a message that names the region also says 403, a missing bucket also says 404.
 _CAUSES: Mapping[str, str] = {
-    r"169\.254\.\d+\.\d+|metadata\.google|no credentials were given|CredentialsNotFound": (
+    r"169\.254\.\d+\.\d+|metadata\.google|/latest/api/token|/computeMetadata/|no credentials were given": (
         "no credentials: none in the block, environment or profile, and this machine has none of its own"
     ),
     r"another region|AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint": (
@@ -35,6 +35,7 @@ _CAUSES: Mapping[str, str] = {
         r"|not know this access key|does not belong to the access key|not accept the credentials|have expired"
         r"|session token is not valid|401 Unauthorized|Authentication failed|530 |Login incorrect"
     ): "wrong credentials: the service does not accept them",
+    r"has no TLS": "no TLS: the endpoint is plain http, which the block does not allow",
     r"certificate|UnknownIssuer|tls handshake": (
         "no trust in the server's certificate: set ca_certificate, or correct the endpoint"
     ),

@@ -6,9 +6,18 @@ import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-__all__ = ["answering", "s3_error"]
+__all__ = ["Canned", "answering", "s3_error"]
+
+
+@dataclass(frozen=True)
+class Canned:
+    """Where the server is, and the headers of every request so far."""
+
+    url: str
+    asked: list[Mapping[str, str]] = field(default_factory=list)
 
 
 def s3_error(code: str, message: str) -> bytes:
@@ -24,13 +33,15 @@ def answering(
     headers: Mapping[str, str] | None = None,
     *,
     tls: ssl.SSLContext | None = None,
-) -> Iterator[str]:
-    """Yield the address of a server that answers every request the same."""
+) -> Iterator[Canned]:
+    """Yield a server that answers every request the same."""
+    asked: list[Mapping[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def _answer(self) -> None:
+            asked.append({name.lower(): value for name, value in self.headers.items()})
             self.rfile.read(int(self.headers.get("content-length") or 0))
             self.send_response(status)
             for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
@@ -50,7 +61,7 @@ def answering(
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
-        yield f"{'https' if tls else 'http'}://localhost:{server.server_port}"
+        yield Canned(f"{'https' if tls else 'http'}://localhost:{server.server_port}", asked)
     finally:
         server.shutdown()
         server.server_close()

@@ -15,6 +15,7 @@ __all__ = ["Fault"]
 _STATUS = re.compile(r"\bstatus: (\d{3})\b")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\"reason\": ?\"(\w+)\"")
+_BEFORE_ASKING = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client itself would not ask
 _INSTANCE_METADATA = re.compile(r"https?://(169\.254\.\d+\.\d+|\[fd00:ec2::254\]|metadata\.google)")
 _CONFLICTS = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
@@ -34,6 +35,8 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
         "IllegalLocationConstraintException": "the bucket lies in another region: set the region",
         "PermanentRedirect": "the bucket lies in another region: set the region or the endpoint",
         "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+        "InvalidCertificate": "the server's certificate is not trusted: trust its authority, or correct the endpoint",
+        "BadScheme": "the endpoint has no TLS: allow http, or correct the endpoint",
     }
 )
 _ADVICE_BY_STATUS: Mapping[int, str] = MappingProxyType(
@@ -61,11 +64,12 @@ class Fault:
     def of(cls, error: Exception) -> Fault:
         """Read the fault out of the client's error."""
         text = str(error)
-        status, kind, code = _STATUS.search(text), _KIND.search(text), _CODE.search(text)
+        status, kind = _STATUS.search(text), _KIND.search(text)
+        code = _CODE.search(text) if status else _BEFORE_ASKING.search(text)
         return cls(
             int(status[1]) if status else None,
             kind[1] if kind else None,
-            code[1] or code[2] if code else None,
+            next(filter(None, code.groups()), None) if code else None,
             text.partition("\n")[0] + (f" ({kind[1]})" if kind else ""),
         )
 
@@ -74,7 +78,7 @@ class Fault:
         """Whether the same request may succeed in a moment."""
         if self.status is not None:
             return self.status in (408, 429) or (self.status >= 500 and self.status != 501) or self.conflict
-        return self.kind is not None
+        return self.kind is not None and not self.code
 
     @property
     def conflict(self) -> bool:
@@ -86,7 +90,7 @@ class Fault:
         """Whether the server may have done what was asked."""
         if self.status is not None:
             return self.status >= 500
-        return self.kind != "Connect"
+        return self.kind != "Connect" and not self.code
 
     @property
     def beyond_the_end(self) -> bool:

