@@ -177,12 +177,16 @@ class Checkpoint(metaclass=_Advising):
             CheckpointNotFound: there is no checkpoint.
             CommitUnknown: the target did not tell whether it wrote: read it back.
         """
-        wanted = dict(metadata)
+        from prefect_tune.core.metadata import plain_metadata
+
+        wanted = plain_metadata(metadata)
         self._place.now().revise_metadata(lambda _: wanted, Deadline.after(_METADATA_TIMEOUT))
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Say this too, as `set_metadata` says it; of updates at the same time none is lost."""
-        more = dict(metadata)
+        from prefect_tune.core.metadata import plain_metadata
+
+        more = plain_metadata(metadata)
         self._place.now().revise_metadata(lambda said: {**said, **more}, Deadline.after(_METADATA_TIMEOUT))
 
     # ---------------------------------------------------------------------------------------------- the rest

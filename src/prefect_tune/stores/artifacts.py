@@ -26,7 +26,6 @@ from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointCorrupt,
-    CheckpointNotFound,
     InvalidInput,
     ObjectNotFound,
     StoreUnavailable,
@@ -34,6 +33,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.excludes import is_excluded
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Digest, digest_of
+from prefect_tune.stores.fetching import plain_tree
 from prefect_tune.stores.staging import side_by_side
 
 __all__ = ["Sent", "delete_everything", "receive_artifacts", "send_artifacts"]
@@ -261,18 +261,13 @@ def _receive(store: ObjectStore, folder: str, directory: Path, file: ArtifactFil
 
 
 def _receive_plain(store: ObjectStore, folder: str, directory: Path, excludes: Sequence[str]) -> None:
-    start = f"{folder}/" if folder else ""
-    listed = [each for each in store.list(folder) if not each.path.endswith("/")]
-    if not listed:
-        raise CheckpointNotFound(f"{folder or 'the root of the target'}: there is nothing to sync down")
-    for each in listed:
-        path = each.path.removeprefix(start)
-        if is_excluded(path, excludes):
+    for each in plain_tree(store, folder).files:
+        if is_excluded(each.path, excludes):
             continue
-        data = bytes(store.read(each.path))
+        data = bytes(store.read(f"{folder}/{each.path}" if folder else each.path))
         if len(data) != each.size_bytes:
             raise StoreUnavailable(f"{each.path}: expected {each.size_bytes} bytes, found {len(data)}; try again")
-        _replace(_place(directory, path), iter([data]), 0o644)
+        _replace(_place(directory, each.path), iter([data]), 0o644)
 
 
 def _place(directory: Path, path: str) -> Path:

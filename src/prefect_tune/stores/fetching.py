@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,8 +91,8 @@ def read_file(store: ObjectStore, path: str) -> bytes | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tree:
-    """A listing once it is known to stay inside: files with their sizes, and folders, relative to its own folder."""
+class PlainTree:
+    """Files with their sizes, and folders, by path relative to a folder that none of them leaves."""
 
     files: tuple[Listed, ...]
     folders: tuple[str, ...]
@@ -115,36 +115,44 @@ def fetch_plain(store: ObjectStore, folder: str, destination: Path, *, without: 
         CheckpointCorrupt: a name leads out of the directory, or cannot be one.
         StoreUnavailable: a file was shorter than listed, or the directory changed: fetch again.
     """
-    listed = _listed(store, folder, without)
-    tree = _tree(listed, folder)
+    tree = plain_tree(store, folder, without=without)
     with fresh_directory(destination) as building, side_by_side() as transfers:
         _lay_out(tree, building)
         for _ in transfers(lambda run: _copy_run(store, folder, building, run), _runs(tree)):
             pass
-        if _listed(store, folder, without) != listed:
+        if plain_tree(store, folder, without=without) != tree:
             raise StoreUnavailable(f"{folder or 'the directory'}: was written to while it was read; read it again")
 
 
-def _listed(store: ObjectStore, folder: str, without: str) -> list[Listed]:
-    found = [each for each in store.list(folder) if not (without and each.path.startswith(f"{without}/"))]
-    if not found:
-        raise CheckpointNotFound(f"{folder or 'the root of the target'}: there are no files")
-    return found
+def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTree:
+    """Return what lies below `folder`, once it is known to stay inside.
 
-
-def _tree(listed: Sequence[Listed], folder: str) -> _Tree:
-    """Tell files from folders: some clients leave an empty object where a folder is."""
+    Raises:
+        CheckpointNotFound, CheckpointCorrupt: as `fetch_plain`.
+    """
     start = f"{folder}/" if folder else ""
-    inside = {each.path.removeprefix(start).rstrip("/"): each for each in listed if each.path != start}
+    found = [each for each in store.list(folder) if each.path.rstrip("/") != folder]
+    listed = [each for each in found if not (without and each.path.startswith(f"{without}/"))]
+    if not listed:
+        raise CheckpointNotFound(f"{folder or 'the root of the target'}: there are no files")
+    inside = {each.path.removeprefix(start).rstrip("/"): each for each in listed}
     folders = {parent for path in inside for parent in _parents(path)}
     for path, each in inside.items():
         if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path or "\\" in path:
             raise CheckpointCorrupt(f"{each.path!r}: the name leads out of {folder or 'its directory'}")
         if path in folders and each.size_bytes:
             raise CheckpointCorrupt(f"{each.path!r}: is both a file of {each.size_bytes} bytes and a folder")
-    marks = {path for path, each in inside.items() if not each.size_bytes and each.path.endswith("/")}
-    files = [Listed(path, inside[path].size_bytes) for path in sorted(inside.keys() - folders - marks)]
-    return _Tree(tuple(files), tuple(sorted(folders | marks)))
+    folders |= {path for path, each in inside.items() if path not in folders and _is_mark(store, each)}
+    files = (Listed(path, inside[path].size_bytes) for path in sorted(inside.keys() - folders))
+    return PlainTree(tuple(files), tuple(sorted(folders)))
+
+
+def _is_mark(store: ObjectStore, listed: Listed) -> bool:
+    """Whether it is an empty object `folder/`, which some clients leave where a folder is.
+
+    Clients differ in whether they show the slash; an empty file can be looked up by its name.
+    """
+    return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -152,7 +160,7 @@ def _parents(path: str) -> Iterator[str]:
         yield path
 
 
-def _lay_out(tree: _Tree, directory: Path) -> None:
+def _lay_out(tree: PlainTree, directory: Path) -> None:
     directory.mkdir()
     for folder in tree.folders:
         (directory / folder).mkdir(parents=True, exist_ok=True)
@@ -160,7 +168,7 @@ def _lay_out(tree: _Tree, directory: Path) -> None:
         (directory / file.path).touch()
 
 
-def _runs(tree: _Tree) -> Iterator[_Run]:
+def _runs(tree: PlainTree) -> Iterator[_Run]:
     for file in tree.files:
         for offset in range(0, file.size_bytes, _READ_BYTES):
             yield _Run(file.path, offset, min(_READ_BYTES, file.size_bytes - offset))

@@ -77,8 +77,14 @@ class Location:
 
     @property
     def arrow_path(self) -> str:
-        """The path as pyarrow's file systems want it: with the bucket in front."""
-        return f"{self.container}/{self.path}".rstrip("/") if self.client is not Client.FILES else self.path
+        """The path as pyarrow's file systems want it: with the bucket in front, where there is one."""
+        match self.client:
+            case Client.FILES:
+                return self.path
+            case Client.OTHER:
+                return _path_for_fsspec(self)
+            case _:
+                return f"{self.container}/{self.path}".rstrip("/")
 
     def at(self, path: str) -> Location:
         """Return another path of the same container."""
@@ -134,6 +140,18 @@ def _other(uri: str, scheme: str) -> Location:
     return Location(Client.OTHER, scheme, host, path.rstrip("/"))
 
 
+def _path_for_fsspec(location: Location) -> str:
+    import fsspec
+
+    if location.scheme in _ARROW_SCHEMES:
+        return f"/{location.path}"
+    try:
+        kind = fsspec.get_filesystem_class(location.scheme)
+    except (ImportError, ValueError):
+        return f"{location.container}/{location.path}"  # said when it is opened: this only names it
+    return str(kind._strip_protocol(location.uri))  # noqa: SLF001  fsspec's way for those who hold a URI
+
+
 @contextmanager
 def open_uri(uri: str | os.PathLike[str], *, timeout: timedelta) -> Iterator[ObjectStore]:
     """Open the store at `uri`; all its operations together end within `timeout`. See `open_location`."""
@@ -156,7 +174,7 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
             yield PosixStore(Path(location.path), deadline=deadline)
         case Client.OTHER:
             with open_arrow(
-                partial(arrow_filesystem, location), location.path, location.scheme, timeout=timeout
+                partial(arrow_filesystem, location), location.arrow_path, location.scheme, timeout=timeout
             ) as store:
                 yield store
         case _:
@@ -273,8 +291,9 @@ def arrow_filesystem(location: Location) -> FileSystem:
         return arrow.GcsFileSystem(anonymous=_is_true(location.options.get("anonymous", "")))
     if location.scheme in _ARROW_SCHEMES:
         return arrow.FileSystem.from_uri(location.uri)[0]
+    options = {"account_name": location.account.partition(".")[0]} if location.account else {}
     try:
-        found = fsspec.filesystem(location.scheme, **({"account_name": location.account} if location.account else {}))
+        found, _ = fsspec.core.url_to_fs(location.uri, **options)
     except (ImportError, ValueError) as missing:
         raise InvalidInput(f"{location.uri}: needs a package that is not installed: {missing}") from missing
     return arrow.PyFileSystem(arrow.FSSpecHandler(found))

@@ -1,0 +1,78 @@
+"""Numbered versions of metadata: whatever happens to one write, nothing that was acknowledged is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreUnavailable
+from prefect_tune.core.metadata import newest_metadata, plain_metadata, revise_metadata
+from prefect_tune.core.store import Listed, ObjectStore
+from tests.fakes.dying_store import Crash, DyingStore, Way
+from tests.fakes.memory_store import MemoryStore
+
+FOLDER = "e/trials/t/checkpoints/1-1/metadata"
+
+
+def add(store: ObjectStore, name: str, before: Mapping[str, object] = {}) -> dict[str, object]:
+    return revise_metadata(store, FOLDER, lambda said: {**said, name: 1}, before=before, write_id=name)
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 5, 6])
+def test_an_update_that_dies_at_any_operation_is_there_or_not_and_the_next_one_loses_nothing(
+    nth: int, way: Way
+) -> None:
+    store = MemoryStore()
+    add(store, "first", {"zeroth": 1})
+    acknowledged = {"zeroth": 1, "first": 1}
+    try:
+        acknowledged = add(DyingStore(store, nth, way), "second")
+    except (Crash, CommitUnknown, StoreUnavailable):
+        assert newest_metadata(store, FOLDER) in (acknowledged, {**acknowledged, "second": 1})
+    else:
+        assert newest_metadata(store, FOLDER) == acknowledged == {"zeroth": 1, "first": 1, "second": 1}
+    assert add(store, "third").items() >= {**acknowledged, "third": 1}.items()
+
+
+def test_a_lost_reply_is_settled_by_looking_and_makes_one_version() -> None:
+    store = MemoryStore()
+    add(DyingStore(store, 1, Way.REPLY_LOST, only=frozenset({"create"})), "a")
+    assert len(store.objects) == 1
+
+
+def test_of_many_that_race_none_is_lost() -> None:
+    store = MemoryStore()
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(lambda number: add(store, f"w{number}"), range(40)))
+    assert newest_metadata(store, FOLDER) == {f"w{number}": 1 for number in range(40)}
+    assert len(store.objects) == 40
+
+
+class _LaggingList(MemoryStore):
+    """Its listing is behind its objects by one."""
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        return super().list(prefix, after=after)[:-1]
+
+
+def test_a_listing_that_lags_hides_no_version() -> None:
+    store = _LaggingList()
+    for name in ("a", "b", "c"):
+        add(store, name)
+    assert newest_metadata(store, FOLDER) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_nothing_said_is_none_and_not_an_empty_dict() -> None:
+    assert newest_metadata(MemoryStore(), FOLDER) is None
+
+
+def test_metadata_are_what_json_gives_back() -> None:
+    assert plain_metadata({"a": (1, 2), "b": {3: None}}) == {"a": [1, 2], "b": {"3": None}}
+    loop: dict[str, object] = {}
+    loop["loop"] = loop
+    for unsaid in ({"a": float("inf")}, {"a": {1}}, loop, [("a", 1)]):
+        with pytest.raises(InvalidInput, match="metadata"):
+            plain_metadata(unsaid)  # type: ignore[arg-type]  # that is the point

@@ -1,0 +1,82 @@
+"""Another process that uses a checkpoint: `python -m tests.fakes.checkpoint_user <act>`.
+
+The checkpoint comes pickled on standard input. What it gets is printed; then it waits for a line before it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Self
+
+from prefect_tune.checkpoint import Checkpoint
+
+__all__ = ["CheckpointUser"]
+
+
+class CheckpointUser:
+    """Such a process, as its starter sees it."""
+
+    def __init__(self, checkpoint: Checkpoint, act: str, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fakes.checkpoint_user", act, *arguments],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin
+        self.process.stdin.write(pickle.dumps(checkpoint).hex() + "\n")
+        self.process.stdin.flush()
+
+    def told(self) -> str:
+        """Return the next line it prints."""
+        assert self.process.stdout
+        assert self.process.stderr
+        if line := self.process.stdout.readline():
+            return line.rstrip("\n")
+        raise AssertionError(self.process.stderr.read())
+
+    def go_on(self) -> int:
+        """Let it leave, and return its exit code."""
+        _, said = self.process.communicate("\n", timeout=60)
+        sys.stderr.write(said)
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """End it as the kernel does when memory runs out."""
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def _main() -> None:
+    checkpoint: Checkpoint = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+    match sys.argv[1:]:
+        case ["borrow"]:
+            with checkpoint.as_directory() as directory:
+                print(directory, flush=True)
+                sys.stdin.readline()
+        case ["have", *path]:
+            print(checkpoint.to_directory(*path), flush=True)
+            sys.stdin.readline()
+        case ["say", name, count]:
+            for number in range(int(count)):
+                checkpoint.update_metadata({f"{name}{number}": number})
+        case unknown:
+            raise SystemExit(f"unknown act {unknown}")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,54 @@
+"""A checkpoint to test with: its files, and how it gets onto a target."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+
+from prefect_tune.core.commit import commit, reusable
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.manifest import About
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.stores.staging import StagedFiles, side_by_side
+from prefect_tune.stores.uris import open_uri
+
+__all__ = ["FILES", "KEY", "MINUTE", "Opens", "committed", "copies", "files_in", "write"]
+
+KEY = CheckpointKey(trial=TrialKey(experiment="digits", trial="best"), step=40, sequence=12)
+FILES = {"model/weights.bin": bytes(range(256)) * 20_000, "model/config.json": b"{}", "empty.txt": b""}
+MINUTE = timedelta(minutes=1)
+
+
+def write(directory: Path, files: dict[str, bytes]) -> Path:
+    for path, data in files.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes(data)
+    return directory
+
+
+def files_in(directory: str | Path) -> dict[str, bytes]:
+    root = Path(directory)
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def committed(store: ObjectStore, staged: Path, key: CheckpointKey = KEY, **about: object) -> None:
+    said = About(attempt=1, epoch=1, write_id=f"{key.name}", created_at="now", **about)
+    with side_by_side() as transfers:
+        commit(store, key, StagedFiles(staged), said, reuse=reusable(store, key.trial, None, 0), side_by_side=transfers)
+
+
+class Opens:
+    """What the `open` of a block is: something that can be pickled, and opens a target's root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
+        return open_uri(self.root, timeout=timeout)
+
+
+def copies(temporary_files: Path) -> list[str]:
+    """Return what lies where copies are shared, but for locks."""
+    found = temporary_files.glob("prefect-tune-*/*/copies/*")
+    return sorted(path.name for path in found if path.suffix != ".lock")
