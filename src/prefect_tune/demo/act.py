@@ -1,0 +1,46 @@
+"""One process that runs the flow, as a user's script would: `python -m prefect_tune.demo.act REQUEST`."""
+
+from __future__ import annotations
+
+import sys
+
+from prefect_tune.core.values import Value
+
+__all__ = ["WEIGHTS_FILE", "ActRequest"]
+
+WEIGHTS_FILE = "weights.npy"
+
+
+class ActRequest(Value):
+    """What the flow is called with."""
+
+    target: str
+    experiment: str
+    steps: int
+    save_every: int
+    width: int
+
+    @property
+    def config(self) -> dict[str, object]:
+        """The configuration of the trial."""
+        return {"width": self.width, "batch": 128, "rate": 0.001, "seed": 7}
+
+
+def _perform(act: ActRequest) -> None:
+    from prefect_tune.core.cadence import Cadence
+    from prefect_tune.core.retention import Retention
+    from prefect_tune.flows.durable_trainable import durable_trainable
+
+    durable_trainable(
+        "prefect_tune.demo.model:Digits",
+        act.config,
+        target=act.target,
+        experiment=act.experiment,
+        stop={"step": act.steps},
+        checkpoint=Cadence(every_steps=act.save_every, every_seconds=None),
+        retention=Retention(last=2),
+    )
+
+
+if __name__ == "__main__":
+    _perform(ActRequest.model_validate_json(sys.argv[1]))
