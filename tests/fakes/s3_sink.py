@@ -129,6 +129,8 @@ class S3Sink:
         """Remove the objects whose `bucket/key` starts with `prefix`."""
         for name in self.names(prefix):
             self._objects.arena.free(self._objects.objects.pop(name))
+        if not self._objects.objects and not self._objects.uploads:
+            self._objects.arena.forget()
 
     def _accept(self) -> None:
         while True:
@@ -143,7 +145,7 @@ class S3Sink:
     def _serve(self, sock: socket.socket) -> None:
         wire = Wire(sock)
         try:
-            while head := wire.until(b"\r\n\r\n", 65536):
+            while head := wire.until(b"\r\n\r\n", 2048):
                 self._one(wire, head)
         except OSError:  # the client went away, or a fault closed the connection
             pass

@@ -43,22 +43,37 @@ class Source:
 
 
 class Wire(Source):
-    """A connection."""
+    """A connection; small reads are served from one large one, large ones go straight to where they belong."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
         self.sock = sock
+        self._scratch = memoryview(bytearray(1 << 18))
+        self._begin = self._end = 0
 
     def more(self, limit_bytes: int) -> bytes:
-        return self.sock.recv(limit_bytes)
+        return bytes(self._next(limit_bytes))
 
     def pour(self, view: memoryview) -> None:
         have = 0
         while have < len(view):
-            got = self.sock.recv_into(view[have:], 0, socket.MSG_WAITALL)
+            left = len(view) - have
+            if self._begin == self._end and left >= len(self._scratch):
+                got = self.sock.recv_into(view[have:], 0, socket.MSG_WAITALL)
+            else:
+                piece = self._next(left)
+                got = len(piece)
+                view[have : have + got] = piece
             if not got:
                 raise ConnectionResetError
             have += got
+
+    def _next(self, limit_bytes: int) -> memoryview:
+        if self._begin == self._end:
+            self._begin, self._end = 0, self.sock.recv_into(self._scratch)
+        piece = self._scratch[self._begin : min(self._end, self._begin + limit_bytes)]
+        self._begin += len(piece)
+        return piece
 
     def wait_until_closed(self) -> None:
         while self.sock.recv(65536):
