@@ -79,16 +79,16 @@ def trial_markdown(experiment: Experiment, trial: Trial, uri: str) -> str:
     """Return a page on the trial: how it stands, its metrics, its checkpoints, its attempts."""
     facts = {
         "status": f"{_SIGN[trial.status]} {trial.status}{f': {trial.reason}' if trial.reason else ''}",
-        "step": f"{trial.step} ({trial.wasted_steps} steps were done twice, after failures)",
+        "step": f"{trial.step}{f', and {trial.wasted_steps} done again after failures' if trial.wasted_steps else ''}",
         "trained for": str(timedelta(seconds=round(trial.trained_seconds))),
         "attempts": f"{trial.attempt}, epoch {experiment.epoch}, owner {experiment.owner}",
-        "target": f"`{uri}/{experiment.name}`",
+        "target": f"{uri}/{experiment.name}",
     }
     return "\n".join(
         [
             f"# {experiment.name}",
             "",
-            _table(("", ""), [(f"**{name}**", _cell(value)) for name, value in facts.items()]),
+            _table(("trial", trial.trial), [(f"**{name}**", _cell(value)) for name, value in facts.items()]),
             "",
             *_section("Metrics of the last step", ("metric", "value"), _shown(trial.metrics).items()),
             *_section("Configuration", ("name", "value"), _shown(trial.config, 50).items()),
