@@ -236,7 +236,7 @@ class ArrowStore:
             self._filesystem.create_dir(full.rpartition("/")[0], recursive=True)
             if self._size_of(full) is not None:
                 self._remove(full)  # spoilt, or it would not be written again; not every move replaces
-            self._filesystem.move(staged, full)
+            self._move(staged, full)
             self._check_size(full, memoryview(data).nbytes)
 
     def _sweep(self, hidden: str) -> None:
@@ -248,6 +248,12 @@ class ArrowStore:
         for info in self._filesystem.get_file_info(arrow.FileSelector(hidden.rpartition("/")[0])):
             if now and info.mtime and now - info.mtime > _LEFTOVER_AFTER:
                 self._remove(info.path)
+
+    def _move(self, staged: str, full: str) -> None:
+        if self._fsspec is not None:
+            self._fsspec.mv(staged, full)  # pyarrow's adapter adds an option that sftp does not know
+        else:
+            self._filesystem.move(staged, full)
 
     def _remove(self, full: str) -> None:
         with suppress(FileNotFoundError):

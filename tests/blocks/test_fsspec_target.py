@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import FsspecTarget, resolve_target
+from prefect_tune.core.errors import InvalidInput
+from tests.blocks.conftest import SHORT
+from tests.fakes.processes import free_port, running
+
+PASSWORD = "password-of-mine"
+
+
+def test_memory_is_shared_within_the_process() -> None:
+    uri = f"memory://{uuid.uuid4().hex}"
+    with resolve_target(uri).open(timeout=SHORT) as store:
+        store.create("a", b"bytes")
+    with resolve_target(uri).open(timeout=SHORT) as store:
+        assert bytes(store.read("a")) == b"bytes"
+
+
+def test_memory_serves_one_runner_and_says_so() -> None:
+    found = resolve_target(f"memory://{uuid.uuid4().hex}").check()
+    assert (found.ok, found.conditional_create) == (True, False)
+    assert "ONE RUNNER ONLY" in found.message
+
+
+def test_an_option_is_plain_or_secret_and_not_both() -> None:
+    target = FsspecTarget(location="sftp://host/x", storage_options={"port": 1}, secret_options={"port": 2})
+    with pytest.raises(InvalidInput, match="'port' is both a plain and a secret option"):
+        target.options()
+
+
+def test_a_package_that_is_missing_is_named_by_the_check() -> None:
+    found = FsspecTarget(location="smb://host/runs").check()
+    assert not found.ok
+    assert "needs a package that is not installed" in found.message
+    assert "smbprotocol" in found.message
+
+
+@contextmanager
+def _served(rclone: str, protocol: str, folder: Path) -> Iterator[int]:
+    port = free_port()
+    served = folder / "served"
+    served.mkdir()
+    address = ["--addr", f"127.0.0.1:{port}", "--user", "me", "--pass", PASSWORD]
+    command = [rclone, "serve", protocol, *address, "--vfs-cache-mode", "writes", "--vfs-write-back", "0s", str(served)]
+    command += ["--cache-dir", str(folder / "cache")]
+    with running(command, port, folder / "rclone.log"):
+        yield port
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("protocol", ["sftp", "ftp"])
+class TestServers:
+    @pytest.fixture
+    def port(self, rclone: str, protocol: str, tmp_path: Path) -> Iterator[int]:
+        with _served(rclone, protocol, tmp_path) as port:
+            yield port
+
+    def test_a_folder_passes_for_one_runner(self, protocol: str, port: int, tmp_path: Path) -> None:
+        target = FsspecTarget(location=f"{protocol}://me@127.0.0.1:{port}/runs", secret_options={"password": PASSWORD})
+        found = target.check(timeout=timedelta(seconds=60))
+        assert (found.ok, found.conditional_create) == (True, False), found.message
+        with target.open(timeout=timedelta(seconds=60)) as store:
+            store.create("a/b", b"bytes")
+            assert [listed.path for listed in store.list("")] == ["a/b"]
+        assert (tmp_path / "served/runs").is_dir()
+
+    def test_a_wrong_password_is_said_and_not_repeated(self, protocol: str, port: int) -> None:
+        wrong = FsspecTarget(
+            location=f"{protocol}://me@127.0.0.1:{port}/runs", secret_options={"password": "another-one"}
+        )
+        found = wrong.check(timeout=timedelta(seconds=60))
+        assert not found.ok
+        assert "wrong credentials: the service does not accept them" in found.message
+        assert "another-one" not in found.message
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    found = FsspecTarget(location=f"ftp://me@127.0.0.1:{free_port()}/runs").check(timeout=timedelta(seconds=60))
+    assert not found.ok
+    assert "unreachable: nothing answers at the endpoint" in found.message
+
+
+def test_a_server_that_never_answers_is_given_up_and_its_client_killed() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        began = time.monotonic()
+        found = FsspecTarget(location=f"ftp://127.0.0.1:{silent.getsockname()[1]}/runs").check(timeout=SHORT / 5)
+    assert not found.ok
+    assert "no answer within 2 s" in found.message
+    assert time.monotonic() - began < 6
+    assert _children() == []
+
+
+def _children() -> list[str]:
+    """Return what this process started for isolated stores and what is still there."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            text, command = status.read_text(), (status.parent / "cmdline").read_text()
+        except OSError:
+            continue  # it ended meanwhile
+        if f"PPid:\t{os.getpid()}\n" in text and "isolated_child" in command and "State:\tZ" not in text:
+            found.append(command)
+    return found

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, S3Target, SyncConfig
+from prefect_tune.core.errors import InvalidInput
+
+
+class CopyingSyncer:
+    """A user's own."""
+
+    def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
+        return bool(local_dir and remote_dir and not exclude)
+
+    def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
+        return bool(local_dir and remote_dir and not exclude)
+
+    def delete(self, remote_dir: str) -> bool:
+        return bool(remote_dir)
+
+    @classmethod
+    def validate_upload_dir(cls, upload_dir: str) -> bool:
+        if not upload_dir.startswith("shelf://"):
+            raise ValueError(f"{upload_dir} is on no shelf")
+        return True
+
+
+def test_the_defaults_are_those_of_ray() -> None:
+    config = SyncConfig()
+    assert (config.upload_dir, config.syncer, config.commit) == (None, "auto", "sync")
+    assert (config.sync_period, config.sync_timeout) == (timedelta(seconds=300), timedelta(seconds=1800))
+    assert (config.sync_artifacts, config.sync_on_checkpoint) == (True, True)
+
+
+def test_an_upload_dir_is_a_block_a_uri_or_nothing() -> None:
+    target = S3Target(bucket="bucket")
+    assert SyncConfig().target() is None
+    assert SyncConfig(upload_dir=target).target() is target
+    assert SyncConfig(upload_dir="s3://bucket").target() == target
+
+
+def test_a_path_is_an_upload_dir(tmp_path: object) -> None:
+    assert SyncConfig(upload_dir=tmp_path).target() == LocalTarget(path=str(tmp_path))
+
+
+def test_a_syncer_of_the_users_own_is_kept_as_it_is() -> None:
+    mine = CopyingSyncer()
+    assert SyncConfig(upload_dir="s3://bucket", syncer=mine).syncer is mine
+
+
+def test_a_syncer_can_be_named_by_an_import_string() -> None:
+    config = SyncConfig(upload_dir="s3://bucket", syncer="my_package.syncers:Mine")
+    assert SyncConfig(**config.model_dump()) == config
+
+
+def test_a_syncer_object_says_how_it_could_be_stored() -> None:
+    config = SyncConfig(upload_dir="s3://bucket", syncer=CopyingSyncer())
+    advice = r"a CopyingSyncer object cannot be stored: give syncer='package\.module:Name'"
+    with pytest.raises(ValueError, match=advice):
+        config.model_dump()
+
+
+def test_it_travels_to_another_process() -> None:
+    config = SyncConfig(upload_dir="s3://bucket", artifact_excludes=["*.tmp"], commit="async")
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_excludes_name_what_trials_keep_to_themselves_too() -> None:
+    excludes = SyncConfig(artifact_excludes=["./cache/*", "*.tmp"]).excludes
+    assert excludes[:2] == ("cache/*", "*.tmp")
+    assert "rank_*" in excludes
+
+
+@pytest.mark.parametrize("upload_dir", [None, "s3://bucket", "file:///runs", "/runs", LocalTarget(path="/runs")])
+def test_an_upload_dir_that_could_work_is_valid(upload_dir: str | None) -> None:
+    assert SyncConfig(upload_dir=upload_dir).validate_upload_dir() is True
+
+
+def test_an_upload_dir_that_cannot_work_says_why() -> None:
+    with pytest.raises(InvalidInput, match="unknown scheme 'gopher'"):
+        SyncConfig(upload_dir="gopher://host").validate_upload_dir()
+
+
+def test_a_syncer_of_the_users_own_is_asked_instead() -> None:
+    assert SyncConfig(upload_dir="shelf://third", syncer=CopyingSyncer()).validate_upload_dir() is True
+    with pytest.raises(ValueError, match="is on no shelf"):
+        SyncConfig(upload_dir="s3://bucket", syncer=CopyingSyncer()).validate_upload_dir()
+
+
+def test_a_notebook_shows_where_and_when() -> None:
+    shown = SyncConfig(upload_dir="s3://bucket/<runs>", sync_period_seconds=60)._repr_html_()
+    assert "<td>s3://bucket/&lt;runs&gt;</td>" in shown
+    assert "<th>Sync period</th><td>60 s</td>" in shown
+    assert "<th>Sync on checkpoint</th><td>True</td>" in shown
+    assert "syncer" not in shown.lower().replace("syncconfig", "")
+
+
+def test_a_notebook_shows_no_secret() -> None:
+    target = S3Target(bucket="bucket", access_key_id="id", secret_access_key="never-shown")
+    assert "never-shown" not in SyncConfig(upload_dir=target)._repr_html_()
