@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from prefect_tune.core import collect as collecting
 from prefect_tune.core import commit as committing
@@ -30,7 +32,7 @@ from prefect_tune.core.manifest import About, Manifest
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention, retired
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Status, Trial, newest_checkpoint
+from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint
 from prefect_tune.core.values import Stamp, StepReport
 from tests.fakes.memory_files import MemoryFiles, restored
 
@@ -38,7 +40,7 @@ __all__ = ["KEY", "NAME", "Session", "Witness", "run_to"]
 
 NAME = "e"
 KEY = TrialKey(experiment=NAME, trial="t")
-BACKBONE = b"never changed, shared by every checkpoint"
+BACKBONE = b"never changed, and shared by every checkpoint..."
 TRIES = 3
 
 Files = dict[str, bytes]
@@ -53,6 +55,10 @@ class Witness:
     """By step and sequence."""
     acknowledged: list[tuple[int, int]] = field(default_factory=list)
     """Steps and sequences, in the order in which their owners were told."""
+    published: dict[tuple[int, int], frozenset[str]] = field(default_factory=dict)
+    """Blobs of every manifest whose creation returned, by step and sequence."""
+    before: dict[bytes, bytes] = field(default_factory=dict)
+    """Which head each head was trained from."""
     stamps: int = 0
 
     def stamp(self) -> Stamp:
@@ -73,6 +79,10 @@ class Session:
     head: bytes = b""
     waiting: list[StepReport] = field(default_factory=list)
     """Reports that are not journaled yet."""
+    doomed: Sequence[CheckpointKey] = ()
+    """What the last entry retired."""
+    clearing: Literal["careful", "careless", "none"] = "careful"
+    """What it does with what others left: the careless one does not say first that nobody is to reuse it."""
 
     @property
     def trial(self) -> Trial:
@@ -90,9 +100,11 @@ class Session:
 
     def clear_away(self) -> None:
         """Delete what earlier owners retired and did not delete, and saves that never became checkpoints."""
+        if self.clearing == "none":
+            return
         left = _retried(lambda: collecting.leftover(self.store, KEY, self.trial, self.experiment.settled_from))
-        if any(key.sequence >= self.trial.collected_up_to for key in left):
-            self.append([Retired(trial=KEY.trial, retires=())])  # draws the line
+        if self.clearing == "careful" and any(key.sequence >= self.trial.collected_up_to for key in left):
+            self.append([Retired(trial=KEY.trial, retires=())])
         self.collect(left)
 
     def start(self) -> None:
@@ -119,14 +131,15 @@ class Session:
     def train(self) -> None:
         """One step: the head depends on all that went before, and on who trained it."""
         step = (self.waiting[-1].step if self.waiting else self.trial.step) + 1
-        self.head = blake2b(self.head + self.owner.encode() + bytes([step]), digest_size=8).digest()
-        self.waiting.append(StepReport(step=step, metrics={"loss": 1 / step}, trained_seconds=float(step)))
+        earlier, self.head = self.head, blake2b(self.head + self.owner.encode(), digest_size=8).digest()
+        self.witness.before[self.head] = earlier
+        self.waiting.append(StepReport(step=step, metrics={"head": self.head.hex()}, trained_seconds=float(step)))
 
     def save(self) -> None:
         """Publish, journal, and only then believe it; then delete what it retired."""
         manifest = self.publish()
-        doomed = self.acknowledge(manifest)
-        self.collect(doomed)
+        self.doomed = self.acknowledge(manifest)
+        self.collect(self.doomed)
 
     def publish(self) -> Manifest:
         """Everything of a save up to the manifest."""
@@ -140,11 +153,13 @@ class Session:
             epoch=self.experiment.epoch,
             write_id=stamp.write_id,
             created_at=stamp.at,
-            metrics={"loss": 1 / step},
+            metrics={"head": self.head.hex()},
             trained_seconds=float(step),
             reports=tuple(self.waiting),
         )
-        return _retried(lambda: self._commit(key, files, about)).manifest
+        manifest = _retried(lambda: self._commit(key, files, about)).manifest
+        self.witness.published[key.step, key.sequence] = manifest.blob_paths()
+        return manifest
 
     def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Committed:
         reuse = committing.reusable(self.store, KEY, self.parent, self.trial.collected_up_to)
@@ -165,8 +180,23 @@ class Session:
             CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in live if each.sequence in going
         ]
 
+    def collect_early(self, new: CheckpointRef, going: tuple[int, ...]) -> None:
+        """Delete what is retired before the journal says so: for a mutant, which must be caught."""
+        reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]
+        events = [*reports, Committed(trial=KEY.trial, checkpoint=new, retires=going)]
+        state = reduce(lambda trial, event: after(trial, event, self.experiment.number + 1), events, self.trial)
+        doomed = [
+            CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence)
+            for each in self.trial.checkpoints
+            if each.sequence in going
+        ]
+        with suppress(StoreUnavailable):
+            collecting.collect(self.store, KEY, state, doomed, side_by_side=map)
+
     def collect(self, doomed: Sequence[CheckpointKey]) -> None:
-        _retried(lambda: collecting.collect(self.store, KEY, self.trial, doomed, side_by_side=map))
+        """A deletion that fails loses only disk: the next owner goes on with it."""
+        with suppress(StoreUnavailable):
+            collecting.collect(self.store, KEY, self.trial, doomed, side_by_side=map)
 
     def finish(self) -> None:
         self.append([Finished(trial=KEY.trial, reason="enough")])
@@ -176,7 +206,14 @@ class Session:
         self.experiment = _retried(lambda: journal.append(self.store, self.experiment, events, stamp))
 
     def files(self, step: int) -> Files:
-        return {"backbone": BACKBONE, "empty": b"", "head": self.head, "logs/steps": b"." * step}
+        cycle = b"A" if step % 3 == 1 else b"B"  # comes back to what it was, when that has been retired
+        return {
+            "backbone": BACKBONE,
+            "cycle": 24 * cycle,
+            "empty": b"",
+            "head": self.head,
+            "logs/steps": b"." * step,
+        }
 
 
 def run_to(session: Session, steps: int) -> None:

@@ -13,34 +13,45 @@ from prefect_tune.core.experiment import Entry, Experiment
 from prefect_tune.core.layout import CheckpointKey, blob_sequence
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Trial
+from prefect_tune.core.trial import Trial, newest_checkpoint
 from tests.core.driver import KEY, NAME, Session, Witness, run_to
 from tests.fakes.memory_files import restored
 
 __all__ = ["after_recovery", "violations", "what_lies_about"]
 
 
-def after_recovery(store: ObjectStore, witness: Witness, steps: int) -> list[str]:
-    """Open what was left twice, look, go on to `steps`, and look again; return every broken promise."""
+def after_recovery(
+    store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool = False, tidy: bool = True
+) -> list[str]:
+    """Open what was left twice, look, and go on to `steps` (if any) and look again; return broken promises.
+
+    `alone` says that there never was more than one owner at a time, `tidy` that no write came late: one
+    that comes after its checkpoint was deleted leaves an orphan.
+    """
     try:
-        return list(_recovered(store, witness, steps))
+        return list(_recovered(store, witness, steps, alone=alone, tidy=tidy))
     except TuneError as error:
         return [f"I4: recovery failed: {type(error).__name__}: {error}"]
 
 
-def _recovered(store: ObjectStore, witness: Witness, steps: int) -> Iterator[str]:
+def _recovered(store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool, tidy: bool) -> Iterator[str]:
     second, third, last = (Session(store, witness, owner=name) for name in ("second", "third", "last"))
     second.open()
     yield from violations(store, witness, second.experiment)
+    if alone:
+        yield from nothing_published_is_lost(second.trial, witness)
     once = (_lasting(second), _objects(store))
     third.open()
     if once != (twice := (_lasting(third), _objects(store))):
         yield f"I8: recovering twice is not recovering once: {once}, then {twice}"
+    if steps is None:
+        yield from _leaks(store, third, witness, tidy=tidy)
+        return
     run_to(last, steps)
     yield from violations(store, witness, last.experiment)
     if last.trial.step < steps:
         yield f"I6: going on ended as {last.trial.status} at step {last.trial.step}"
-    yield from _leaks(store, last)
+    yield from _leaks(store, last, witness, tidy=tidy)
 
 
 def _objects(store: ObjectStore) -> list[str]:
@@ -63,7 +74,7 @@ def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> 
         *_epochs(entries),
         *_acknowledged(entries, trial, witness),
         *_whole(store, trial, witness),
-        *_history(entries, trial),
+        *_history(entries, trial, witness),
     ]
 
 
@@ -92,6 +103,9 @@ def _acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> I
 
 
 def _whole(store: ObjectStore, trial: Trial, witness: Witness) -> Iterator[str]:
+    sequences = [each.sequence for each in trial.checkpoints]
+    if sequences != sorted(set(sequences)):
+        yield f"I6: live checkpoints out of order, or twice: {sequences}"
     for each in trial.checkpoints:
         key = CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence)
         try:
@@ -103,16 +117,39 @@ def _whole(store: ObjectStore, trial: Trial, witness: Witness) -> Iterator[str]:
             yield f"I2: step {each.step} ({each.sequence}) holds what nobody saved: {found}"
 
 
-def _history(entries: Sequence[Entry], trial: Trial) -> Iterator[str]:
-    steps = [report.step for report in curve(entries, KEY.trial)]
+def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
+    reports = curve(entries, KEY.trial)
+    steps = [report.step for report in reports]
     if steps != list(range(1, trial.step + 1)):
         yield f"I6: the curve that counts has steps {steps}, and the trial is at {trial.step}"
+    newest = newest_checkpoint(trial)
+    if newest is None:
+        return
+    told = [report.metrics["head"] for report in reports if report.step <= newest.step]
+    head, trained = bytes.fromhex(str(newest.metrics["head"])), []
+    while head:
+        trained.insert(0, head.hex())
+        head = witness.before[head]
+    if told != trained:
+        yield f"I6: the newest checkpoint was trained through {trained}, and the curve tells {told}"
 
 
-def _leaks(store: ObjectStore, last: Session) -> Iterator[str]:
+def nothing_published_is_lost(trial: Trial, witness: Witness) -> Iterator[str]:
+    """Where nobody was superseded: a manifest that was created counts, entry or not."""
+    newest = max((step for step, _ in witness.published), default=0)
+    if newest > max((each.step for each in trial.checkpoints), default=0):
+        yield f"I4: step {newest} was published, and the newest checkpoint is {trial.checkpoints[-1:]}"
+
+
+def _leaks(store: ObjectStore, last: Session, witness: Witness, *, tidy: bool) -> Iterator[str]:
     """What is unreachable is found: by the next owner's first look, or as an orphan once the line is drawn."""
     for path in what_lies_about(store, last.trial):
         yield f"I7: {path} is unreachable, and nothing will find it"
+    live = {(each.step, each.sequence) for each in last.trial.checkpoints}
+    needed = {path for key, paths in witness.published.items() if key in live for path in paths}
+    retired = {path for key in witness.acknowledged for path in witness.published[key]} - needed
+    for path in sorted(retired & set(_objects(store))) if tidy else ():
+        yield f"I7: {path} was retired, and outlived the next owner's clearing away"
 
 
 def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:

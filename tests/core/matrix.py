@@ -6,13 +6,27 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from prefect_tune.core.errors import TuneError
+from prefect_tune.core.events import AttemptEnded, Cause, Reported
 from prefect_tune.core.store import ObjectStore
-from tests.core.driver import Session, Witness, run_to
+from tests.core.driver import KEY, Session, Witness, run_to
 from tests.core.invariants import after_recovery
 from tests.core.worlds import World
 from tests.fakes.dying_store import Crash, Way
+from tests.fakes.memory_store import MemoryStore
+from tests.fakes.slow_store import SlowStore
 
-__all__ = ["STEPS", "Explored", "Story", "explore", "fresh_run", "killed_before_its_entry", "resumed_run"]
+__all__ = [
+    "STEPS",
+    "Explored",
+    "Story",
+    "attempt_after_an_unknown_save",
+    "explore",
+    "explore_delays",
+    "fresh_run",
+    "killed_before_its_entry",
+    "longer_run",
+    "resumed_run",
+]
 
 STEPS = 5
 
@@ -33,6 +47,11 @@ def fresh_run(store: ObjectStore, witness: Witness) -> None:
     run_to(Session(store, witness), 3)
 
 
+def longer_run(store: ObjectStore, witness: Witness) -> None:
+    """Until a checkpoint holds again what one that was retired held."""
+    run_to(Session(store, witness), STEPS)
+
+
 def resumed_run(store: ObjectStore, witness: Witness) -> None:
     """Open what was left, adopt, restore, go on, finish."""
     session = Session(store, witness, owner="resumed")
@@ -50,6 +69,25 @@ def killed_before_its_entry(store: ObjectStore, witness: Witness) -> None:
         session.acknowledge(session.publish())
     session.train()
     session.publish()
+
+
+def attempt_after_an_unknown_save(store: ObjectStore, witness: Witness) -> None:
+    """A save that its owner gave up on although its manifest is there; then another attempt, without a save."""
+    session = Session(store, witness)
+    session.open()
+    session.start()
+    session.train()
+    session.save()
+    session.train()
+    session.train()
+    session.publish()
+    witness.published.popitem()  # given up on: nobody was told of it
+    session.waiting.clear()
+    session.append([AttemptEnded(trial=KEY.trial, cause=Cause.MACHINE, message="the target did not say")])
+    session.owner = "second attempt"
+    session.start()
+    session.train()
+    session.append([Reported(trial=KEY.trial, report=session.waiting.pop())])
 
 
 def explore(
@@ -76,6 +114,32 @@ def explore(
     return explored
 
 
+def explore_delays(
+    story: Story, delays: Iterable[int | None], *, every: int = 1, enough: int | None = None
+) -> Explored:
+    """Lose track of each write of `story`, have it arrive late or never, and recover with it still on its way.
+
+    The process retries as a task does: before the write arrives, and after it.
+    """
+    counting = SlowStore(MemoryStore(), 0, None)
+    story(counting, Witness())
+    explored = Explored()
+    for nth in range(1, counting.writes + 1, every):
+        for delay in delays:
+            explored.points += 1
+            witness, store = Witness(), SlowStore(MemoryStore(), nth, delay)
+            told = f"write {nth}, {delay} operations late"
+            try:
+                story(store, witness)
+            except TuneError as error:
+                explored.broken.append(f"{told}: it ended the run: {type(error).__name__}: {error}")
+            left = after_recovery(store, witness, STEPS, alone=True, tidy=False)
+            explored.broken += [f"{told}: {each}" for each in left]
+            if enough is not None and len(explored.broken) >= enough:
+                return explored
+    return explored
+
+
 def _points(world: World, story: Story, before: Story | None) -> int:
     witness = Witness()
     if before:
@@ -94,4 +158,4 @@ def _tried(world: World, story: Story, before: Story | None, nth: int, way: Way)
         pass
     except TuneError as error:
         yield f"a fault that a retry mends ended the run: {type(error).__name__}: {error}"
-    yield from after_recovery(world.left(), witness, STEPS)
+    yield from after_recovery(world.left(), witness, STEPS, alone=True)

@@ -11,31 +11,64 @@ from prefect_tune.core.errors import Superseded
 from prefect_tune.core.store import ObjectStore
 from tests.core.driver import Session, Witness
 from tests.core.invariants import after_recovery
-from tests.core.matrix import STEPS, Explored
+from tests.core.matrix import Explored
 from tests.core.turns import Choice, IsPoint, drawn, every_order, in_turns
 from tests.fakes.memory_store import MemoryStore
 
-__all__ = ["Act", "meet_at_random", "meet_in_every_order", "old_owner", "save", "takes_over", "takes_over_and_saves"]
+__all__ = [
+    "Act",
+    "after_a_late_upload",
+    "at_writes_and_lists",
+    "collects",
+    "meet_at_random",
+    "meet_in_every_order",
+    "old_owner",
+    "save",
+    "takes_over",
+    "takes_over_and_saves",
+    "takes_over_carelessly",
+    "takes_over_untidily_and_saves",
+    "uploads",
+]
 
 Act = Callable[[Session], None]
 """What one owner does, beginning as the old owner of the experiment."""
 
 
-def old_owner(checkpoints: int = 3) -> Session:
-    """An owner with some checkpoints, the retired ones deleted, and a step that is not saved yet."""
+def old_owner(checkpoints: int = 2) -> Session:
+    """An owner with some checkpoints, the last retirement not carried out, and a step that is not saved yet."""
     session = Session(MemoryStore(), Witness(), owner="old")
     session.open()
     session.start()
     for _ in range(checkpoints):
+        session.collect(session.doomed)
         session.train()
-        session.save()
+        session.doomed = session.acknowledge(session.publish())
     session.train()
     return session
+
+
+def after_a_late_upload() -> Session:
+    """An owner was superseded in the middle of its first save, and finished it all the same."""
+    old = old_owner(0)
+    takes_over(old)
+    old.publish()
+    return old
 
 
 def save(session: Session) -> None:
     """The old owner wakes up in the middle of a save: publish, journal, delete what it retires."""
     session.save()
+
+
+def uploads(session: Session) -> None:
+    """The old owner wakes up in the middle of a save, and dies before its entry."""
+    session.publish()
+
+
+def collects(session: Session) -> None:
+    """The old owner wakes up when the deletion of what it retired is still to be done."""
+    session.collect(session.doomed)
 
 
 def takes_over(session: Session) -> None:
@@ -50,6 +83,28 @@ def takes_over_and_saves(session: Session) -> None:
     new.start()
     new.train()
     new.save()
+
+
+def takes_over_carelessly(session: Session) -> None:
+    """The same, by an owner that deletes what others left without saying so in the journal first."""
+    new = _new(session)
+    new.clearing = "careless"
+    new.open()
+
+
+def takes_over_untidily_and_saves(session: Session) -> None:
+    """The same, by an owner that leaves what others left, and reuses of it what it can."""
+    new = _new(session)
+    new.clearing = "none"
+    new.open()
+    new.start()
+    new.train()
+    new.save()
+
+
+def at_writes_and_lists(method: str, path: str) -> bool:
+    """Points of every order: what changes the store, and what decisions are made from."""
+    return method in {"create", "put", "delete", "list"} and "/snapshots" not in path
 
 
 def _new(session: Session) -> Session:
@@ -71,9 +126,7 @@ def meet_in_every_order(
     return explored
 
 
-def meet_at_random(
-    old: Session, acts: Sequence[Act], seeds: Sequence[int], *, enough: int | None = None
-) -> Explored:
+def meet_at_random(old: Session, acts: Sequence[Act], seeds: Sequence[int], *, enough: int | None = None) -> Explored:
     """Let the owners meet in drawn orders of all their operations."""
     explored = Explored()
     for seed in seeds:
@@ -90,7 +143,7 @@ def _met(old: Session, acts: Sequence[Act], choose: Choice, is_point: IsPoint) -
     store.objects.update(old.store.objects)
     witness = copy.deepcopy(old.witness)
     processes = [_process(old, witness, act) for act in acts]
-    return [*in_turns(store, processes, choose, is_point), *after_recovery(store, witness, STEPS)]
+    return [*in_turns(store, processes, choose, is_point), *after_recovery(store, witness, steps=None)]
 
 
 def _process(old: Session, witness: Witness, act: Act) -> Callable[[ObjectStore], None]:

@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.core.matrix import Explored, Story, explore, fresh_run, killed_before_its_entry, resumed_run
+from tests.core.matrix import (
+    Explored,
+    Story,
+    attempt_after_an_unknown_save,
+    explore,
+    explore_delays,
+    fresh_run,
+    killed_before_its_entry,
+    resumed_run,
+)
 from tests.core.worlds import ObjectWorld, PosixWorld
 from tests.fakes.dying_store import Way
 
@@ -55,11 +64,28 @@ def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_
     assert explored.broken == []
 
 
+def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
+    explored = explore(
+        ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER, Way.REPLY_LOST]
+    )
+
+    record_property("figure: points explored, object store", explored.points)
+    assert explored.broken == []
+
+
 @pytest.mark.parametrize("way", [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE])
 def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
     explored = explore(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_third)
 
     record_property("figure: points explored, file store", explored.points)
+    assert explored.broken == []
+
+
+@pytest.mark.parametrize("story", [fresh_run, killed_before_its_entry, attempt_after_an_unknown_save])
+def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, record_property: Record) -> None:
+    explored = explore_delays(story, [None, 0, 1, 2, 5, 10, 30])
+
+    record_property("figure: points explored, late writes", explored.points)
     assert explored.broken == []
 
 

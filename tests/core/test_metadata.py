@@ -27,7 +27,7 @@ def test_an_update_that_dies_at_any_operation_is_there_or_not_and_the_next_one_l
 ) -> None:
     store = MemoryStore()
     add(store, "first", {"zeroth": 1})
-    acknowledged = {"zeroth": 1, "first": 1}
+    acknowledged: dict[str, object] = {"zeroth": 1, "first": 1}
     try:
         acknowledged = add(DyingStore(store, nth, way), "second")
     except (Crash, CommitUnknown, StoreUnavailable):

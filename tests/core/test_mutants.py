@@ -1,0 +1,221 @@
+"""The suite itself: the package is broken on purpose, one line at a time, and the matrix must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+
+import pytest
+
+from prefect_tune.core import adopt, collect, commit, experiment, journal, restore, settle, trial
+from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable
+from prefect_tune.core.layout import CheckpointKey
+from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.store import Buffer
+from prefect_tune.core.trial import newest_checkpoint
+from prefect_tune.stores.posix import PosixStore
+from tests.core.driver import KEY, Session, Witness
+from tests.core.invariants import after_recovery
+from tests.core.matrix import (
+    STEPS,
+    attempt_after_an_unknown_save,
+    explore,
+    explore_delays,
+    fresh_run,
+    killed_before_its_entry,
+    longer_run,
+    resumed_run,
+)
+from tests.core.mutate import break_lines
+from tests.core.owners import (
+    after_a_late_upload,
+    meet_at_random,
+    old_owner,
+    save,
+    takes_over_and_saves,
+    takes_over_carelessly,
+    takes_over_untidily_and_saves,
+)
+from tests.core.worlds import ObjectWorld, PosixWorld
+from tests.fakes.dying_store import Way
+from tests.fakes.memory_files import restored
+from tests.fakes.memory_store import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+Finder = Callable[[], Sequence[str]]
+"""Looks for broken promises, and ends with the first."""
+
+
+def every_death() -> Sequence[str]:
+    fresh = explore(ObjectWorld, fresh_run, enough=1).broken
+    return fresh or explore(ObjectWorld, resumed_run, before=killed_before_its_entry, enough=1).broken
+
+
+def every_crash_of_a_second_attempt() -> Sequence[str]:
+    return explore(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, enough=1).broken
+
+
+def every_power_cut() -> Sequence[str]:
+    return explore(PosixWorld, fresh_run, ways=[Way.CRASH_AFTER], enough=1).broken
+
+
+def every_late_write() -> Sequence[str]:
+    return explore_delays(fresh_run, [None, 0, 2, 10], enough=1).broken
+
+
+def meeting_owners() -> Sequence[str]:
+    return meet_at_random(old_owner(), [save, takes_over_and_saves, takes_over_and_saves], range(60), enough=1).broken
+
+
+def every_late_deletion() -> Sequence[str]:
+    return explore_delays(longer_run, [2, 8, 20], enough=1).broken
+
+
+def a_careless_cleaner() -> Sequence[str]:
+    """An owner that deletes what others left, without drawing a line, while the next one reuses it."""
+    acts = [takes_over_carelessly, takes_over_untidily_and_saves]
+    return meet_at_random(after_a_late_upload(), acts, range(100), enough=1).broken
+
+
+class LyingStore(MemoryStore):
+    """Says that it wrote and did not, as `pyarrow.fs.copy_files` does; `forgets` is which put."""
+
+    def __init__(self, forgets: int) -> None:
+        super().__init__()
+        self._forgets = forgets
+
+    def put(self, path: str, data: Buffer) -> None:
+        self._forgets -= 1
+        if self._forgets != 0:
+            super().put(path, data)
+
+
+def every_lie() -> Sequence[str]:
+    for forgets in range(1, 9):
+        store, witness = LyingStore(forgets), Witness()
+        try:
+            fresh_run(store, witness)
+        except StoreUnavailable:
+            continue
+        if broken := after_recovery(store, witness, STEPS):
+            return broken
+    return []
+
+
+def every_flipped_blob() -> Sequence[str]:
+    session = old_owner()
+    newest = newest_checkpoint(session.trial)
+    assert newest
+    assert isinstance(session.store, MemoryStore)
+    manifest = read_manifest(session.store, CheckpointKey(trial=KEY, step=newest.step, sequence=newest.sequence))
+    for path in manifest.blob_paths():
+        whole = session.store.objects[path]
+        session.store.objects[path] = bytes([whole[0] ^ 1, *whole[1:]])
+        try:
+            restored(session.store, manifest)
+        except CheckpointCorrupt:
+            session.store.objects[path] = whole
+        else:
+            return [f"I2: {path} was altered, and was restored"]
+    return []
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Who is to notice, and which lines are broken: by function, what they say, and what they say instead."""
+
+    finder: Finder
+    breaks: Mapping[Callable[..., object], dict[str, str]]
+
+
+LATER: list[tuple[MemoryStore, str, bytes]] = []
+
+MUTANTS = {
+    "the manifest first": Mutant(
+        every_death,
+        {
+            commit._place: {"store.put(path, buffer[:end])": "LATER.append((store, path, bytes(buffer[:end])))"},
+            commit._see: {"if not written:": "if True:"},
+            commit.commit: {
+                "work =": "LATER.clear(); work =",
+                "return Committed(": "[at.put(path, of) for at, path, of in LATER]; return Committed(",
+            },
+        },
+    ),
+    "no digest check": Mutant(
+        every_flipped_blob, {restore._verified: {"if found != wanted.chunk.digest:": "if False:"}}
+    ),
+    "overwrite instead of create": Mutant(
+        meeting_owners, {settle.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
+    ),
+    "unknown means success": Mutant(
+        every_late_write,
+        {settle.create_or_recognize: {"if _is_there": "if isinstance(outcome, AlreadyExists) and _is_there"}},
+    ),
+    "unknown means conflict": Mutant(
+        every_death,
+        {settle.create_or_recognize: {"if _is_there(store, path, outcome) != data:": "if True:"}},
+    ),
+    "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._write: {"self._calls.fsync(file)": "pass"}}),
+    "no fsync of the name": Mutant(every_power_cut, {PosixStore._link: {"self._calls.fsync_folder(folder)": "pass"}}),
+    "no epoch check": Mutant(
+        meeting_owners,
+        {
+            journal.append: {
+                "raise _superseded(store, experiment, path) from exists": "return append("
+                "store, load(store, experiment.name, side_by_side=map), events, stamp)"
+            }
+        },
+    ),
+    "collect before the entry": Mutant(
+        every_death,
+        {Session.acknowledge: {"self.append([*reports": "self.collect_early(new, going); self.append([*reports"}},
+    ),
+    "reuse any orphan": Mutant(
+        every_late_deletion, {commit.reusable: {"blob_sequence(path) >= collected_up_to": "True"}}
+    ),
+    "no look at what was sent": Mutant(every_lie, {commit._see: {"if not written:": "if True:"}}),
+    "adopt everything": Mutant(
+        every_death,
+        {trial.is_acceptable: {"sequence > known and sequence >= trial.collected_up_to": "True"}},
+    ),
+    "adopt what an attempt before left": Mutant(
+        every_crash_of_a_second_attempt, {adopt._find: {"manifest.about.attempt == trial.attempt": "True"}}
+    ),
+    "collect what no retirement protects": Mutant(
+        a_careless_cleaner, {collect.collect: {" and key.sequence < state.collected_up_to": ""}}
+    ),
+    "collect what live ones share": Mutant(
+        every_death, {collect.collect: {" - _reachable(store, trial, state, side_by_side)": ""}}
+    ),
+    "collect the manifest first": Mutant(
+        every_death,
+        {
+            collect.collect: {
+                "store.delete(ours)": "store.delete([key.manifest_path for key in keys]); store.delete(ours)"
+            }
+        },
+    ),
+    "settle on opening": Mutant(
+        every_death,
+        {experiment._opened: {'"opened_at": entry.number': '"opened_at": entry.number, "settled_from": entry.number'}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "LATER", LATER, raising=False)
+    for function, lines in MUTANTS[name].breaks.items():
+        assert isinstance(function, FunctionType)
+        break_lines(monkeypatch, function, lines)
+    found = MUTANTS[name].finder()
+    print(name, "->", found[:1])
+    assert found
+
+
+@pytest.mark.parametrize("finder", [every_late_deletion, a_careless_cleaner, every_lie, every_flipped_blob])
+def test_what_notices_the_mutants_finds_nothing_wrong_with_the_package(finder: Finder) -> None:
+    assert list(finder()) == []
