@@ -1,0 +1,73 @@
+"""A trial's files, and a target for them that can be held, failed and looked into."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import DeadlineExceeded
+from prefect_tune.core.store import Buffer, ObjectStore
+from prefect_tune.stores.artifacts import receive_artifacts
+from tests.fakes.checkpoints import files_in
+from tests.fakes.memory_store import MemoryStore
+
+__all__ = ["BUCKETS", "FILES", "REMOTE", "Bucket", "BucketTarget", "fetched"]
+
+FILES = {"log.txt": b"line\n", "plots/loss.svg": b"<svg/>", "empty": b"", "big.bin": bytes(range(256)) * 70_000}
+REMOTE = "digits/trials/best/artifacts"
+
+
+class Bucket(MemoryStore):
+    """A memory store that can be held, and that keeps its deadline as a store must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.writers = 0
+        self.writers_max = 0
+        self.failures: list[Exception] = []
+        self.timeout = timedelta(minutes=1)
+
+    def put(self, path: str, data: Buffer) -> None:
+        self.writers += 1
+        self.writers_max = max(self.writers, self.writers_max)
+        try:
+            if not self.gate.wait(self.timeout.total_seconds()):
+                raise DeadlineExceeded("held")
+            if self.failures:
+                raise self.failures.pop(0)
+            super().put(path, data)
+        finally:
+            self.writers -= 1
+
+
+BUCKETS: dict[str, Bucket] = {}
+
+
+class BucketTarget(StorageTarget):
+    """A target of this test."""
+
+    _block_type_slug = "bucket-of-a-test"
+    name: str
+
+    @property
+    def uri(self) -> str:
+        return f"bucket://{self.name}"
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        BUCKETS[self.name].timeout = timeout
+        yield BUCKETS[self.name]
+
+
+def fetched(store: ObjectStore, tmp_path: Path, remote: str = REMOTE) -> dict[str, bytes]:
+    """Return what a reader of the target gets."""
+    there = tmp_path / f"fetched-{time.monotonic_ns()}"
+    receive_artifacts(store, remote, there, ())
+    return files_in(there)
