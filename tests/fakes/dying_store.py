@@ -82,13 +82,9 @@ class DyingStore:
 
     def delete(self, paths: Sequence[str]) -> None:
         half = paths[: len(paths) // 2]
-        self._do(
-            "delete", ", ".join(paths), lambda: self.inner.delete(paths), lambda: self.inner.delete(half)
-        )
+        self._do("delete", ", ".join(paths), lambda: self.inner.delete(paths), lambda: self.inner.delete(half))
 
-    def _do(
-        self, method: str, path: str, operation: Callable[[], _T], torn: Callable[[], object] = lambda: None
-    ) -> _T:
+    def _do(self, method: str, path: str, operation: Callable[[], _T], torn: Callable[[], object] = lambda: None) -> _T:
         if not self._fails(method):
             return operation()
         self.failed_at = f"{method} {path}"

@@ -260,9 +260,7 @@ def _forget_names(folder: _Folder, rng: random.Random | None) -> None:
         folder.names = dict(folder.synced)
     else:
         changed = sorted(
-            name
-            for name in folder.names | folder.synced
-            if folder.names.get(name) is not folder.synced.get(name)
+            name for name in folder.names | folder.synced if folder.names.get(name) is not folder.synced.get(name)
         )
         for name in changed:
             if rng.random() < 0.5 and name in folder.synced:

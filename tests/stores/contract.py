@@ -125,9 +125,7 @@ class StoreContract:
         assert bytes(store.read("big")) == data
         assert bytes(store.read("big", offset=12 << 20, length=5 << 20)) == data[12 << 20 : 17 << 20]
 
-    @pytest.mark.parametrize(
-        "kind", [bytes, bytearray, memoryview, lambda data: memoryview(b"__" + data)[2:]]
-    )
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: memoryview(b"__" + data)[2:]])
     def test_every_kind_of_buffer_is_taken(self, store: ObjectStore, kind: Callable[[bytes], Buffer]) -> None:
         store.put("put", kind(b"some bytes"))
         store.create("created", kind(b"some bytes"))
@@ -189,16 +187,12 @@ class StoreContract:
         assert list(store.list("ru")) == []
         assert list(store.list("run2")) == []
 
-    @pytest.mark.parametrize(
-        "after", ["", "f", "f/b", "f/bb", "f/c", "f/c/1", "f/c/5", "f/d", "f/zzz", "g", "a"]
-    )
+    @pytest.mark.parametrize("after", ["", "f", "f/b", "f/bb", "f/c", "f/c/1", "f/c/5", "f/d", "f/zzz", "g", "a"])
     def test_a_listing_goes_on_beyond_a_path(self, store: ObjectStore, after: str) -> None:
         paths = ["f/a", "f/b", "f/c-", "f/c/1", "f/c/2", "f/c0", "f/d/1"]
         for path in paths:
             store.put(path, b"")
-        assert [listed.path for listed in store.list("f", after=after)] == [
-            path for path in paths if path > after
-        ]
+        assert [listed.path for listed in store.list("f", after=after)] == [path for path in paths if path > after]
 
     def test_a_listing_has_all_of_more_than_a_thousand_entries(self, store: ObjectStore) -> None:
         names = [f"many/{number % 7}/{number:05d}" for number in range(1100)]

@@ -7,9 +7,7 @@ from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
 from tests.fakes.memory_store import MemoryStore
 
 
-@pytest.mark.parametrize(
-    ("way", "survives"), [(Way.CRASH_BEFORE, False), (Way.TORN, False), (Way.CRASH_AFTER, True)]
-)
+@pytest.mark.parametrize(("way", "survives"), [(Way.CRASH_BEFORE, False), (Way.TORN, False), (Way.CRASH_AFTER, True)])
 def test_a_crash_leaves_what_its_way_says_and_a_dead_process(way: Way, *, survives: bool) -> None:
     store = DyingStore(MemoryStore(), nth=2, way=way)
     store.put("a", b"1")

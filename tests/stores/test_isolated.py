@@ -46,9 +46,7 @@ class TestIsolatedStore(StoreContract):
 
 
 def _moody(root: Path, timeout: timedelta = timedelta(seconds=60), children_max: int = 4) -> IsolatedStore:
-    return IsolatedStore(
-        partial(MoodyStore, str(root)), deadline=Deadline.after(timeout), children_max=children_max
-    )
+    return IsolatedStore(partial(MoodyStore, str(root)), deadline=Deadline.after(timeout), children_max=children_max)
 
 
 def _is_running(pid: int) -> bool:
@@ -113,9 +111,7 @@ def test_a_child_that_dies_is_unavailable_and_the_next_call_has_a_new_one(tmp_pa
 
 
 @pytest.mark.parametrize(("name", "survives"), [("die", False), ("then-die", True)])
-def test_a_child_that_dies_in_a_create_leaves_it_unknown(
-    tmp_path: Path, name: str, *, survives: bool
-) -> None:
+def test_a_child_that_dies_in_a_create_leaves_it_unknown(tmp_path: Path, name: str, *, survives: bool) -> None:
     with _moody(tmp_path) as store:
         with pytest.raises(CommitUnknown, match="read it back"):
             store.create(name, b"1")

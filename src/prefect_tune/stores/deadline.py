@@ -45,6 +45,4 @@ class Deadline:
 
     def exceeded(self, doing: str) -> DeadlineExceeded:
         """Return the error to raise when `doing` did not end in time."""
-        return DeadlineExceeded(
-            f"{doing}: not done within {self.timeout.total_seconds():g} s; the work was ended"
-        )
+        return DeadlineExceeded(f"{doing}: not done within {self.timeout.total_seconds():g} s; the work was ended")

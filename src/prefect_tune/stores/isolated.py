@@ -189,8 +189,7 @@ class _Child:
                 [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=os.environ
-                | {"PYTHONPATH": os.pathsep.join(part or str(Path.cwd()) for part in sys.path)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(part or str(Path.cwd()) for part in sys.path)},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

@@ -20,9 +20,7 @@ def checked_path(path: str) -> str:
     if any(part in ("", ".", "..") for part in parts) or "\0" in path:
         raise InvalidInput(f"{path!r}: expected a relative path without empty parts, '.', '..' and NUL")
     if parts[0] == TEMPORARY:
-        raise InvalidInput(
-            f"{path!r}: {TEMPORARY!r} is where stores keep what is not published; choose another name"
-        )
+        raise InvalidInput(f"{path!r}: {TEMPORARY!r} is where stores keep what is not published; choose another name")
     return path
 
 

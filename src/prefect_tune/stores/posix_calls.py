@@ -146,6 +146,4 @@ class OsCalls:
 
 
 def _status(found: os.stat_result) -> FileStatus:
-    return FileStatus(
-        found.st_mode, found.st_dev, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns
-    )
+    return FileStatus(found.st_mode, found.st_dev, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns)
