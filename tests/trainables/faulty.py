@@ -1,0 +1,46 @@
+"""Trainables that do something wrong, each in its own way; `touch` tells whether a step was ever trained."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+import prefect_tune as pt
+
+__all__ = ["NoStep", "array_metric", "dangling_link", "fine", "nan_metric", "remote_checkpoint", "text_for_metrics"]
+
+
+class NoStep:
+    """Not a trainable."""
+
+
+def fine(config: Mapping[str, object]) -> None:
+    """Train one step, and leave a trace of it."""
+    if "touch" in config:
+        Path(str(config["touch"])).touch()
+    pt.report({"loss": 1.0})
+
+
+def nan_metric(_config: Mapping[str, object]) -> None:
+    pt.report({"loss": float("nan")})
+
+
+def array_metric(_config: Mapping[str, object]) -> None:
+    pt.report({"loss": np.zeros(3)})
+
+
+def text_for_metrics(_config: Mapping[str, object]) -> None:
+    pt.report("0.5")  # type: ignore[arg-type]  # that is the fault
+
+
+def remote_checkpoint(_config: Mapping[str, object]) -> None:
+    pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint("s3://bucket/elsewhere"))
+
+
+def dangling_link(_config: Mapping[str, object]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "weights").symlink_to("/nowhere/at/all")
+        pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
