@@ -40,7 +40,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class Value(BaseModel):
     """A frozen value that refuses fields it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A NaN is dumped as the NaN it is, for `canonical_json` to refuse; pydantic's default makes it a null.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class Stamp(Value):
