@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -20,12 +20,12 @@ __all__ = ["Driver", "Drivers", "until"]
 _MARK = "PREFECT_TUNE_TEST_DRIVER"
 
 
-def until(condition: Any, *, seconds: float, what: str) -> None:
-    """Return as soon as `condition()` holds; fail when it does not within `seconds`."""
+def until(condition: Callable[[], object], *, seconds: float, what: Callable[[], str]) -> None:
+    """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise AssertionError(f"not within {seconds:g} s: {what}")
+            raise AssertionError(f"not within {seconds:g} s: {what()}")
         time.sleep(0.002)
 
 
@@ -44,7 +44,8 @@ class Driver:
 
     @property
     def log(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")
+        path = self.folder / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def is_alive(self) -> bool:
         return self.process.is_alive()
@@ -79,7 +80,7 @@ class Driver:
 
     def require_no_leftovers(self) -> None:
         """Fail if a process that it started outlives it by more than a moment."""
-        until(lambda: not self.family(), seconds=10, what=f"the end of {self.family()} after {self.pid}")
+        until(lambda: not self.family(), seconds=10, what=lambda: f"the end of {self.family()}")
 
     def wait(self, *, seconds: float = 90) -> Mapping[str, Any]:
         """Wait until it has ended by itself; return its result, or `{"error": class, "message": text}`."""
@@ -138,6 +139,7 @@ class Drivers:
 
 def _drive(folder: str, mark: str, api_url: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
     os.setsid()
+    os.chdir(folder)
     os.environ[_MARK] = mark
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -168,13 +170,5 @@ def _called(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str
         "metrics": dict(result.metrics),
         "attempts": result.attempts,
         "wasted_steps": result.wasted_steps,
-        "checkpoint": result.checkpoint.name if result.checkpoint else None,
+        "checkpoint": result.checkpoint.path if result.checkpoint else None,
     }
-
-
-def waited(seconds: float) -> Iterator[None]:
-    """Yield every few milliseconds, for so long."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        yield
-        time.sleep(0.005)

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+from uuid import UUID
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.events import Reported
-from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.events import Opened, Owner, Reported
+from prefect_tune.core.experiment import Entry, Experiment
 from prefect_tune.core.journal import history, load
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.restore import read_manifest, restore
@@ -19,7 +20,18 @@ from prefect_tune.core.trial import Trial
 from prefect_tune.stores.staging import DirectorySink
 from tests.trainables.numpy_mlp import Mlp, digest_of_directory
 
-__all__ = ["Undisturbed", "bytes_of_checkpoint", "experiment_at", "trial_at", "undisturbed", "violations"]
+__all__ = [
+    "Undisturbed",
+    "bytes_of_checkpoint",
+    "entries_at",
+    "experiment_at",
+    "objects_at",
+    "owners_at",
+    "state_of_flow_run",
+    "trial_at",
+    "undisturbed",
+    "violations",
+]
 
 TRIAL = "trial"
 _PATIENCE = timedelta(seconds=60)
@@ -61,6 +73,35 @@ def trial_at(target: StorageTarget, name: str) -> Trial:
     return experiment_at(target, name).trial(TRIAL)
 
 
+def entries_at(target: StorageTarget, name: str) -> Sequence[Entry]:
+    """Return the whole journal."""
+    with target.open(timeout=_PATIENCE) as store:
+        return history(store, name, side_by_side=map)
+
+
+def owners_at(target: StorageTarget, name: str) -> Mapping[int, Owner]:
+    """Return who opened the experiment, by process id."""
+    events = [event for entry in entries_at(target, name) for event in entry.events]
+    return {event.owner.pid: event.owner for event in events if isinstance(event, Opened)}
+
+
+def objects_at(target: StorageTarget, folder: str) -> Mapping[str, int]:
+    """Return every object below `folder`, with its size."""
+    with target.open(timeout=_PATIENCE) as store:
+        return {each.path: each.size_bytes for each in store.list(folder)}
+
+
+def state_of_flow_run(owner: Owner) -> tuple[str, str]:
+    """Return what the server says of the owner's flow run: the state's name, and its message."""
+    from prefect.client.orchestration import get_client
+
+    assert owner.flow_run is not None
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(UUID(owner.flow_run)).state
+    assert state is not None
+    return state.name or "", state.message or ""
+
+
 def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: int) -> str:
     """Restore a checkpoint, every byte verified, and return the sha256 over its files."""
     key = CheckpointKey(trial=TrialKey(experiment=name, trial=TRIAL), step=step, sequence=sequence)
@@ -89,9 +130,8 @@ def violations(target: StorageTarget, name: str, truth: Undisturbed) -> Sequence
 
 
 def _of_reports(target: StorageTarget, name: str, state: Mapping[int, str]) -> Sequence[str]:
-    with target.open(timeout=_PATIENCE) as store:
-        entries = history(store, name, side_by_side=map)
-    reports = [event.report for entry in entries for event in entry.events if isinstance(event, Reported)]
+    events = [event for entry in entries_at(target, name) for event in entry.events]
+    reports = [event.report for event in events if isinstance(event, Reported)]
     return [
         f"step {report.step} was journaled with another state than the undisturbed training's"
         for report in reports

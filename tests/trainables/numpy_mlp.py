@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import prefect_tune as pt
-from tests.trainables.witness import tell
+from tests.trainables.witness import hold, tell
 
 __all__ = ["Mlp", "NumpyMlp", "digest_of_directory", "train"]
 
@@ -105,13 +105,19 @@ class Mlp:
 
 
 class NumpyMlp(pt.Trainable):
-    """The class API. `config["witness"]` names the file in which it tells the test what it did."""
+    """The class API.
+
+    `config["witness"]` names the file in which it tells the test what it did; at the step
+    `config["gate_step"]` it waits for the file `config["gate"]`.
+    """
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.model = Mlp(config)
 
     def step(self) -> Mapping[str, Any]:
+        if self.model.step + 1 == self.config.get("gate_step"):
+            hold(self.config["gate"])
         tell(self.config.get("witness"), "begin", self.model.step + 1)
         metrics = self.model.train_step()
         tell(self.config.get("witness"), "trained", self.model.step)

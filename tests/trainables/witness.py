@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Told", "tell", "told"]
+__all__ = ["Told", "hold", "tell", "told"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,13 @@ def tell(path: object, act: str, step: int) -> None:
         os.write(descriptor, f"{os.getpid()} {act} {step}\n".encode())
     finally:
         os.close(descriptor)
+
+
+def hold(gate: object, *, seconds: float = 60) -> None:
+    """Wait until the test makes the file `gate`."""
+    end = time.monotonic() + seconds
+    while gate and not Path(str(gate)).exists() and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 def told(path: Path) -> Sequence[Told]:

@@ -1,0 +1,205 @@
+"""One owner commits; whoever was thought dead, or came second, ends and harms nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.retention import Retention
+from tests.flows.driver import Driver, Drivers, until
+from tests.flows.training import (
+    bytes_of_checkpoint,
+    entries_at,
+    objects_at,
+    owners_at,
+    state_of_flow_run,
+    trial_at,
+    undisturbed,
+    violations,
+)
+from tests.trainables.witness import told
+
+_STEPS = 60
+_NAME = "contested"
+_MLP = "tests.trainables.numpy_mlp:NumpyMlp"
+
+
+class _Contest:
+    """Several drivers of one experiment."""
+
+    def __init__(self, drivers: Drivers, target: StorageTarget, folder: Path) -> None:
+        self.drivers = drivers
+        self.target = target
+        self.witness = folder / "witness"
+        self.gate = folder / "gate"
+        self.config: dict[str, Any] = {"witness": str(self.witness), "step_seconds": 0.02}
+
+    def hold_at(self, step: int) -> None:
+        """Have every attempt wait before `step` until the gate is opened."""
+        self.config |= {"gate": str(self.gate), "gate_step": step}
+
+    def start(self) -> Driver:
+        return self.drivers.start(
+            _MLP,
+            self.config,
+            target=self.target,
+            experiment=_NAME,
+            stop={"step": _STEPS},
+            checkpoint=Cadence(every_steps=5),
+            retention=Retention(last=2),
+            sync=SyncConfig(sync_period_seconds=0.05),
+        )
+
+    def saves(self) -> int:
+        return sum(each.act == "saving" for each in told(self.witness))
+
+    def until_saved(self, times: int) -> None:
+        """Wait until so many saves more have begun."""
+        wanted = self.saves() + times
+        last = self.drivers.last
+        until(lambda: self.saves() >= wanted, seconds=90, what=lambda: f"save {wanted}\n{last.log[-3000:]}")
+
+    def require_identical_end(self, outcome: Mapping[str, Any]) -> None:
+        truth = undisturbed(_STEPS)
+        assert outcome.get("status") == "finished", outcome
+        assert outcome["metrics"]["state"] == truth.state[_STEPS]
+        assert violations(self.target, _NAME, truth) == []
+        last = trial_at(self.target, _NAME).checkpoints[-1]
+        assert bytes_of_checkpoint(self.target, _NAME, last.step, last.sequence) == truth.files[_STEPS]
+
+
+@pytest.fixture(params=["local", "s3"])
+def contest(request: pytest.FixtureRequest, drivers: Drivers, tmp_path: Path) -> _Contest:
+    return _Contest(drivers, request.getfixturevalue(f"{request.param}_target"), tmp_path)
+
+
+def _freeze(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+
+def _thaw(*pids: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_of_two_runs_of_one_trial_one_goes_on_and_the_other_ends_superseded(contest: _Contest) -> None:
+    contest.hold_at(18)
+    first = contest.start()
+    contest.until_saved(3)
+    second = contest.start()
+    until(lambda: len(owners_at(contest.target, _NAME)) == 2, seconds=60, what=lambda: second.log)
+    contest.gate.touch()
+    ended = first.wait()
+    contest.require_identical_end(second.wait())
+    assert ended["error"] == "Superseded"
+    owners = owners_at(contest.target, _NAME)
+    assert f"pid {second.pid}" in ended["message"]
+    first.require_no_leftovers()
+    name, message = state_of_flow_run(owners[first.pid])
+    assert name == "Failed"
+    assert "Superseded" in message
+    assert state_of_flow_run(owners[second.pid])[0] == "Completed"
+
+
+def test_two_runs_that_resume_at_the_same_moment_leave_one_owner(
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    contest = _Contest(drivers, local_target, tmp_path)
+    contest.hold_at(28)
+    dead = contest.start()
+    contest.until_saved(2)
+    dead.kill_everything()
+    both = (contest.start(), contest.start())
+    until(lambda: len(owners_at(local_target, _NAME)) == 3, seconds=60, what=lambda: both[0].log)
+    contest.gate.touch()
+    outcomes = [driver.wait() for driver in both]
+    (winner,) = (outcome for outcome in outcomes if "status" in outcome)
+    contest.require_identical_end(winner)
+    (loser,) = (outcome for outcome in outcomes if "error" in outcome)
+    assert loser["error"] == "Superseded"
+
+
+@pytest.mark.parametrize("frozen", ["flow", "machine"])
+@pytest.mark.parametrize("wakes", ["during", "after"])
+def test_an_owner_that_was_paused_past_the_takeover_commits_and_deletes_nothing(
+    contest: _Contest, frozen: str, wakes: str
+) -> None:
+    _woken_owner_is_harmless(contest, frozen, wakes, random.Random(f"{frozen} {wakes}"))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(20))
+def test_an_owner_that_was_paused_at_any_moment_commits_and_deletes_nothing(contest: _Contest, seed: int) -> None:
+    chance = random.Random(seed)
+    _woken_owner_is_harmless(contest, chance.choice(["flow", "machine"]), chance.choice(["during", "after"]), chance)
+
+
+def _woken_owner_is_harmless(contest: _Contest, frozen: str, wakes: str, chance: random.Random) -> None:
+    contest.hold_at(48)
+    if wakes == "after":
+        contest.gate.touch()
+    zombie = contest.start()
+    contest.until_saved(chance.randint(1, 5))
+    time.sleep(chance.uniform(0, 0.15))
+    pids = (zombie.pid, *(zombie.trials() if frozen == "machine" else ()))
+    _freeze(*pids)
+    owner = contest.start()
+    if wakes == "during":
+        contest.until_saved(2)
+    else:
+        contest.require_identical_end(owner.wait())
+    epochs_before = {entry.number: entry.epoch for entry in entries_at(contest.target, _NAME)}
+    _thaw(*pids)
+    ended = zombie.wait()
+    contest.gate.touch()
+    contest.require_identical_end(owner.wait())
+    assert ended.get("error") == "Superseded", ended
+    assert str(owner.pid) in ended["message"]
+    zombie.require_no_leftovers()
+    _require_no_entry_of_the_old_epoch(contest.target, epochs_before)
+    _require_that_foreign_manifests_do_not_count(contest.target)
+
+
+def _require_no_entry_of_the_old_epoch(target: StorageTarget, before: Mapping[int, int]) -> None:
+    after = {entry.number: entry.epoch for entry in entries_at(target, _NAME)}
+    assert {number: after[number] for number in before} == before
+    assert all(epoch == max(before.values()) for number, epoch in after.items() if number not in before)
+
+
+def _require_that_foreign_manifests_do_not_count(target: StorageTarget) -> None:
+    """A manifest that the zombie wrote after it was superseded is none that a next owner would adopt."""
+    trial = TrialKey(experiment=_NAME, trial="trial")
+    keys = (CheckpointKey.from_manifest_path(trial, path) for path in objects_at(target, trial.checkpoints))
+    live = {(each.step, each.sequence) for each in trial_at(target, _NAME).checkpoints}
+    assert live <= {(key.step, key.sequence) for key in keys if key}
+
+
+def test_a_paused_trial_whose_flow_was_killed_dies_as_soon_as_it_wakes(
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    contest = _Contest(drivers, local_target, tmp_path)
+    dead = contest.start()
+    contest.until_saved(2)
+    (trial,) = dead.trials()
+    _freeze(trial)
+    dead.kill()
+    outcome = contest.start().wait()
+    acts = len(told(contest.witness))
+    _thaw(trial)
+    dead.require_no_leftovers()
+    assert len(told(contest.witness)) <= acts + 2  # it may end the step that it was in
+    contest.require_identical_end(outcome)
