@@ -147,15 +147,12 @@ def export(
     step: Annotated[int | None, typer.Option(help="Which checkpoint. Default: the newest.", show_default=False)] = None,
 ) -> None:
     """Write a checkpoint to DIRECTORY, which must be new or empty: its files, as the trainable saved them."""
-    from prefect_tune.core.restore import read_manifest
-    from prefect_tune.stores.fetching import fetch_committed
+    from prefect_tune.blocks import resolve_target
 
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise InvalidInput(f"{directory}: there is something already; name a new or an empty directory")
-    with _opened(target, experiment) as (store, state):
-        manifest = read_manifest(store, _chosen(state, step))
-        fetch_committed(store, manifest, directory.absolute())
-    print(f"step {manifest.step}: {_size(manifest.size_bytes)} in {len(manifest.files)} files, to {directory}")
+    with _opened(target, experiment) as (_, state):
+        key = _chosen(state, step)
+    resolve_target(target).checkpoint(key).to_directory(directory)
+    print(f"step {key.step}: in {directory}")
 
 
 # ------------------------------------------------------------------------------------------ what lies there
@@ -279,7 +276,7 @@ def _show(table: Table) -> None:
 def _checkpoint_table(rows: Sequence[_Row]) -> Table:
     from rich.table import Table
 
-    table = Table("step", "when", "size", "metrics", "standing", box=None, header_style="bright_black")
+    table = Table("step", "when", "size", "metrics", "standing", box=None, header_style="dim")
     for row in rows:
         size = "" if row.size_bytes is None else _size(row.size_bytes)
         when = (row.created_at or "").replace("T", " ")[:19]
@@ -293,7 +290,7 @@ def _facts_table(facts: Mapping[str, object]) -> Table:
 
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
-        table.add_row(f"[bright_black]{name}[/]", _said(value))
+        table.add_row(f"[dim]{name}[/]", _said(value))
     return table
 
 

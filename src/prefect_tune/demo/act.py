@@ -1,4 +1,4 @@
-"""One process that runs the flow, as a user's script would: `python -m prefect_tune.demo.act REQUEST`."""
+"""One process that runs the flow, as a user's script would; it begins when a request comes in by its standard input."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ class ActRequest(Value):
         return {"width": self.width, "batch": 128, "rate": 0.001, "seed": 7}
 
 
-def _perform(act: ActRequest) -> None:
+def _perform() -> None:
     from prefect_tune.core.cadence import Cadence
     from prefect_tune.core.retention import Retention
     from prefect_tune.flows.durable_trainable import durable_trainable
 
+    line = sys.stdin.readline()
+    if not line:
+        return  # whoever started this is gone
+    act = ActRequest.model_validate_json(line)
     durable_trainable(
         "prefect_tune.demo.model:Digits",
         act.config,
@@ -43,4 +47,4 @@ def _perform(act: ActRequest) -> None:
 
 
 if __name__ == "__main__":
-    _perform(ActRequest.model_validate_json(sys.argv[1]))
+    _perform()

@@ -47,54 +47,51 @@ def claims(found: Findings) -> list[Claim]:
     return [_identical(found), _in_the_middle(found), _came_back(found), _not_sent_again(found)]
 
 
+def _held(text: str, *shown_by: str) -> Claim:
+    return Claim(held=True, text=text, shown_by=shown_by)
+
+
+def _broken(text: str, *shown_by: str) -> Claim:
+    return Claim(held=False, text=text, shown_by=shown_by)
+
+
 def _identical(found: Findings) -> Claim:
-    held = bool(found.undisturbed) and found.undisturbed == found.resumed
+    if not found.undisturbed or found.undisturbed != found.resumed:
+        return _broken("The last checkpoints of runs 1 and 3 are NOT the same", *_hashes(found))
+    others = f"and so are the {len(found.resumed) - 1} other files of the last checkpoint; SHA-256 of the weights:"
+    return _held("The final weights are the same, bit for bit", others, *_hashes(found))
+
+
+def _hashes(found: Findings) -> tuple[str, ...]:
     runs = ((1, found.undisturbed), (3, found.resumed))
-    shown = [f"run {run}  {files.get(WEIGHTS_FILE, 'none')}" for run, files in runs]
-    others = len(found.resumed) - 1
-    text = (
-        f"The final weights are the same, bit for bit, and so are the {others} other files of the last checkpoint. "
-        f"SHA-256 of {WEIGHTS_FILE}:"
-        if held
-        else "The last checkpoints of runs 1 and 3 are NOT the same"
-    )
-    return Claim(held, text, shown)
+    return tuple(f"run {run}  {files.get(WEIGHTS_FILE, 'none')}" for run, files in runs)
 
 
 def _in_the_middle(found: Findings) -> Claim:
     killed = found.killed
-    held = killed.exit_code == -signal.SIGKILL and bool(killed.arrived) and killed.newest_step < killed.step
-    torn = f", {killed.torn_files} unfinished" if killed.torn_files else ""
-    text = (
-        f"SIGKILL hit the upload of step {killed.step}: on the target lay {len(killed.arrived)} of its "
-        f"{len(found.whole_blobs)} blobs ({size(sum(killed.arrived.values()))} of {size(found.whole_bytes)}{torn}) "
-        "and no manifest: that is no checkpoint"
-        if held
-        else f"SIGKILL did not hit an upload in its middle: {killed}"
+    if killed.exit_code != -signal.SIGKILL or not killed.arrived or killed.newest_step >= killed.step:
+        return _broken("SIGKILL did NOT hit an upload in its middle", str(killed))
+    torn = f", {killed.torn_files} torn files" if killed.torn_files else ""
+    arrived = f"{size(sum(killed.arrived.values())).removesuffix(' MiB')} of {size(found.whole_bytes)}"
+    return _held(
+        f"SIGKILL hit the upload of step {killed.step} in its middle",
+        f"on the target: {len(killed.arrived)} of {len(found.whole_blobs)} blobs ({arrived}){torn}, no manifest",
     )
-    return Claim(held, text)
 
 
 def _came_back(found: Findings) -> Claim:
     killed, back = found.killed, found.came_back_at
-    held = back == killed.newest_step > 0
-    text = (
-        f"Run 3 came back at step {back}, the newest one committed: nothing committed was lost. "
-        f"Steps {back + 1} to {killed.trained_until} were trained again"
-        if held
-        else f"Run 3 came back at step {back}, and step {killed.newest_step} had been committed"
-    )
-    return Claim(held, text)
+    if not back == killed.newest_step > 0:
+        return _broken(f"Run 3 came back at step {back}, and step {killed.newest_step} had been committed")
+    again = f"nothing committed was lost; steps {back + 1} to {killed.trained_until} were trained again"
+    return _held(f"Run 3 came back at step {back}, the newest one committed", again)
 
 
 def _not_sent_again(found: Findings) -> Claim:
     arrived = found.killed.arrived
     kept = {path: arrived[path] for path in arrived if found.whole_blobs.get(path) == arrived[path]}
+    if kept != arrived:
+        return _broken(f"{len(arrived) - len(kept)} of {len(arrived)} blobs that had arrived were sent again")
     kept_bytes = sum(kept.values())
-    text = (
-        f"Of that upload, {size(kept_bytes)} were not sent again; the {size(found.whole_bytes - kept_bytes)} "
-        "that were missing were"
-        if kept == arrived
-        else f"Of the {len(arrived)} blobs that had arrived, {len(arrived) - len(kept)} were sent again"
-    )
-    return Claim(kept == arrived, text)
+    sent = f"they were found on the target; the {size(found.whole_bytes - kept_bytes)} that were missing were sent"
+    return _held(f"{size(kept_bytes)} of that upload were not sent again", sent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -37,12 +37,12 @@ class Claim:
 
     held: bool
     text: str
-    shown_by: Sequence[str] = ()
+    shown_by: tuple[str, ...] = ()
 
 
 def cells(track: Track, width: int) -> Text:
     """Return the track as `width` cells: steps trained, checkpoints committed, the kill, the way back."""
-    marks = dict.fromkeys(range(width), ("·", "bright_black"))
+    marks = dict.fromkeys(range(width), ("·", "dim"))
     start, end = _cell(track.came_back_at, track, width), _cell(track.step, track, width)
     marks |= dict.fromkeys(range(max(start, 0), end + 1), ("━", "cyan"))
     marks |= {_cell(step, track, width): ("●", "green") for step in track.committed if step > track.came_back_at}
@@ -66,22 +66,22 @@ def tracks(shown: Iterable[Track], columns: int, status: str) -> Group:
     for _ in range(5):
         table.add_column(no_wrap=True)
     for number, track in enumerate(shown, 1):
-        style = "" if track.begun else "bright_black"
+        style = "" if track.begun else "dim"
         seconds = f"{track.seconds:.1f} s" if track.seconds else ""
         table.add_row(
             Text(f"{number} {track.name}", style),
             cells(track, 24 if columns < _NARROW else 48),
             Text(f"step {track.step}" if track.begun else "", style),
             Text(track.outcome),
-            Text(seconds, "bright_black"),
+            Text(seconds, "dim"),
         )
-    below: RenderableType = Spinner("dots", Text(status, "bright_black")) if status else _legend()
+    below: RenderableType = Spinner("dots", Text(status, "dim")) if status else _legend()
     return Group(Padding(table, (1, 0, 1, 2)), Padding(below, (0, 0, 0, 2)))
 
 
 def _legend() -> Text:
     parts = (("●", "green", "committed"), ("✗", "bold red", "SIGKILL"), ("↻", "bold yellow", "came back here"))
-    return Text("   ").join(Text.assemble((mark, style), (f" {said}", "bright_black")) for mark, style, said in parts)
+    return Text("   ").join(Text.assemble((mark, style), (f" {said}", "dim")) for mark, style, said in parts)
 
 
 def verdict(claims: Iterable[Claim]) -> Table:
@@ -89,9 +89,9 @@ def verdict(claims: Iterable[Claim]) -> Table:
     table = Table.grid(padding=(0, 1))
     for claim in claims:
         mark = Text("✓", "bold green") if claim.held else Text("✗", "bold red")
-        table.add_row(" ", mark, Text(claim.text))
+        table.add_row(" ", mark, Text(claim.text, "bold"))
         for line in claim.shown_by:
-            table.add_row("", "", Text(line, "bright_black", overflow="fold"))
+            table.add_row("", "", Text(line, "dim", overflow="fold"))
     return table
 
 

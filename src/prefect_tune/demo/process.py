@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, cast
 
 from prefect_tune.core.errors import TuneError
@@ -35,6 +35,11 @@ class ActProcess:
     @property
     def is_running(self) -> bool:
         return self._process.poll() is None
+
+    def begin(self, act: ActRequest) -> None:
+        """Have it run the flow."""
+        with cast("IO[str]", self._process.stdin) as request, suppress(BrokenPipeError):  # `wait` tells why
+            request.write(act.model_dump_json() + "\n")
 
     def kill(self) -> None:
         """Send SIGKILL: no handler runs, nothing is flushed."""
@@ -63,11 +68,11 @@ class ActProcess:
 
 
 @contextmanager
-def act_process(act: ActRequest, environment: Mapping[str, str]) -> Iterator[ActProcess]:
-    """Run the act in a process of its own, which is gone when the block is left."""
+def act_process(environment: Mapping[str, str]) -> Iterator[ActProcess]:
+    """Start the process of an act, which imports what it needs and waits. It is gone when the block is left."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "prefect_tune.demo.act", act.model_dump_json()],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", "prefect_tune.demo.act"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -75,10 +80,10 @@ def act_process(act: ActRequest, environment: Mapping[str, str]) -> Iterator[Act
         env=dict(environment),
         start_new_session=True,  # Ctrl-C is for the demo, which then ends it
     )
-    with cast(IO[str], process.stdout) as output:  # it is a pipe
-        act_run = ActProcess(process, output)
+    with cast("IO[str]", process.stdout) as output:
+        run = ActProcess(process, output)
         try:
-            yield act_run
+            yield run
         finally:
             process.kill()
-            act_run.wait()
+            run.wait()

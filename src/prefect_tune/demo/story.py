@@ -67,10 +67,10 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
             ready_after = time.monotonic() - began
             found = _perform(stage)
         shown = claims(found)
-        console.print(verdict(shown))
+        console.print("\n", verdict(shown), sep="")
         took = f"{time.monotonic() - began:.0f} s in all, {ready_after:.0f} s of them to start {stage.server}"
         kept = f"\n  kept: {stage.place}, experiments {stage.name}-…" if options.keep else ""
-        console.print(Text(f"\n  {took}{kept}", "bright_black"))
+        console.print(Text(f"\n  {took}{kept}", "dim"))
     return all(claim.held for claim in shown)
 
 
@@ -83,7 +83,7 @@ class _Stage:
     target: StorageTarget
     place: str
     name: str
-    environment: Mapping[str, str]
+    processes: Iterator[ActProcess]
     server: str
     at_end: ExitStack
 
@@ -104,6 +104,12 @@ class _Stage:
             save_every=self.save_every,
             width=self.options.width,
         )
+
+    def begin(self, watch: Watch) -> ActProcess:
+        """Run the flow on the experiment that is watched, in a process of its own."""
+        process = next(self.processes)
+        process.begin(self.request(watch.trial.experiment))
+        return process
 
     def watch(self, experiment: str) -> Watch:
         """Watch an experiment of the demo, and remove it at the end."""
@@ -132,21 +138,35 @@ def _set_up(options: DemoOptions, directory: Path, screen: Screen, at_end: ExitS
     """Start a server unless the user has one, and see meanwhile that the target can be used."""
     place = options.target or (directory / "target").as_uri()
     name = f"demo-{uuid4().hex[:6]}"
+    screen.say(f"looking at {place}")
     if "PREFECT_API_URL" in os.environ:
-        environment, server = {**os.environ, **_ONE_THREAD}, "with your Prefect server"
-        target = _usable(place, screen)
+        environment, server = {**os.environ, **_ONE_THREAD}, "with the Prefect server of PREFECT_API_URL"
+        processes = _processes(environment, at_end)
+        target = _usable(place)
     else:
+        screen.say("a Prefect server is starting, with an empty database")
         own = at_end.enter_context(temporary_server(directory / "prefect"))
         environment = {**without_prefect(os.environ), **own.environment, **_ONE_THREAD}
-        server = "a Prefect server"
-        target = _usable(place, screen)
-        screen.say("a Prefect server is starting, with an empty database")
+        server = "a Prefect server of its own"
+        processes = _processes(environment, at_end)
+        target = _usable(place)
         own.wait_until_ready()
-    return _Stage(options, screen, target, place, name, environment, server, at_end)
+    return _Stage(options, screen, target, place, name, processes, server, at_end)
 
 
-def _usable(place: str, screen: Screen) -> StorageTarget:
-    screen.say(f"looking at {place}")
+def _processes(environment: Mapping[str, str], at_end: ExitStack) -> Iterator[ActProcess]:
+    """Start three processes now, so that each has imported everything when its turn comes; more on demand."""
+    ready = [at_end.enter_context(act_process(environment)) for _ in range(3)]
+
+    def endless() -> Iterator[ActProcess]:
+        yield from ready
+        while True:
+            yield at_end.enter_context(act_process(environment))
+
+    return endless()
+
+
+def _usable(place: str) -> StorageTarget:
     from prefect_tune.blocks import resolve_target
 
     target = resolve_target(place)
@@ -172,10 +192,10 @@ def _perform(stage: _Stage) -> Findings:
 
 
 def _train_to_the_end(stage: _Stage, act: int, watch: Watch) -> None:
-    with act_process(stage.request(watch.trial.experiment), stage.environment) as process:
-        for _ in _follow(stage, act, watch, process):
-            time.sleep(0.05)
-        process.require_success()
+    process = stage.begin(watch)
+    for _ in _follow(stage, act, watch, process):
+        time.sleep(0.05)
+    process.require_success()
     sight = watch.look()
     stage.screen.trained(act, process.step, sight.newest_step)
     stage.screen.change(act, outcome=f"accuracy {process.accuracy:.1%}")
@@ -198,13 +218,13 @@ def _be_killed(stage: _Stage) -> tuple[Watch, Killed]:
 
 def _train_until_killed(stage: _Stage, watch: Watch) -> Killed:
     step = stage.doomed_step
-    with act_process(stage.request(watch.trial.experiment), stage.environment) as process:
-        for sight in _follow(stage, _KILLED, watch, process):
-            if sight.newest_step >= step - stage.save_every and _quarter_there(watch, sight):
-                process.kill()
-                break
-            time.sleep(0.05 if process.step < step - 1 else 0.001)
-        code = process.wait()
+    process = stage.begin(watch)
+    for sight in _follow(stage, _KILLED, watch, process):
+        if sight.newest_step >= step - stage.save_every and _quarter_there(watch, sight):
+            process.kill()
+            break
+        time.sleep(0.05 if process.step < step - 1 else 0.001)
+    code = process.wait()
     sight = watch.look()
     stage.screen.trained(_KILLED, process.step, sight.newest_step)
     stage.screen.change(_KILLED, killed_at=process.step, outcome="SIGKILL mid-upload")
