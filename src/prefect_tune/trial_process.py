@@ -53,13 +53,10 @@ def train(channel: Connection, *, whole_process: bool) -> None:
     try:
         session, trainable = _prepare(channel, start)
         enter(session, whole_process=whole_process)
-        ended = _run(session, trainable, start, channel)
-    except BaseException as error:  # the process's edge: everything becomes a message
-        send(channel, _broke(error))
-        if not isinstance(error, Exception | SystemExit | KeyboardInterrupt):
-            raise
-    else:
-        send(channel, ended)
+        ended: TrialEnded | Broke = _run(session, trainable, start, channel)
+    except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
+        ended = _broke(error)
+    send(channel, ended)
 
 
 def load_trainable(name: str) -> object:
