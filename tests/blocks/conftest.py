@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -15,6 +16,16 @@ from tests.fakes.processes import free_port, running
 
 KEYS = {"access_key_id": "test-key-id", "secret_access_key": "test-secret-key"}
 SHORT = timedelta(seconds=10)
+
+
+def save(block: Any, name: str) -> None:
+    """Save `block`, in a running event loop too: Prefect's `async_dispatch` takes `_sync`, and mypy does not know."""
+    block.save(name, _sync=True)
+
+
+def load(kind: Any, name: str) -> Any:
+    """Load a block, see `save`."""
+    return kind.load(name, _sync=True)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,21 @@ import pytest
 
 from prefect_tune.blocks import AzureTarget, GcsTarget, S3Target, SyncConfig
 from prefect_tune.core.errors import InvalidInput
-from tests.blocks.conftest import KEYS, SHORT
+from tests.blocks.conftest import KEYS, SHORT, load, save
 from tests.fakes.canned_http import answering, s3_error
 from tests.fakes.gcs_server import gcs_server, service_account
 
 
+def _needs(package: str) -> pytest.MarkDecorator:
+    # a mark, because a fixture would skip only after a Prefect server has been started
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@_needs("prefect_aws")
 class TestAws:
     @pytest.fixture
     def aws(self) -> Any:
-        return pytest.importorskip("prefect_aws")
+        return import_module("prefect_aws")
 
     def test_keys_region_and_endpoint_come_from_the_block(self, aws: Any) -> None:
         with answering(404, s3_error("NoSuchBucket", "")) as server:
@@ -59,20 +67,21 @@ class TestAws:
     @pytest.mark.usefixtures("prefect_server")
     def test_a_saved_target_refers_to_its_saved_credentials(self, aws: Any) -> None:
         block = aws.AwsCredentials(aws_access_key_id="id", aws_secret_access_key="secret-of-mine")
-        block.save("aws-of-mine", _sync=True)
-        S3Target(bucket="bucket", credentials=block).save("with-block", _sync=True)  # type: ignore[call-arg]  # Prefect's
-        loaded: Any = S3Target.load("with-block", _sync=True)  # type: ignore[call-arg]  # added by async_dispatch
+        save(block, "aws-of-mine")
+        save(S3Target(bucket="bucket", credentials=block), "with-block")
+        loaded = load(S3Target, "with-block")
         assert loaded.credentials.aws_secret_access_key.get_secret_value() == "secret-of-mine"
         assert loaded.credentials._block_document_name == "aws-of-mine"
-        SyncConfig(upload_dir=loaded).save("with-both", _sync=True)  # type: ignore[call-arg]  # same
-        within: Any = SyncConfig.load("with-both", _sync=True)  # type: ignore[call-arg]  # same
+        save(SyncConfig(upload_dir=loaded), "with-both")
+        within = load(SyncConfig, "with-both")
         assert within.upload_dir.credentials.aws_secret_access_key.get_secret_value() == "secret-of-mine"
 
 
+@_needs("prefect_gcp")
 class TestGcp:
     @pytest.fixture
     def gcp(self) -> Any:
-        return pytest.importorskip("prefect_gcp")
+        return import_module("prefect_gcp")
 
     @pytest.mark.parametrize("way", ["info", "file"])
     def test_the_service_account_comes_from_the_block(self, gcp: Any, way: str, tmp_path: Path) -> None:
@@ -87,10 +96,11 @@ class TestGcp:
             assert target.check().ok
 
 
+@_needs("prefect_azure")
 class TestAzure:
     @pytest.fixture
     def azure(self) -> Any:
-        return pytest.importorskip("prefect_azure")
+        return import_module("prefect_azure")
 
     def test_the_connection_string_comes_from_the_block(self, azure: Any) -> None:
         with answering(404, s3_error("ContainerNotFound", ""), {"x-ms-error-code": "ContainerNotFound"}) as server:

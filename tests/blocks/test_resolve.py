@@ -21,6 +21,7 @@ from prefect_tune.blocks import (
 )
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.store import ObjectStore
+from tests.blocks.conftest import save
 from tests.fakes.memory_store import MemoryStore
 
 HERE = Path.cwd()
@@ -137,7 +138,7 @@ class ShelfTarget(StorageTarget):
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_users_own_kind_of_target_is_loaded_like_the_others() -> None:
-    ShelfTarget(shelf="third").save("mine", _sync=True)  # type: ignore[call-arg]  # added by Prefect's async_dispatch
+    save(ShelfTarget(shelf="third"), "mine")
     loaded = resolve_target("shelf-target/mine")
     assert isinstance(loaded, ShelfTarget)
     assert loaded.check().ok

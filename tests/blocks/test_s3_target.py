@@ -281,13 +281,13 @@ def _certificate(
     ],
 )
 def test_a_certificate_is_believed_only_from_who_is_trusted(certificates: Certificates, trust: str, said: str) -> None:
-    changed: dict[str, Any] = {
+    trusted: dict[str, dict[str, Any]] = {
         "none": {},
         "its authority": {"ca_certificate": certificates.authority},
         "anybody": {"verify_tls": False},
-    }[trust]
+    }
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates.server)
     with answering(404, s3_error("NoSuchBucket", ""), tls=tls) as server:
-        found = _target(server.url, allow_http=False, **changed).check(timeout=BRIEF)
+        found = _target(server.url, allow_http=False, **trusted[trust]).check(timeout=BRIEF)
     assert re.search(said, found.message)
