@@ -1,0 +1,59 @@
+"""An experiment on a target, written entry by entry without Prefect: some steps, some checkpoints."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+from prefect_tune.core.events import (
+    CheckpointRef,
+    Committed,
+    Event,
+    Finished,
+    Owner,
+    Quarantined,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import append, take_over
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.stores.posix import PosixStore, make_root
+from tests.fakes.checkpoints import committed, write
+
+__all__ = ["write_experiment"]
+
+_STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
+
+
+def write_experiment(root: Path, name: str, steps: list[int], *, quarantined: tuple[int, ...] = ()) -> None:
+    """Write a finished experiment with a checkpoint at each of `steps`; `quarantined` are steps put aside."""
+    make_root(root)
+    store = PosixStore(root)
+    owner = Owner(name="a test", host="here", pid=1)
+    state = take_over(store, name, owner, next(_STAMPS), side_by_side=map)
+    state = _write(store, state, TrialAdded(trial="trial", config={"rate": 0.5}))
+    state = _write(store, state, Started(trial="trial", attempt=1, from_step=0))
+    for step in steps:
+        state = _save(store, state, step, root.parent / f"staged-{name}-{step}")
+    for each in state.trial("trial").checkpoints:
+        if each.step in quarantined:
+            state = _write(store, state, Quarantined(trial="trial", sequence=each.sequence, reason="bad"))
+    _write(store, state, Finished(trial="trial", reason="had enough"))
+
+
+def _save(store: ObjectStore, state: Experiment, step: int, staged: Path) -> Experiment:
+    key = CheckpointKey(trial=TrialKey(experiment=state.name, trial="trial"), step=step, sequence=state.number)
+    metrics = {"loss": 1 / step}
+    files = {"model/weights.bin": bytes([step]) * 5_000_000, "state.json": b"%d" % step}
+    committed(store, write(staged, files), key, metrics=metrics)
+    reported = Reported(trial="trial", report=StepReport(step=step, metrics=metrics))
+    ref = CheckpointRef(step=step, sequence=key.sequence, metrics=metrics)
+    return _write(store, state, reported, Committed(trial="trial", checkpoint=ref))
+
+
+def _write(store: ObjectStore, state: Experiment, *events: Event) -> Experiment:
+    return append(store, state, events, next(_STAMPS))

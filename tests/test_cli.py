@@ -1,0 +1,217 @@
+"""The command line, called as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from prefect_tune import cli
+from tests.fakes.checkpoints import files_in
+from tests.fakes.experiments import write_experiment
+
+
+@dataclass(frozen=True)
+class Done:
+    code: object
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the command line in this process."""
+
+    def call(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["prefect-tune", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return Done(ended.value.code or 0, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A target with the experiment `digits`: checkpoints of steps 2, 4 and 6."""
+    write_experiment(tmp_path / "target", "digits", [2, 4, 6])
+    return tmp_path / "target"
+
+
+def blobs(target: Path) -> list[Path]:
+    return sorted(target.glob("digits/trials/trial/blobs/*"), key=lambda path: path.name.rpartition("-")[2])
+
+
+def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
+    code = (
+        "import sys; sys.argv = ['prefect-tune', '--help']; from prefect_tune.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('prefect', 'pyarrow', 'obstore', 'fsspec', 'pydantic', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("[]")
+    assert "export" in done.stdout
+
+
+def test_checkpoints_are_listed_with_step_size_and_metrics(run: Run, target: Path) -> None:
+    done = run("checkpoints", target, "digits", "--json")
+    rows = json.loads(done.out)
+    assert [(row["step"], row["standing"], row["size_bytes"]) for row in rows] == [
+        (2, "live", 5_000_001),
+        (4, "live", 5_000_001),
+        (6, "live", 5_000_001),
+    ]
+    assert rows[1]["metrics"] == {"loss": 0.25}
+    assert (target / rows[1]["path"] / "manifest.json").is_file()
+    assert done.code == 0
+
+
+def test_for_people_the_list_is_a_table(run: Run, target: Path) -> None:
+    lines = run("checkpoints", target.as_uri(), "digits").out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "2", "4", "6"]
+    assert "4.768 MiB" in lines[1]
+    assert "loss 0.5" in lines[1]
+
+
+def test_a_checkpoint_that_was_put_aside_is_listed_as_quarantined(run: Run, tmp_path: Path) -> None:
+    write_experiment(tmp_path / "target", "digits", [2, 4], quarantined=(4,))
+    rows = json.loads(run("checkpoints", tmp_path / "target", "digits", "--json").out)
+    assert [(row["step"], row["standing"]) for row in rows] == [(2, "live"), (4, "quarantined")]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])
+def test_a_manifest_that_is_gone_or_torn_does_not_hide_the_others(
+    run: Run, target: Path, damage: Callable[[Path], object]
+) -> None:
+    damage(sorted(target.glob("digits/trials/trial/checkpoints/*/manifest.json"))[1])
+    rows = json.loads(run("checkpoints", target, "digits", "--json").out)
+    assert [(row["step"], row["standing"]) for row in rows] == [(2, "live"), (4, "damaged"), (6, "live")]
+
+
+def test_show_tells_how_the_trial_stands(run: Run, target: Path) -> None:
+    shown = json.loads(run("show", target, "digits", "--json").out)
+    assert shown["status"] == "finished"
+    assert shown["reason"] == "had enough"
+    assert shown["step"] == 6
+    assert shown["checkpoints"] == [2, 4, 6]
+    assert shown["config"] == {"rate": 0.5}
+    assert shown["owner"] == "a test (pid 1 on here)"
+    assert "had enough" in run("show", target, "digits").out
+
+
+def test_verify_reads_every_live_checkpoint(run: Run, target: Path) -> None:
+    done = run("verify", target, "digits")
+    assert done.code == 0
+    assert [line.partition(":")[0] for line in done.out.splitlines()] == ["step 2", "step 4", "step 6"]
+
+
+def test_verify_finds_a_single_flipped_bit_and_says_where(run: Run, target: Path) -> None:
+    damaged = blobs(target)[1]
+    damaged.chmod(0o644)
+    data = bytearray(damaged.read_bytes())
+    data[12345] ^= 1
+    damaged.write_bytes(data)
+    done = run("verify", target, "digits")
+    assert done.code == 1
+    assert done.err.startswith("step 4: DAMAGED: 'model/weights.bin' in ")
+    assert done.out.count("whole") == 2
+
+
+def test_export_writes_the_newest_checkpoint_as_a_plain_directory(run: Run, target: Path, tmp_path: Path) -> None:
+    assert run("export", target, "digits", tmp_path / "plain").code == 0
+    assert files_in(tmp_path / "plain") == {"model/weights.bin": b"\x06" * 5_000_000, "state.json": b"6"}
+
+
+def test_export_writes_the_checkpoint_of_a_step(run: Run, target: Path, tmp_path: Path) -> None:
+    assert run("export", target, "digits", "--step", 2, tmp_path / "plain").code == 0
+    assert files_in(tmp_path / "plain")["state.json"] == b"2"
+
+
+def test_export_leaves_a_directory_that_is_in_use_alone(run: Run, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "mine").touch()
+    done = run("export", target, "digits", tmp_path / "plain")
+    assert done.code == 1
+    assert str(tmp_path / "plain") in done.err
+    assert list(files_in(tmp_path / "plain")) == ["mine"]
+
+
+def test_asking_for_a_step_that_has_no_checkpoint_tells_which_there_are(run: Run, target: Path, tmp_path: Path) -> None:
+    done = run("export", target, "digits", "--step", 3, tmp_path / "plain")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "prefect-tune: experiment 'digits': there is no checkpoint of step 3; there are: 2, 4, 6\n"
+
+
+@pytest.mark.parametrize("command", ["checkpoints", "show", "verify"])
+def test_an_experiment_that_is_not_there_is_one_line_and_exit_code_1(run: Run, target: Path, command: str) -> None:
+    done = run(command, target, "digit")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == f"prefect-tune: {target.as_uri()}: there is no experiment 'digit'\n"
+
+
+def test_looking_at_a_folder_that_is_not_there_does_not_make_it(run: Run, tmp_path: Path) -> None:
+    done = run("show", tmp_path / "tagret", "digits")
+    assert done.code == 1
+    assert done.err.count("\n") == 1
+    assert not (tmp_path / "tagret").exists()
+
+
+def test_an_argument_that_is_missing_is_a_usage_error(run: Run, target: Path) -> None:
+    done = run("show", target)
+    assert done.code == 2
+    assert "EXPERIMENT" in done.err
+
+
+def test_a_target_that_works_is_checked_in_one_line(run: Run, tmp_path: Path) -> None:
+    done = run("blocks", "check", tmp_path / "target")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith((tmp_path / "target").as_uri())
+    assert done.out.count("\n") == 1
+
+
+def test_a_target_that_does_not_work_is_exit_code_1_and_one_line(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("blocks", "check", tmp_path / "file")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.count("\n") == 1
+
+
+def test_a_scheme_that_nobody_knows_is_one_line(run: Run) -> None:
+    done = run("blocks", "check", "s4://bucket")
+    assert done.code == 1
+    assert done.err.startswith("prefect-tune: 's4://bucket': unknown scheme 's4'")
+
+
+def test_the_blocks_are_registered_with_the_server(run: Run, prefect_server: str) -> None:
+    import httpx
+
+    done = run("blocks", "register")
+    assert done.out.split() == [
+        "local-target",
+        "s3-target",
+        "gcs-target",
+        "azure-target",
+        "fsspec-target",
+        "sync-config",
+    ]
+    there = httpx.post(f"{prefect_server}/block_types/filter", json={}).json()
+    assert {"local-target", "sync-config"} <= {each["slug"] for each in there}
+
+
+@pytest.mark.parametrize(("held", "code"), [(True, 0), (False, 1)])
+def test_the_demo_ends_with_0_only_if_everything_held(
+    run: Run, monkeypatch: pytest.MonkeyPatch, *, held: bool, code: int
+) -> None:
+    monkeypatch.setattr("prefect_tune.demo.story.run_demo", lambda *_: held)
+    assert run("demo").code == code
