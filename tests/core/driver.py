@@ -91,12 +91,16 @@ class Session:
     def open(self) -> None:
         """Take the experiment over, with what its last owner left."""
         stamp = self.witness.stamp()
-        owner = Owner(name=self.owner, host="here", pid=1)
-        self.experiment = _retried(lambda: journal.take_over(self.store, NAME, owner, stamp, side_by_side=map))
+        self.experiment = _retried(
+            lambda: journal.take_over(self.store, NAME, self.opened_by(), stamp, side_by_side=map)
+        )
         self.append(_retried(lambda: adopt(self.store, self.experiment)))
         if KEY.trial not in self.experiment.trials:
             self.append([TrialAdded(trial=KEY.trial, config={"width": 3})])
         self.clear_away()
+
+    def opened_by(self) -> Owner:
+        return Owner(name=self.owner, host="here", pid=1)
 
     def clear_away(self) -> None:
         """Delete what earlier owners retired and did not delete, and saves that never became checkpoints."""
