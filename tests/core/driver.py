@@ -172,7 +172,13 @@ class Session:
 
     def acknowledge(self, manifest: Manifest) -> Sequence[CheckpointKey]:
         """Journal a published checkpoint; return those that it retires."""
-        new = CheckpointRef(step=manifest.step, sequence=manifest.sequence, metrics=manifest.about.metrics)
+        new = CheckpointRef(
+            step=manifest.step,
+            sequence=manifest.sequence,
+            metrics=manifest.about.metrics,
+            trained_seconds=manifest.about.trained_seconds,
+            size_bytes=manifest.size_bytes,
+        )
         live = (*self.trial.checkpoints, new)
         going = retired(live, self.retention)
         reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]

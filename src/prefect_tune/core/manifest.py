@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from prefect_tune.core.errors import CheckpointCorrupt
 from prefect_tune.core.sealed import VERSION, seal, unseal
 from prefect_tune.core.store import Buffer
-from prefect_tune.core.values import StepReport, Value
+from prefect_tune.core.values import ExperimentName, StepReport, Value
 
 __all__ = ["About", "BlobRef", "ChunkRef", "FileRef", "Manifest", "decode_manifest", "encode_manifest"]
 
@@ -34,13 +34,11 @@ class BlobRef(Value):
 
     path: str
     size_bytes: _Count
-    experiment: str | None = None
+    experiment: ExperimentName | None = None
 
     @model_validator(mode="after")
     def _stays_inside(self) -> BlobRef:
         _require_safe(self.path)
-        if self.experiment is not None:
-            _require_safe(self.experiment)
         return self
 
 

@@ -136,6 +136,8 @@ def _verified(store: ObjectStore, manifest: Manifest, read: _Read) -> memoryview
         raise CheckpointCorrupt(
             f"{path}: {read.length} bytes at {read.start} are missing: no such blob"
         ) from missing
+    if len(data) != read.length:
+        raise CheckpointCorrupt(f"{path}: expected {read.length} bytes at {read.start}, found {len(data)}")
     for wanted in read.chunks:
         start = wanted.chunk.offset - read.start
         found = digest_of(data[start : start + wanted.chunk.length])
