@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -166,15 +166,15 @@ class S3Sink:
             extents,
             text,
         )
-        request = SinkRequest(
-            method, asked.key, query, size_of(extents) + len(text), 0, "if-none-match" in headers
-        )
+        request = SinkRequest(method, asked.key, query, size_of(extents) + len(text), 0, "if-none-match" in headers)
         fault = self.fault(request)
         if self.latency:
             time.sleep(self.latency.total_seconds())
+        if fault in (Fault.STALL, Fault.RESET):
+            self.log.append(request)
         reply = self._reply(wire, asked, fault)
         sent = 0 if reply.head_only else size_of(reply.extents) + len(reply.text)
-        self.log.append(SinkRequest(method, asked.key, query, request.bytes_in, sent, request.conditional))
+        self.log.append(replace(request, bytes_out=sent))
         if fault is Fault.LOSE_REPLY:
             raise ConnectionResetError
         self._send(wire, reply, fault)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 
@@ -26,6 +28,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores import object_storage
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.memory import SpareMemory
 from prefect_tune.stores.object_storage import ObstoreStore, client_times
 from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
 from tests.stores.contract import StoreContract
@@ -226,9 +229,7 @@ def _until(condition: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize("act", _ACTS)
-def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind(
-    sink: S3Sink, act: str
-) -> None:
+def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind(sink: S3Sink, act: str) -> None:
     sink.fault = lambda _request: Fault.STALL
     store = _store(sink.endpoint, seconds=1)
     before = threading.active_count()
@@ -320,3 +321,109 @@ def test_closing_lets_go_of_the_connections(sink: S3Sink) -> None:
     assert sink.connections
     store.close()
     assert _until(lambda: not sink.connections)
+
+
+_MIB = 1 << 20
+
+
+def _blob(sink: S3Sink) -> bytes:
+    data = random.Random(7).randbytes(3 * _MIB + 5)
+    _store(sink.endpoint).put("blob", data)
+    sink.reset()
+    return data
+
+
+def _signed(sink: S3Sink) -> list[SinkRequest]:
+    return [request for request in sink.log if "X-Amz-Signature" in request.query]
+
+
+def test_a_large_range_is_read_by_a_signed_url_over_one_connection(sink: S3Sink) -> None:
+    data = _blob(sink)
+    store = _store(sink.endpoint)
+    for offset in (0, 1, 4097, len(data) - 2 * _MIB):
+        assert store.read("blob", offset=offset, length=2 * _MIB) == data[offset : offset + 2 * _MIB]
+    assert len(_signed(sink)) == len(sink.log) == 4
+
+
+def test_a_range_beyond_the_end_is_read_by_the_client(sink: S3Sink) -> None:
+    data = _blob(sink)
+    store = _store(sink.endpoint)
+    assert store.read("blob", offset=_MIB, length=64 * _MIB) == data[_MIB:]
+    assert store.read("blob", length=2 * _MIB) == data[: 2 * _MIB]
+    assert (len(_signed(sink)), len(sink.log)) == (2, 3)
+
+
+def test_where_a_signed_url_is_refused_it_is_not_tried_again(sink: S3Sink) -> None:
+    data = _blob(sink)
+    store = _store(sink.endpoint)
+    sink.fault = _Once(Fault.REFUSE_403)
+    for _ in range(3):
+        assert store.read("blob", length=2 * _MIB) == data[: 2 * _MIB]
+    assert (len(_signed(sink)), len(sink.log)) == (1, 4)
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET, Fault.HALF_BODY, Fault.STALL_BODY, Fault.STALL])
+def test_a_signed_read_that_breaks_is_repeated_by_the_client(sink: S3Sink, fault: Fault) -> None:
+    data = _blob(sink)
+    store = _store(sink.endpoint, request_limit=timedelta(seconds=1))
+    sink.fault = _Once(fault)
+    assert store.read("blob", offset=5, length=2 * _MIB) == data[5 : 5 + 2 * _MIB]
+    assert store.read("blob", offset=6, length=2 * _MIB) == data[6 : 6 + 2 * _MIB]
+    assert len(_signed(sink)) == 2
+
+
+def test_a_signed_read_of_what_trickles_ends_at_the_deadline(sink: S3Sink) -> None:
+    _blob(sink)
+    sink.fault = lambda _request: Fault.STALL_BODY
+    store = _store(sink.endpoint, seconds=1)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        store.read("blob", length=2 * _MIB)
+    assert time.monotonic() - started < 1.3
+    store.close()
+    assert _until(lambda: not sink.connections)
+
+
+def test_a_large_object_that_is_missing_is_said_to_be_missing(sink: S3Sink) -> None:
+    with pytest.raises(ObjectNotFound):
+        _store(sink.endpoint).read("blob", length=2 * _MIB)
+
+
+def test_what_was_read_stays_as_it_is_while_others_read(sink: S3Sink) -> None:
+    data = _blob(sink)
+    store = _store(sink.endpoint)
+    offsets = range(0, _MIB, 65536)
+    with ThreadPoolExecutor(8) as pool:
+        views = list(pool.map(lambda offset: store.read("blob", offset=offset, length=2 * _MIB), offsets))
+    slices = [memoryview(view)[10:] for view in views]
+    del views
+    for offset, tail in zip(offsets, slices, strict=True):
+        assert tail == data[offset + 10 : offset + 2 * _MIB]
+
+
+def test_a_proxy_is_left_to_the_client(sink: S3Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    _blob(sink)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", sink.endpoint)  # a sink is proxy enough: it looks at the path alone
+    store = _store("http://elsewhere.invalid")
+    with suppress(TuneError):
+        store.read("blob", length=2 * _MIB)
+    assert sink.log
+    assert not _signed(sink)
+
+
+def test_memory_is_handed_out_again_once_nobody_looks_at_it() -> None:
+    memory = SpareMemory()
+    first = memory.view(100)
+    first[:] = b"x" * 100
+    other = memory.view(100)
+    other[:] = b"y" * 100
+    tail = first[50:]
+    del first
+    third = memory.view(100)
+    third[:] = b"z" * 100
+    assert bytes(tail) == b"x" * 50
+    del tail
+    again = memory.view(100)
+    assert bytes(again[:1]) == b"x"
+    assert memory.view(17 << 20).nbytes == 17 << 20
