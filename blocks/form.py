@@ -55,7 +55,12 @@ class Form(Block, ABC):
         for name in fields:
             if name not in cls.model_fields:
                 raise PydanticCustomError("unknown_field", "{message}", {"message": _unknown(cls, name)})
-        return fields
+        return {name: value for name, value in fields.items() if not cls._left_empty(name, value)}
+
+    @classmethod
+    def _left_empty(cls, name: str, value: object) -> bool:
+        """Whether somebody left a form's field for text empty: that means "not given", not "given as ''"."""
+        return isinstance(value, str) and not value and cls.model_fields[name].default is None
 
     def secret_values(self) -> Iterator[str]:
         """Yield every secret that this block holds itself, to keep it out of messages."""

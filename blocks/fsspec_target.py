@@ -92,7 +92,7 @@ class FsspecTarget(StorageTarget):
         scheme = self.location.partition("://")[0]
         kind = implementation(scheme)
         root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's way for those who hold a URI
-        given = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001
+        given = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  fsspec's way, too
         return {"scheme": scheme, "root": root, "options": {**given, **self.options()}}
 
 

@@ -15,6 +15,7 @@ from prefect_tune.blocks.logos import FILES_LOGO
 from prefect_tune.blocks.target import StorageTarget
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.isolated import IsolatedStore
 from prefect_tune.stores.posix import PosixStore, make_root
 
 __all__ = ["LocalTarget"]
@@ -45,6 +46,12 @@ class LocalTarget(StorageTarget):
         "means not mounted.",
     )
 
+    may_hang: bool = Field(
+        default=False,
+        description="Whether it is a network mount that may stop answering: the work is then done in processes "
+        "that are killed at the deadline, which costs a copy of the bytes.",
+    )
+
     @field_validator("path", mode="before")
     @classmethod
     def _absolute(cls, path: object) -> object:
@@ -68,10 +75,14 @@ class LocalTarget(StorageTarget):
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
         deadline = Deadline.after(timeout)
-        root = Path(self.path)
-        if not self.must_exist:
-            make_root(root)
-        yield PosixStore(root, deadline=deadline)
+        if self.may_hang:
+            arguments = {"root": self.path, "must_exist": self.must_exist}
+            with IsolatedStore("prefect_tune.stores.mounted:open_mounted", arguments, deadline=deadline) as store:
+                yield store
+        else:
+            if not self.must_exist:
+                make_root(Path(self.path))
+            yield PosixStore(Path(self.path), deadline=deadline)
 
 
 def _expanded(path: str) -> Path:

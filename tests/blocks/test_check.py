@@ -59,6 +59,14 @@ class LetsSomeRacersWin(MemoryStore):
             super().create(path, data)
 
 
+class LetsALaterWriterWin(MemoryStore):
+    def create(self, path: str, data: Buffer) -> None:
+        if path.endswith("probe"):
+            self.put(path, data)
+        else:
+            super().create(path, data)
+
+
 class LosesReplies(MemoryStore):
     """Writes, and does not say so; the writer has to look for itself."""
 
@@ -92,7 +100,7 @@ class ForbidsDeleting(MemoryStore):
 
 
 class ForbidsReading(ForbidsDeleting):
-    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:  # noqa: ARG002  same
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:  # noqa: ARG002  it never looks
         raise StoreRefused("403 Forbidden")
 
 
@@ -119,7 +127,7 @@ def test_a_store_that_says_it_serves_one_runner_is_believed() -> None:
     assert "ONE RUNNER ONLY" in found.message
 
 
-@pytest.mark.parametrize("store", [Overwrites, LetsSomeRacersWin])
+@pytest.mark.parametrize("store", [Overwrites, LetsSomeRacersWin, LetsALaterWriterWin])
 def test_a_store_that_lets_two_writers_win_fails_loudly(store: type[MemoryStore]) -> None:
     found = _check(store)
     assert (found.ok, found.conditional_create) == (False, False)

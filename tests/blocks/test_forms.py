@@ -44,7 +44,10 @@ def _untyped(kind: Any, **fields: Any) -> Form:
 BAD_INPUT: dict[str, tuple[Callable[[], Form], str]] = {
     "a misspelt bucket": (lambda: _untyped(S3Target, bukcet="b"), r"no field 'bukcet': did you mean 'bucket'\?"),
     "a misspelt period": (lambda: _untyped(SyncConfig, sync_period=3), r"did you mean 'sync_period_seconds'\?"),
-    "a field of nobody's": (lambda: _untyped(LocalTarget, path="/x", zzz=1), "no field 'zzz': it has path, must_exist"),
+    "a field of nobody's": (
+        lambda: _untyped(LocalTarget, path="/x", zzz=1),
+        "no field 'zzz': it has path, must_exist, may_hang",
+    ),
     "no bucket": (lambda: _untyped(S3Target), "'bucket' is missing"),
     "no path": (lambda: _untyped(LocalTarget), "'path' is missing"),
     "a URI as a bucket": (lambda: S3Target(bucket="s3://b"), "name alone, found the URI 's3://b'"),
@@ -129,6 +132,13 @@ def test_what_pydantic_asks_is_refused_with_the_same_words() -> None:
     with pytest.raises(ValidationError, match="did you mean 'bucket'") as caught:
         S3Target.model_validate({"bukcet": "b", "secret_access_key": SECRET})
     assert SECRET not in str(caught.value)
+
+
+def test_a_field_that_is_left_empty_in_a_form_is_not_given() -> None:
+    empty = S3Target(bucket="bucket", endpoint_url="", region="", access_key_id="", secret_access_key="")
+    assert empty == S3Target(bucket="bucket")
+    with pytest.raises(InvalidInput, match=r"expected 'scheme://\.\.\.'"):
+        FsspecTarget(location="")
 
 
 def test_a_dump_of_another_kind_of_block_is_refused() -> None:

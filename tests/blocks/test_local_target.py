@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.stores.isolated import IsolatedStore
 
 SHORT = timedelta(seconds=10)
 
@@ -25,6 +26,21 @@ def test_a_check_leaves_nothing_that_is_listed_behind(tmp_path: Path) -> None:
     assert (found.ok, found.conditional_create) == (True, True)
     assert found.message.startswith(f"file://{tmp_path}: a probe was written, read back, listed and deleted")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_mount_that_may_hang_is_worked_on_in_a_process_that_can_be_killed(tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path / "mount"), may_hang=True)
+    with target.open(timeout=SHORT * 6) as store:
+        assert isinstance(store, IsolatedStore)
+        assert store.conditional_create
+        store.create("a/b", b"bytes")
+    assert (tmp_path / "mount" / "a" / "b").read_bytes() == b"bytes"
+    assert LocalTarget(path=str(tmp_path / "mount")).check().ok
+
+
+def test_a_missing_mount_that_may_hang_is_not_made_either(tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path / "mount"), may_hang=True, must_exist=True)
+    assert "missing: the folder is not there" in target.check(timeout=SHORT * 6).message
 
 
 def test_a_tilde_is_the_home_of_who_runs_it(tmp_path: Path) -> None:

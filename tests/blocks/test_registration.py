@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ def test_the_collection_that_prefect_loads_is_this_module() -> None:
     assert found.load() is blocks
 
 
+@pytest.mark.skipif(find_spec("prefect_aws") is not None, reason="prefect-aws imports boto3")
 def test_importing_the_blocks_imports_no_client_of_any_storage() -> None:
     clients = ["boto3", "botocore", "obstore", "pyarrow", "gcsfs", "s3fs", "adlfs", "paramiko"]
     code = f"import sys, prefect_tune.blocks; print([name for name in {clients} if name in sys.modules])"

@@ -1,0 +1,17 @@
+"""A file system that may hang, for the child processes of an `IsolatedStore`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect_tune.stores.posix import PosixStore, make_root
+
+__all__ = ["open_mounted"]
+
+
+def open_mounted(root: str, *, must_exist: bool) -> PosixStore:
+    """Open the folder `root`, and make it first unless it `must_exist`."""
+    folder = Path(root)
+    if not must_exist:
+        make_root(folder)
+    return PosixStore(folder)
