@@ -80,7 +80,7 @@ def act_process(environment: Mapping[str, str]) -> Iterator[ActProcess]:
         env=dict(environment),
         start_new_session=True,  # Ctrl-C is for the demo, which then ends it
     )
-    with cast("IO[str]", process.stdout) as output:
+    with cast("IO[str]", process.stdin), cast("IO[str]", process.stdout) as output:
         run = ActProcess(process, output)
         try:
             yield run
