@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -247,6 +249,33 @@ def test_a_reader_that_was_killed_pins_its_copy_only_until_the_next_one_comes(
     with pt.Checkpoint(target / other.folder).as_directory():
         assert len(copies(temporary_files)) == 2  # those of the other checkpoint
     assert copies(temporary_files) == []
+
+
+def test_a_killed_readers_forked_child_pins_nothing(
+    checkpoint: pt.Checkpoint, target: Path, temporary_files: Path
+) -> None:
+    with CheckpointUser(checkpoint, "borrow and fork") as reader:
+        child = int(reader.told())
+        reader.kill()
+        try:
+            with pt.Checkpoint(target / KEY.folder).as_directory():
+                pass
+            assert copies(temporary_files) == []
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_what_an_earlier_boot_of_this_machine_left_is_removed_and_other_machines_keep_theirs(
+    checkpoint: pt.Checkpoint, temporary_files: Path
+) -> None:
+    folder = temporary_files / f"prefect-tune-{os.geteuid()}"
+    earlier, other = folder / f"{socket.gethostname()}.earlier" / "copies", folder / "elsewhere.now" / "copies"
+    folder.mkdir(mode=0o700)
+    earlier.mkdir(parents=True)
+    other.mkdir(parents=True)
+    with checkpoint.as_directory():
+        assert not earlier.exists()
+        assert other.exists()
 
 
 def test_a_folder_that_others_can_write_to_is_not_trusted(checkpoint: pt.Checkpoint, temporary_files: Path) -> None:

@@ -62,7 +62,9 @@ def test_of_updates_at_the_same_time_none_is_lost(where: str, staged: Path, chec
     shared = pt.Checkpoint.from_directory(staged) if where == "local" else checkpoint
     others = [CheckpointUser(shared, "say", name, "10") for name in ("x", "y")]
     with others[0], others[1], ThreadPoolExecutor(4) as writers:
-        list(writers.map(lambda number: shared.update_metadata({f"z{number}": number}), range(20)))
+        for number in range(20):
+            writers.submit(shared.update_metadata, {f"z{number}": number})
+            shared.get_metadata()  # never torn
         assert [other.go_on() for other in others] == [0, 0]
     told = {f"{name}{number}": number for name in "xy" for number in range(10)}
     assert shared.get_metadata() == told | {f"z{number}": number for number in range(20)}

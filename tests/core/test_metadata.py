@@ -7,9 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from prefect_tune.core.collect import collect
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreUnavailable
+from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.metadata import newest_metadata, plain_metadata, revise_metadata
+from prefect_tune.core.retention import Retention
 from prefect_tune.core.store import Listed, ObjectStore
+from tests.core.driver import KEY, Session, Witness
 from tests.fakes.dying_store import Crash, DyingStore, Way
 from tests.fakes.memory_store import MemoryStore
 
@@ -76,3 +80,23 @@ def test_metadata_are_what_json_gives_back() -> None:
     for unsaid in ({"a": float("inf")}, {"a": {1}}, loop, [("a", 1)]):
         with pytest.raises(InvalidInput, match="metadata"):
             plain_metadata(unsaid)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.usefixtures("tiny_blobs")
+def test_what_was_said_of_a_retired_checkpoint_goes_with_it_and_of_a_live_one_stays() -> None:
+    session = Session(MemoryStore(), Witness(), retention=Retention(last=2))
+    session.open()
+    session.start()
+    for _ in range(3):
+        session.train()
+        session.doomed = session.acknowledge(session.publish())
+    (doomed,) = session.doomed
+    live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in session.trial.checkpoints]
+    for key in (doomed, *live):
+        for name in ("a", "b"):
+            revise_metadata(
+                session.store, key.metadata_folder, lambda said, name=name: {**said, name: 1}, before={}, write_id=name
+            )
+    collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
+    assert session.store.list(doomed.folder) == []
+    assert all(newest_metadata(session.store, key.metadata_folder) == {"a": 1, "b": 1} for key in live)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +24,7 @@ class CheckpointUser:
     def __init__(self, checkpoint: Checkpoint, act: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.fakes.checkpoint_user", act, *arguments],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            cwd=Path(__file__).parents[2],  # where `tests` is
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -67,6 +67,12 @@ def _main() -> None:
         case ["borrow"]:
             with checkpoint.as_directory() as directory:
                 print(directory, flush=True)
+                sys.stdin.readline()
+        case ["borrow and fork"]:
+            with checkpoint.as_directory() as directory:
+                if not (child := os.fork()):
+                    signal.pause()
+                print(child, flush=True)
                 sys.stdin.readline()
         case ["have", *path]:
             print(checkpoint.to_directory(*path), flush=True)

@@ -27,12 +27,13 @@ def collect(
     *,
     side_by_side: Mapper,
 ) -> int:
-    """Delete retired checkpoints: their blobs that no live checkpoint refers to, then their manifests.
+    """Delete retired checkpoints: blobs that no live one refers to, what was said of them, then manifests.
 
     The manifest goes last, so that a deletion cut short is found, and finished, by the next one.
     Only what was begun before the last retirement that `state` knows of is deleted: no save reuses
     that any more, here or in a process that takes over while the deletion is on its way. The rest of
-    `doomed` is left alone until its retirement is journaled too. Returns how many objects were deleted.
+    `doomed` is left alone until its retirement is journaled too. Returns how many blobs
+    and manifests were deleted.
 
     Raises:
         CheckpointCorrupt: a live manifest is missing or unreadable: nothing is deleted on a guess.
@@ -44,6 +45,7 @@ def collect(
     blobs = {path for each in found for path in each} - _reachable(store, trial, state, side_by_side)
     ours = sorted(path for path in blobs if path.startswith(f"{trial.blobs}/"))
     store.delete(ours)
+    store.delete([each.path for key in keys for each in store.list(key.metadata_folder)])
     store.delete([key.manifest_path for key in keys])
     return len(ours) + len(found)
 

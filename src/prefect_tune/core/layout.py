@@ -3,8 +3,10 @@
 <experiment>/journal/0000000001.json
 <experiment>/snapshots/0000000064.json
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
+<experiment>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
 <experiment>/trials/<trial>/blobs/<digest>-<sequence>
-<experiment>/trials/<trial>/artifacts/...
+<experiment>/trials/<trial>/artifacts/index/0000000001.json
+<experiment>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
 """
 
 from __future__ import annotations
@@ -102,6 +104,11 @@ class CheckpointKey(Value):
     @property
     def manifest_path(self) -> str:
         return f"{self.folder}/{MANIFEST}"
+
+    @property
+    def metadata_folder(self) -> str:
+        """The folder of what is said of the checkpoint after its commit."""
+        return f"{self.folder}/metadata"
 
     @classmethod
     def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:

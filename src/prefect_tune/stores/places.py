@@ -317,8 +317,9 @@ class TargetPlace:
         return partial(fetch_plain, store, self.folder, without=self._versions(None))
 
     def _versions(self, manifest: Manifest | None) -> str:
-        own = "metadata" if manifest else ".metadata"
-        return f"{self.folder}/{own}" if self.folder else own
+        """Return the folder for versions of the metadata; somebody else's directory gets a hidden one."""
+        key = self._key() if manifest else None
+        return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
 
     def _first_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
         from prefect_tune.stores.fetching import METADATA_FILE, read_file, read_metadata, written_metadata
