@@ -27,7 +27,7 @@ from prefect_tune.flows.request import experiment_name, stopper_for, storable_co
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
 from prefect_tune.tasks.experiment_state import check_target, read_experiment, write_entry
-from prefect_tune.tasks.interruption import interruption
+from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.plan import TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp, this_owner
 
@@ -116,14 +116,16 @@ def durable_trainable(
 
 
 def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, policy: FailurePolicy) -> TrialResult:
-    log = get_run_logger()
-    with interruption() as stop:
+    def attempts(stop: threading.Event) -> Experiment:
         check_target(plan.target)
         state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp())
         state = _ready(plan, state, config, stopper, policy)
-        log.info("%s", _where_it_stands(plan, state))
+        get_run_logger().info("%s", _where_it_stands(plan, state))
         while state.trial(_TRIAL).status is Status.PENDING and not stop.is_set():
             state = _attempt(plan, state, policy, stop)
+        return state
+
+    state = interruptible(attempts, grace=plan.grace)
     trial = state.trial(_TRIAL)
     if trial.status is Status.ERRORED:
         raise TrialFailed(f"{plan.trial.experiment}: {trial.reason}")

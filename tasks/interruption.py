@@ -2,41 +2,66 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextvars import copy_context
+from datetime import timedelta
+from typing import TypeVar
 
-__all__ = ["interruption"]
+from prefect.exceptions import TerminationSignal
+from prefect.logging import get_run_logger
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+__all__ = ["interruptible"]
+
+_T = TypeVar("_T")
+# What is left to write once the trial has ended or its grace is over: its last journal entry.
+_LAST_WORDS = timedelta(seconds=3)
 
 
-@contextmanager
-def interruption() -> Iterator[threading.Event]:
-    """Yield an event that is set by the first SIGTERM or SIGINT; the signal itself is delivered at the end.
+def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) -> _T:
+    """Return `work(stop)`, done in a thread of its own; a signal sets `stop` and is raised here once it has ended.
 
-    Whoever handles it then (Prefect, Python) finds everything saved. A second Ctrl-C does not wait.
-    Outside the main thread, where no signal arrives, the event stays unset.
+    The signals stay with whoever handles them (Prefect, Python): what they raise in the main thread reaches
+    it here, where it breaks nothing, and where a cancellation from the UI is still seen to be one. `work` has
+    `grace` and a few seconds from then on; then the signal is raised whatever it is doing, be it a target that
+    does not answer. A second Ctrl-C does not wait.
     """
-    requested = threading.Event()
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield requested
-        return
-    caught: list[int] = []
-
-    def take_down(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-        requested.set()
-
-    before = {number: signal.signal(number, take_down) for number in _SIGNALS}
+        return work(stop)  # no signal arrives here
+    done = _begun(work, stop)
     try:
-        yield requested
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if caught:
-            signal.raise_signal(caught[0])
+        wait([done])
+    except (TerminationSignal, KeyboardInterrupt):
+        stop.set()
+        _wait_out(done, grace + _LAST_WORDS)
+        raise
+    return done.result()
+
+
+def _begun(work: Callable[[threading.Event], _T], stop: threading.Event) -> Future[_T]:
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work(stop))
+        except BaseException as error:  # noqa: BLE001 - the thread's edge: raised by `done.result()`
+            done.set_exception(error)
+
+    threading.Thread(target=copy_context().run, args=(run,), name="durable-trainable", daemon=True).start()
+    return done
+
+
+def _wait_out(done: Future[_T], patience: timedelta) -> None:
+    """Whoever asks twice by SIGTERM (a whole group, a cluster) means the same; by Ctrl-C, means now."""
+    log = get_run_logger()
+    log.warning("asked to stop: the trial saves and ends")
+    try:
+        ended, _ = wait([done], patience.total_seconds())
+    except TerminationSignal:
+        ended, _ = wait([done], patience.total_seconds())
+    if not ended:
+        log.error("the trial did not end in time; a resume goes on from its last commit")
+    elif error := done.exception():
+        log.error("the trial could not end in order: %s: %s", type(error).__name__, error)

@@ -21,7 +21,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start
 from prefect_tune.stores.scratch import scratch_directory
 from prefect_tune.stores.staging import side_by_side
-from prefect_tune.tasks.attempt import Outcome, events_of, supervise
+from prefect_tune.tasks.attempt import Failed, Outcome, events_of, supervise
 from prefect_tune.tasks.checkpoints import restore_checkpoint
 from prefect_tune.tasks.experiment_state import read_experiment, write_entry
 from prefect_tune.tasks.ledger import Ledger
@@ -50,6 +50,8 @@ def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> Outcome:
         StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
     """
     log = get_run_logger()
+    if stop.is_set():
+        return Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False)
     experiment = _owned(plan, epoch)
     with scratch_directory() as scratch:
         (scratch / "staging").mkdir()

@@ -45,10 +45,9 @@ class Mlp:
         batch = self._next_batch()
         noise = self.random.normal(scale=0.05, size=(len(batch), _INPUTS))
         loss, gradients = self._gradients(self.inputs[batch] + noise, self.labels[batch])
-        for weight, velocity, gradient in zip(self.weights, self.velocity, gradients, strict=True):
-            velocity *= 0.9
-            velocity -= 0.05 * gradient
-            weight += velocity
+        for index, gradient in enumerate(gradients):
+            self.velocity[index] = 0.9 * self.velocity[index] - 0.05 * gradient
+            self.weights[index] = self.weights[index] + self.velocity[index]
         self.step += 1
         return {"loss": loss, "state": self.digest()}
 
@@ -125,7 +124,8 @@ class NumpyMlp(pt.Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         tell(self.config.get("witness"), "saving", self.model.step)
-        time.sleep(float(self.config.get("save_seconds", 0)))
+        if self.model.step >= self.config.get("slow_from_step", 0):
+            time.sleep(float(self.config.get("save_seconds", 0)))
         self.model.save(checkpoint_dir)
         tell(self.config.get("witness"), "saved", self.model.step)
 
