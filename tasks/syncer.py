@@ -25,10 +25,10 @@ from prefect_tune.core.errors import (
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget, SyncConfig
 
-__all__ = ["Direction", "SyncTimedOut", "Syncer", "syncer_for"]
+__all__ = ["HOPELESS", "Direction", "SyncTimedOut", "Syncer", "syncer_for"]
 
 _LONGEST_PAUSE_SECONDS = 60.0
-_HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion)
+HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion)
 
 
 class SyncTimedOut(DeadlineExceeded, TimeoutError):
@@ -119,7 +119,7 @@ class Syncer(ABC):
                 self.retry()
             try:
                 return self.wait()
-            except _HOPELESS:
+            except HOPELESS:
                 self.reset()
                 raise
             except Exception as error:  # noqa: BLE001  a user's syncer may raise anything; the last is raised below

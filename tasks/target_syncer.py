@@ -19,7 +19,7 @@ from prefect_tune.core.excludes import NEVER_ARTIFACTS
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.artifacts import Sent, delete_everything, receive_artifacts, send_artifacts
 from prefect_tune.stores.uris import read_uri
-from prefect_tune.tasks.syncer import Direction, Syncer, SyncTimedOut
+from prefect_tune.tasks.syncer import HOPELESS, Direction, Syncer, SyncTimedOut
 
 __all__ = ["TargetSyncer"]
 
@@ -131,14 +131,16 @@ class TargetSyncer(Syncer):
         Raises:
             SyncTimedOut: not done within `timeout`, or a command was ended by `sync_timeout`; a `TimeoutError` too.
             TuneError: a command failed; of the class of its cause. It is raised until it is retried with success,
-                or a later command has made it superfluous.
+                or a later command has made it superfluous; of a sync down that no retry can help, once.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         until = None if seconds is None else self._clock() + seconds
         with self._state:
             while self._running or self._queue:
                 self._wait_a_while(until)
-            for command, error in self._failed.items():
+            for command, error in list(self._failed.items()):
+                if command.act is _Act.DOWN and isinstance(error, HOPELESS):
+                    del self._failed[command]  # nothing of ours is at stake, and a retry cannot help: told once
                 raise _told(command, error)
 
     def _wait_a_while(self, until: float | None) -> None:

@@ -24,7 +24,7 @@ from prefect_tune.core.store import Listed
 from prefect_tune.stores.fetching import fetch_plain
 from prefect_tune.stores.uris import open_uri
 from tests.fakes.checkpoint_user import CheckpointUser
-from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in
+from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in, write
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
 
@@ -252,6 +252,13 @@ def test_file_systems_of_fsspec_are_taken_too(tmp_path: Path) -> None:
     for checkpoint in (given, named):
         with checkpoint.as_directory() as directory:
             assert files_in(directory) == PLAIN
+
+
+def test_a_file_system_that_might_hang_is_used_in_a_process_that_can_be_ended(tmp_path: Path) -> None:
+    write(tmp_path / "theirs", PLAIN)
+    unknown = fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"))
+    with pt.Checkpoint("theirs", filesystem=unknown).as_directory() as directory:
+        assert files_in(directory) == PLAIN
 
 
 @pytest.mark.parametrize("make", [pt.Checkpoint, lambda uri: pt.Checkpoint(f"{uri.partition('?')[0]}")])

@@ -12,7 +12,6 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.artifacts import newest_index
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
-    CheckpointNotFound,
     InvalidInput,
     StoreUnavailable,
     TuneError,
@@ -129,8 +128,12 @@ def test_anybodys_folder_can_be_synced_down(bucket: Bucket, tmp_path: Path) -> N
     bucket.objects = {"theirs/a.txt": b"a", "theirs/b/c.txt": b"c"}
     receive_artifacts(bucket, "theirs", tmp_path / "back", ["c.*"])
     assert files_in(tmp_path / "back") == {"a.txt": b"a"}
-    with pytest.raises(CheckpointNotFound):
-        receive_artifacts(bucket, "nobodys", tmp_path / "back", ())
+
+
+def test_where_the_target_shows_nothing_a_sync_down_changes_nothing(bucket: Bucket, tmp_path: Path) -> None:
+    back = write(tmp_path / "back", {"mine.txt": b"mine"})
+    receive_artifacts(bucket, "nobodys", back, ())
+    assert files_in(back) == {"mine.txt": b"mine"}
 
 
 def test_altered_bytes_are_refused_and_the_local_file_stays(bucket: Bucket, local: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from prefect_tune.core.artifacts import newest_index
 from prefect_tune.core.errors import (
+    CheckpointCorrupt,
     InvalidInput,
     StoreUnavailable,
     TuneError,
@@ -122,6 +123,18 @@ def test_a_failure_is_raised_until_it_was_made_good(
     syncer.retry()
     syncer.wait()
     assert fetched(bucket, tmp_path) == FILES
+
+
+def test_a_sync_down_that_no_retry_can_help_is_told_once(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
+    syncer.sync_up(str(local), REMOTE)
+    syncer.wait()
+    path = next(path for path in bucket.objects if path.endswith("log.txt"))
+    bucket.objects[path] = b"LINE\n"
+    syncer.sync_down(REMOTE, str(local / "back"))
+    with pytest.raises(CheckpointCorrupt, match="sync down of"):
+        syncer.wait_or_retry(backoff_s=60)
+    syncer.sync_up(str(local), REMOTE)
+    syncer.wait_or_retry()
 
 
 def test_an_error_of_any_kind_becomes_one_of_ours_with_its_cause(

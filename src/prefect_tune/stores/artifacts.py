@@ -26,6 +26,7 @@ from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointCorrupt,
+    CheckpointNotFound,
     InvalidInput,
     ObjectNotFound,
     StoreUnavailable,
@@ -219,11 +220,10 @@ def _name(path: str) -> str:
 def receive_artifacts(store: ObjectStore, folder: str, directory: Path, excludes: Sequence[str]) -> None:
     """Make `directory` hold what `folder` on the target shows: what differs is fetched, verified, and replaced.
 
-    Local files that the target does not have stay. Of a folder without an index (anybody's) every file is
-    fetched, and its size checked.
+    Local files that the target does not have stay; where it has none, nothing happens. Of a folder without an
+    index (anybody's) every file is fetched, and its size checked.
 
     Raises:
-        CheckpointNotFound: nothing lies there.
         CheckpointCorrupt: bytes are missing or altered; the file they belong to is left as it was.
         InvalidInput: a local link or file is in the way.
     """
@@ -261,7 +261,11 @@ def _receive(store: ObjectStore, folder: str, directory: Path, file: ArtifactFil
 
 
 def _receive_plain(store: ObjectStore, folder: str, directory: Path, excludes: Sequence[str]) -> None:
-    for each in plain_tree(store, folder).files:
+    try:
+        theirs = plain_tree(store, folder).files
+    except CheckpointNotFound:
+        return  # the target has answered: it shows no file
+    for each in theirs:
         if is_excluded(each.path, excludes):
             continue
         data = bytes(store.read(f"{folder}/{each.path}" if folder else each.path))
