@@ -160,7 +160,13 @@ def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
     found = {each.path for each in orphans(store, KEY, trial, side_by_side=map)}
     found |= {key.manifest_path for key in leftover(store, KEY, trial, nothing_to_settle())}
     reusable = {each.path for each in store.list(KEY.blobs) if blob_sequence(each.path) >= trial.collected_up_to}
-    return sorted(set(_objects(store)) - needed - found - reusable)
+    return sorted(each for each in set(_objects(store)) - needed - found - reusable if not _aside(each, trial))
+
+
+def _aside(path: str, trial: Trial) -> bool:
+    """What is quarantined stays, to be looked at, and the trial says where."""
+    key = CheckpointKey.from_manifest_path(KEY, path)
+    return key is not None and key.sequence in trial.quarantined
 
 
 def nothing_to_settle() -> int:

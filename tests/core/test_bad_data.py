@@ -197,7 +197,7 @@ def test_no_path_in_a_manifest_leads_out(manifest: bytes, where: str, path: str)
             case _:
                 blobs[0]["experiment"] = path
 
-    with pytest.raises(CheckpointCorrupt, match="not a plain relative path|becomes a folder"):
+    with pytest.raises(CheckpointCorrupt, match=r"not a plain relative path|becomes a folder"):
         decode_manifest(resealed(manifest, escape), "here")
 
 

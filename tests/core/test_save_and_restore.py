@@ -230,9 +230,10 @@ def test_a_retry_that_placed_its_bytes_elsewhere_finds_its_first_try() -> None:
     store = MemoryStore()
     files = {"weights": bytes(range(50))}
     parent = save(store, files, key(1, 2)).manifest
-    first = save(store, files, key(2, 3), write_id="w2")  # without the parent: whole blobs
+    first = save(store, files, key(2, 3), collected_up_to=9, write_id="w2")  # everything anew
     retried = save(store, files, key(2, 3), parent=parent, collected_up_to=9, write_id="w2")
 
+    assert first.sent_blobs == 3
     assert retried.manifest == first.manifest
     assert restored(store, read_manifest(store, key(2, 3))) == files
 

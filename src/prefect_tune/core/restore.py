@@ -113,8 +113,7 @@ def _runs(blob: int, wanted: list[_Wanted]) -> Iterator[_Read]:
             run, end = [], 0
         run.append(each)
         end = max(end, each.chunk.offset + each.chunk.length)
-    if run:
-        yield _Read(blob, tuple(run))
+    yield _Read(blob, tuple(run))
 
 
 def _fetch(store: ObjectStore, manifest: Manifest, read: _Read, sink: Sink) -> None:

@@ -1,0 +1,25 @@
+"""Directories of some bytes, cut into as many chunks and blobs as one of gigabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from prefect_tune.core import chunks, commit, restore
+
+__all__ = ["cut_small"]
+
+_CHUNK_BYTES = 8
+_BLOB_BYTES = 24
+
+
+@contextmanager
+def cut_small() -> Iterator[None]:
+    """Chunks of 8 bytes and blobs of 24."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "pieces", lambda files: chunks.pieces(files, _CHUNK_BYTES))
+        patch.setattr(commit, "groups", lambda cut: chunks.groups(cut, _BLOB_BYTES))
+        patch.setattr(restore, "BLOB_BYTES", _BLOB_BYTES)
+        yield

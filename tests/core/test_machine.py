@@ -1,0 +1,254 @@
+"""Anything that can happen to a trial, in any order, against a model that knows nothing of the package."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefect_tune.core.errors import CheckpointCorrupt, Superseded
+from prefect_tune.core.events import AttemptEnded, Cause, Finished, Pinned, Requeued, Retired
+from prefect_tune.core.layout import CheckpointKey
+from prefect_tune.core.manifest import Manifest
+from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.trial import Status
+from tests.core.cut import cut_small
+from tests.core.driver import KEY, Files, Session, Witness
+from tests.core.invariants import what_lies_about
+from tests.fakes.dying_store import Crash, DyingStore, Way
+from tests.fakes.memory_files import restored
+from tests.fakes.memory_store import MemoryStore
+
+Save = tuple[int, int]
+"""Step and sequence."""
+
+
+@dataclass
+class Model:
+    """What must be true, in plain values."""
+
+    live: list[Save] = field(default_factory=list)
+    pinned: set[Save] = field(default_factory=set)
+    files: dict[Save, list[Files]] = field(default_factory=dict)
+    unsure: Save | None = None
+    """A save that was cut short: whether it counts, the next owner decides."""
+    damaged: set[str] = field(default_factory=set)
+    step: int = 0
+
+    def keep_the_last_two(self) -> list[Save]:
+        return [each for each in self.live if each in self.live[-2:] or each in self.pinned]
+
+
+class Trial(RuleBasedStateMachine):
+    """One experiment, its present owner if there is one, and those that think they still are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = MemoryStore()
+        self.witness = Witness()
+        self.model = Model()
+        self.owner: Session | None = None
+        self.zombies: list[Session] = []
+        self.small = cut_small()
+        self.small.__enter__()
+
+    def teardown(self) -> None:
+        self.small.__exit__(None, None, None)
+
+    # -------------------------------------------------------------------------------- owners come and go
+
+    @initialize()
+    def start(self) -> None:
+        self.start_elsewhere()
+
+    @rule()
+    def start_elsewhere(self) -> None:
+        """Somebody starts it, while it runs or after it died."""
+        if self.owner:
+            self.zombies.append(self.owner)
+        self.owner = Session(self.store, self.witness, owner=f"owner {self.witness.stamps}")
+        self.owner.open()
+        self._settle()
+        if self.owner.trial.status is Status.FINISHED:
+            self.owner.append([Requeued(trial=KEY.trial, reason="more")])
+        self._go_on()
+
+    def _settle(self) -> None:
+        """What the new owner found must be one of the two or three things it can be."""
+        assert self.owner
+        found = [(each.step, each.sequence) for each in self.owner.trial.checkpoints]
+        before = self.model.live
+        if (unsure := self.model.unsure) is not None:
+            self.model.live = [*before, unsure]
+            allowed = [before, self.model.live, self.model.keep_the_last_two()]
+        else:
+            allowed = [before]
+        assert found in allowed
+        self.model.live, self.model.unsure = found, None
+
+    @precondition(lambda self: self.owner)
+    @rule()
+    def crash(self) -> None:
+        self.owner = None
+
+    # -------------------------------------------------------------------------------------- what it does
+
+    @precondition(lambda self: self.owner)
+    @rule(steps=st.integers(1, 2))
+    def train(self, steps: int) -> None:
+        assert self.owner
+        for _ in range(steps):
+            self.owner.train()
+        self.model.step += steps
+
+    @precondition(lambda self: self.owner and self.owner.waiting)
+    @rule()
+    def save(self) -> None:
+        assert self.owner
+        self.owner.save()
+        self._note(self.witness.acknowledged[-1])
+        self.model.live = self.model.keep_the_last_two()
+
+    def _note(self, save: Save) -> None:
+        assert save[0] == self.model.step
+        self.model.live.append(save)
+        self.model.files[save] = self.witness.saved[save]
+
+    @precondition(lambda self: self.owner and self.owner.waiting)
+    @rule(nth=st.integers(1, 14), way=st.sampled_from([Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]))
+    def die_in_a_save(self, nth: int, way: Way) -> None:
+        assert self.owner
+        self.owner.store = DyingStore(self.store, nth, way)
+        told = len(self.witness.acknowledged)
+        unsure = (self.model.step, self.owner.experiment.number)
+        with suppress(Crash):
+            self.owner.save()
+        if len(self.witness.acknowledged) > told:
+            self._note(unsure)
+            self.model.live = self.model.keep_the_last_two()
+        else:
+            self.model.unsure = unsure
+            self.model.files[unsure] = self.witness.saved.get(unsure, [])
+        self.owner = None
+
+    @precondition(lambda self: self.owner)
+    @rule(cause=st.sampled_from([Cause.MACHINE, Cause.USER, Cause.PREEMPTED]))
+    def fail_and_go_on(self, cause: Cause) -> None:
+        """Another attempt by the same owner."""
+        assert self.owner
+        self.owner.append([AttemptEnded(trial=KEY.trial, cause=cause, message="x")])
+        self.owner.waiting.clear()
+        self._go_on()
+
+    @precondition(lambda self: self.owner and not self.owner.waiting)
+    @rule()
+    def finish_and_extend(self) -> None:
+        assert self.owner
+        self.owner.append([Finished(trial=KEY.trial, reason="enough")])
+        self.owner.append([Requeued(trial=KEY.trial, reason="more")])
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """An attempt begins: from the newest checkpoint that is whole, and from no other."""
+        assert self.owner
+        self.owner.start()
+        while self.model.live and self._is_damaged(self.model.live[-1]):
+            self.model.live.pop()
+        self.model.step = self.model.live[-1][0] if self.model.live else 0
+        assert self.owner.trial.step == self.model.step
+
+    @precondition(lambda self: self.owner and self.model.live)
+    @rule(which=st.integers(0, 5), pinned=st.booleans())
+    def pin(self, which: int, *, pinned: bool) -> None:
+        assert self.owner
+        save = self.model.live[which % len(self.model.live)]
+        self.owner.append([Pinned(trial=KEY.trial, sequence=save[1], pinned=pinned)])
+        (self.model.pinned.add if pinned else self.model.pinned.discard)(save)
+
+    @precondition(lambda self: self.owner and len(self.model.live) > 1)
+    @rule()
+    def retire_the_oldest(self) -> None:
+        assert self.owner
+        step, sequence = self.model.live.pop(0)
+        self.owner.append([Retired(trial=KEY.trial, retires=(sequence,))])
+        self.owner.collect([CheckpointKey(trial=KEY, step=step, sequence=sequence)])
+
+    # ---------------------------------------------------------------------------- what others do to it
+
+    @precondition(lambda self: self.zombies)
+    @rule(which=st.integers(0, 5), what=st.sampled_from(["save", "publish", "collect", "append"]))
+    def a_zombie_wakes_up(self, which: int, what: str) -> None:
+        zombie = self.zombies[which % len(self.zombies)]
+        if what == "collect":
+            zombie.collect(zombie.doomed)
+            return
+        zombie.train()
+        if what == "publish":
+            zombie.publish()
+            return
+        told = len(self.witness.acknowledged)
+        with pytest.raises(Superseded):
+            zombie.save() if what == "save" else zombie.append([])
+        assert len(self.witness.acknowledged) == told
+
+    @precondition(lambda self: self.model.live)
+    @rule(which=st.integers(0, 5), at=st.integers(0, 10**6))
+    def a_disk_rots(self, which: int, at: int) -> None:
+        """One byte of a blob of a checkpoint; all that share it are damaged with it."""
+        save = self.model.live[which % len(self.model.live)]
+        paths = sorted(self._manifest(save).blob_paths())
+        path = paths[at % len(paths)]
+        data = bytearray(self.store.objects[path])
+        data[at % len(data)] ^= 1
+        self.store.objects[path] = bytes(data)
+        self.model.damaged.add(path)
+
+    def _is_damaged(self, save: Save) -> bool:
+        manifest = self._manifest(save)
+        try:
+            restored(self.store, manifest)
+        except CheckpointCorrupt:
+            assert manifest.blob_paths() & self.model.damaged
+            return True
+        return False
+
+    def _manifest(self, save: Save) -> Manifest:
+        return read_manifest(self.store, CheckpointKey(trial=KEY, step=save[0], sequence=save[1]))
+
+    # --------------------------------------------------------------------------------- what always holds
+
+    @invariant()
+    def every_live_checkpoint_is_whole_or_was_damaged(self) -> None:
+        for save in self.model.live:
+            if not self._is_damaged(save):
+                assert restored(self.store, self._manifest(save)) in self.model.files[save]
+
+    @precondition(lambda self: self.owner)
+    @invariant()
+    def the_journal_says_what_was_acknowledged(self) -> None:
+        assert self.owner
+        assert [(each.step, each.sequence) for each in self.owner.trial.checkpoints] == self.model.live
+
+    @precondition(lambda self: self.owner)
+    @invariant()
+    def whatever_is_of_no_use_can_be_found(self) -> None:
+        assert self.owner
+        assert what_lies_about(self.store, self.owner.trial) == []
+
+
+TestTrial = Trial.TestCase
+TestTrial.settings = settings(
+    max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+class TestTrialDeeply(Trial.TestCase):  # type: ignore[misc]  # Hypothesis makes the class at run time
+    settings = settings(
+        max_examples=3000, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
