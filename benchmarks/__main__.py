@@ -1,0 +1,7 @@
+"""All figures of `benchmarks/README.md`: `python -m benchmarks` measures them and writes them there."""
+
+import subprocess
+import sys
+
+for name in ("traffic", "transfer", "memory"):
+    subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--write"], check=True)

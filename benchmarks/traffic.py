@@ -1,0 +1,138 @@
+"""What saving a checkpoint asks of the store: requests and bytes, counted there (acceptance 6).
+
+    python -m benchmarks.traffic [--write]
+
+Counts, not times: they are the same on any machine. `tests/stores/test_traffic.py` holds them to their limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from benchmarks.clients import client_act
+from benchmarks.tables import circumstances, table, write
+from prefect_tune.core.errors import StoreRefused
+from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
+
+__all__ = ["Traffic", "interrupted", "many_files", "one_of_ten", "unchanged"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one save sent: requests of any kind, blobs, and the bytes of blobs."""
+
+    requests: int
+    blobs: int
+    blob_bytes: int
+
+
+@contextmanager
+def _checkpoint(file_count: int, file_bytes: int) -> Iterator[tuple[S3Sink, Path]]:
+    room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    random = Random(0)
+    try:
+        for number in range(file_count):
+            (room / f"file-{number:05d}").write_bytes(random.randbytes(file_bytes))
+        with S3Sink() as sink:
+            yield sink, room
+    finally:
+        shutil.rmtree(room)
+
+
+def _save(sink: S3Sink, directory: Path, step: int, client: str = "ours") -> Traffic:
+    sink.reset()
+    client_act(client, "save", sink.endpoint, directory, step)()
+    blobs = [request for request in sink.log if is_blob(request)]
+    return Traffic(len(sink.log), len(blobs), sum(request.bytes_in for request in blobs))
+
+
+def is_blob(request: SinkRequest) -> bool:
+    """Whether the request sends a checkpoint's bytes."""
+    return request.method == "PUT" and not request.path.endswith("manifest.json")
+
+
+def many_files(client: str = "ours") -> Traffic:
+    """Save 256 MiB as 2,000 files."""
+    with _checkpoint(2000, 256 * MIB // 2000) as (sink, directory):
+        return _save(sink, directory, 1, client)
+
+
+def unchanged() -> Traffic:
+    """Save 256 MiB as 2,000 files, and save them again."""
+    with _checkpoint(2000, 256 * MIB // 2000) as (sink, directory):
+        _save(sink, directory, 1)
+        return _save(sink, directory, 2)
+
+
+def one_of_ten() -> Traffic:
+    """Save ten files of 25.6 MiB, change one from end to end, and save them again."""
+    with _checkpoint(10, 256 * MIB // 10) as (sink, directory):
+        _save(sink, directory, 1)
+        (directory / "file-00004").write_bytes(os.urandom(256 * MIB // 10))
+        return _save(sink, directory, 2)
+
+
+def interrupted(after_blobs: int) -> tuple[Traffic, set[str]]:
+    """Save 256 MiB as 64 files, refuse everything after so many blobs, and save again.
+
+    Return what the second try sent, and the paths that both of them sent.
+    """
+    with _checkpoint(64, 4 * MIB) as (sink, directory):
+        sink.fault = _refuse_after(after_blobs)
+        with suppress(StoreRefused):
+            _save(sink, directory, 1)
+        stored = set(sink.names("bucket/experiment/trials/trial/blobs"))
+        sink.fault = lambda _request: None
+        again = _save(sink, directory, 1)
+        return again, stored & {request.path for request in sink.log if is_blob(request)}
+
+
+def _refuse_after(blobs: int) -> Callable[[SinkRequest], Fault | None]:
+    seen: list[SinkRequest] = []
+
+    def fault(request: SinkRequest) -> Fault | None:
+        if is_blob(request):
+            seen.append(request)
+        return Fault.REFUSE_403 if len(seen) > blobs else None
+
+    return fault
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    asked = parser.parse_args()
+    rays, again = many_files("ray"), interrupted(10)
+    rows = [
+        ["256 MiB as 2,000 files, Ray's way", rays, ""],
+        ["256 MiB as 2,000 files", many_files(), "at most 40 requests"],
+        ["the same again, unchanged", unchanged(), "no blob bytes"],
+        ["one of ten files of 25.6 MiB changed", one_of_ten(), "at most 29.6 MiB: the file and one chunk"],
+        ["again after an upload that broke off behind 10 of 16 blobs", again[0], "at most 6 blobs"],
+    ]
+    cells = [[what, *_cells(traffic), limit] for what, traffic, limit in rows]
+    head = ["saving", "requests", "blobs sent", "MiB of blobs sent", "limit"]
+    text = f"{table(head, cells)}\n\n{circumstances('pyarrow', 'obstore')}"
+    print(text)
+    if asked.write:
+        write("traffic", text)
+
+
+def _cells(traffic: object) -> list[str]:
+    if not isinstance(traffic, Traffic):
+        raise TypeError(traffic)
+    return [f"{traffic.requests:,}", f"{traffic.blobs}", f"{traffic.blob_bytes / MIB:.1f}"]
+
+
+if __name__ == "__main__":
+    _main()
