@@ -94,7 +94,7 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
         raise InvalidInput("a target is a block, a 'block-type/name' slug or a URI; found an empty string")
     if _SCHEME.match(value):
         return _from_uri(value)
-    slug = None if value.startswith(("./", "../", "~")) else _SLUG.fullmatch(value)
+    slug = _SLUG.fullmatch(value)
     return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _read(Path(value))
 
 
