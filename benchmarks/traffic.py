@@ -114,24 +114,21 @@ def _main() -> None:
     asked = parser.parse_args()
     rays, again = many_files("ray"), interrupted(10)
     rows = [
-        ["256 MiB as 2,000 files, Ray's way", rays, ""],
-        ["256 MiB as 2,000 files", many_files(), "at most 40 requests"],
-        ["the same again, unchanged", unchanged(), "no blob bytes"],
-        ["one of ten files of 25.6 MiB changed", one_of_ten(), "at most 29.6 MiB: the file and one chunk"],
-        ["again after an upload that broke off behind 10 of 16 blobs", again[0], "at most 6 blobs"],
+        _row("256 MiB as 2,000 files, Ray's way", rays, ""),
+        _row("256 MiB as 2,000 files", many_files(), "at most 40 requests"),
+        _row("the same again, unchanged", unchanged(), "no blob bytes"),
+        _row("one of ten files of 25.6 MiB changed", one_of_ten(), "at most 29.6 MiB: the file and one chunk"),
+        _row("again after an upload that broke off behind 10 of 16 blobs", again[0], "at most 6 blobs"),
     ]
-    cells = [[what, *_cells(traffic), limit] for what, traffic, limit in rows]
     head = ["saving", "requests", "blobs sent", "MiB of blobs sent", "limit"]
-    text = f"{table(head, cells)}\n\n{circumstances('pyarrow', 'obstore')}"
+    text = f"{table(head, rows)}\n\n{circumstances('pyarrow', 'obstore')}"
     print(text)
     if asked.write:
         write("traffic", text)
 
 
-def _cells(traffic: object) -> list[str]:
-    if not isinstance(traffic, Traffic):
-        raise TypeError(traffic)
-    return [f"{traffic.requests:,}", f"{traffic.blobs}", f"{traffic.blob_bytes / MIB:.1f}"]
+def _row(what: str, sent: Traffic, limit: str) -> list[str]:
+    return [what, f"{sent.requests:,}", f"{sent.blobs:,}", f"{sent.blob_bytes / MIB:.1f}", limit]
 
 
 if __name__ == "__main__":
