@@ -12,7 +12,7 @@ from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreUnavailab
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.metadata import newest_metadata, plain_metadata, revise_metadata
 from prefect_tune.core.retention import Retention
-from prefect_tune.core.store import Listed, ObjectStore
+from prefect_tune.core.store import Buffer, Listed, ObjectStore
 from tests.core.driver import KEY, Session, Witness
 from tests.fakes.dying_store import Crash, DyingStore, Way
 from tests.fakes.memory_store import MemoryStore
@@ -53,6 +53,47 @@ def test_of_many_that_race_none_is_lost() -> None:
         list(writers.map(lambda number: add(store, f"w{number}"), range(40)))
     assert newest_metadata(store, FOLDER) == {f"w{number}": 1 for number in range(40)}
     assert len(store.objects) == 40
+
+
+def test_who_comes_second_changes_what_the_first_one_wrote() -> None:
+    store = MemoryStore()
+    faster = ["first", "second"]
+
+    def change(said: Mapping[str, object]) -> Mapping[str, object]:
+        if faster:
+            add(store, faster.pop())
+        return {**said, "mine": 1}
+
+    revise_metadata(store, FOLDER, change, before={}, write_id="mine")
+    assert newest_metadata(store, FOLDER) == {"first": 1, "second": 1, "mine": 1}
+
+
+class _Mute(MemoryStore):
+    """Its first create tells nothing, and arrives late or never."""
+
+    def __init__(self, *, arrives: bool) -> None:
+        super().__init__()
+        self.arrives = arrives
+        self.pending: dict[str, bytes] | None = None
+
+    def create(self, path: str, data: Buffer) -> None:
+        if self.pending is None:
+            self.pending = {path: bytes(data)}
+            raise CommitUnknown(path)
+        super().create(path, data)
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        if self.arrives and self.pending:
+            self.objects |= self.pending
+        return super().list(prefix, after=after)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_write_whose_outcome_was_unknown_is_made_once_whether_it_arrives_or_not(arrives: bool) -> None:
+    store = _Mute(arrives=arrives)
+    assert add(store, "a") == {"a": 1}
+    assert newest_metadata(store, FOLDER) == {"a": 1}
+    assert len(store.objects) == 1
 
 
 class _LaggingList(MemoryStore):

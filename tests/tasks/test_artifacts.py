@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.artifacts import newest_index
+from prefect_tune.core.artifacts import newest_index, publish_index
 from prefect_tune.core.errors import (
+    AlreadyExists,
     CheckpointCorrupt,
     InvalidInput,
     StoreUnavailable,
@@ -74,6 +75,16 @@ def test_an_old_file_that_did_not_change_is_not_read_again(local: Path, monkeypa
     monkeypatch.setattr(Path, "open", noted)
     send_artifacts(store, REMOTE, local, (), sent)
     assert opened == ["log.txt"]
+
+
+def test_a_file_that_changes_within_one_tick_of_the_clock_is_sent_again(local: Path, tmp_path: Path) -> None:
+    store = MemoryStore()
+    status = (local / "log.txt").stat()
+    sent = send_artifacts(store, REMOTE, local, (), Sent())
+    (local / "log.txt").write_bytes(b"LINE\n")
+    os.utime(local / "log.txt", ns=(status.st_atime_ns, status.st_mtime_ns))
+    send_artifacts(store, REMOTE, local, (), sent)
+    assert fetched(store, tmp_path)["log.txt"] == b"LINE\n"
 
 
 def test_excluded_files_stay_behind_both_ways(
@@ -218,12 +229,52 @@ def test_what_a_killed_sync_has_sent_is_not_sent_again(local: Path) -> None:
 
 def test_two_writers_never_mix_and_the_last_one_counts(local: Path, tmp_path: Path) -> None:
     store = MemoryStore()
-    other = write(tmp_path / "other", {"theirs.txt": b"theirs"})
+    other = write(tmp_path / "other", {"theirs.txt": b"theirs", "log.txt": b"theirs too"})
+    os.utime(local / "log.txt", (1, 1))  # so long unchanged that it is not read again
     mine = send_artifacts(store, REMOTE, local, (), Sent())
     send_artifacts(store, REMOTE, other, (), Sent())
-    assert fetched(store, tmp_path) == {"theirs.txt": b"theirs"}
+    assert fetched(store, tmp_path) == files_in(other)
     send_artifacts(store, REMOTE, local, (), mine)  # what it remembers was deleted meanwhile
     assert fetched(store, tmp_path) == FILES
+
+
+class _Raced(MemoryStore):
+    """Another writer takes the number at the last moment."""
+
+    rival: Path | None = None
+
+    def create(self, path: str, data: Buffer) -> None:
+        if self.rival is not None:
+            rival, self.rival = self.rival, None
+            send_artifacts(self, REMOTE, rival, (), Sent())
+        super().create(path, data)
+
+
+def test_a_sync_that_another_writer_came_before_is_made_again_on_top_of_it(local: Path, tmp_path: Path) -> None:
+    store = _Raced()
+    store.rival = write(tmp_path / "other", {"log.txt": FILES["log.txt"], "theirs.txt": b"theirs"})
+    sent = send_artifacts(store, REMOTE, local, (), Sent())
+    assert sent.index
+    assert sent.index.number == 2
+    assert fetched(store, tmp_path) == FILES
+
+
+def test_an_index_that_comes_too_late_does_not_count(local: Path) -> None:
+    store = MemoryStore()
+    sent = send_artifacts(store, REMOTE, local, (), Sent())
+    assert sent.index
+    publish_index(store, REMOTE, sent.index.model_copy(update={"number": 7}))
+    with pytest.raises(AlreadyExists, match="too late"):
+        publish_index(store, REMOTE, sent.index.model_copy(update={"number": 5}))
+
+
+def test_what_another_writer_is_sending_for_a_later_index_is_left_alone(local: Path) -> None:
+    store = MemoryStore()
+    name = f"{REMOTE}/files/{'a' * 64}"
+    store.objects = {f"{name}-0000000002/theirs": b"theirs", f"{name}-0000000001/left": b"left by a killed one"}
+    send_artifacts(store, REMOTE, local, (), Sent())
+    assert f"{name}-0000000002/theirs" in store.objects
+    assert f"{name}-0000000001/left" not in store.objects
 
 
 def test_nothing_that_nobody_refers_to_stays(local: Path) -> None:

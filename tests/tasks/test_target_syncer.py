@@ -34,7 +34,8 @@ def test_what_changes_while_a_sync_runs_is_uploaded_before_wait_returns(
     _until(lambda: bucket.writers > 0)
     (local / "log.txt").write_bytes(b"newest")
     assert syncer.sync_up(str(local), REMOTE) is True
-    assert syncer.sync_up(str(local), REMOTE) is True  # the same as the one that waits
+    assert syncer.sync_up(str(local), REMOTE) is True
+    assert len(syncer._queue) == 1  # it is the same as the one that waits
     bucket.gate.set()
     syncer.wait()
     assert fetched(bucket, tmp_path)["log.txt"] == b"newest"
@@ -184,11 +185,11 @@ def test_a_period_counts_from_the_last_success(syncer: TargetSyncer, bucket: Buc
     with pytest.raises(StoreUnavailable):
         syncer.wait()
     assert syncer.sync_up_if_needed(str(local), REMOTE) is None  # not at once: the target is down
-    syncer.reset()
+    syncer._clock = lambda: time.monotonic() + 10  # long before the period has passed
     assert syncer.sync_up_if_needed(str(local), REMOTE) is True
     syncer.wait()
     assert syncer.sync_up_if_needed(str(local), REMOTE) is None
-    syncer._clock = lambda: time.monotonic() + 101  # a later day
+    syncer._clock = lambda: time.monotonic() + 111  # a later day
     assert syncer.sync_up_if_needed(str(local), REMOTE) is True
     syncer.wait()
 
