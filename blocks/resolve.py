@@ -87,7 +87,8 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
     if isinstance(value, StorageTarget):
         return value
     if isinstance(value, os.PathLike):
-        return LocalTarget(path=Path.cwd() / Path(value).expanduser())
+        path = Path(value)
+        return LocalTarget(path=str(path if path.parts[:1] and path.parts[0][0] == "~" else Path.cwd() / path))
     if not isinstance(value, str):
         raise InvalidInput(f"a target is a block, a 'block-type/name' slug or a URI, not a {type(value).__name__}")
     if not value.strip():

@@ -63,6 +63,8 @@ REFUSED = {
     "smb://host/runs": "needs a package that is not installed.*smbprotocol",
     "runs/first": r"'runs' is no type of target block; write './runs/first' for a folder",
     "s3target/prod": r"'s3target' is no type of target block; .* the block 's3-target/prod'",
+    "~nobody-at-all/runs": "this user has no home folder",
+    "/runs\0/first": "without NUL",
     "sync-config/mine": "'sync-config' is no type of target block",
 }
 
