@@ -1,0 +1,115 @@
+"""What the documentation shows works, and what it says is so."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from prefect_tune.core import layout
+from prefect_tune.core.events import Event
+from prefect_tune.core.experiment import Entry
+from prefect_tune.core.manifest import Manifest
+from tests.fakes.checkpoints import files_in, write
+from tests.fakes.experiments import write_experiment
+from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
+
+README = ROOT / "README.md"
+LAYOUT = ROOT / "docs" / "storage-layout.md"
+TESTED = {
+    README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
+    LAYOUT: {"python", "json", "text"},
+}
+
+
+def the_block(page: Path, language: str, number: int = 0) -> Block:
+    return [block for block in blocks_of(page) if block.language == language][number]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_has_code_that_no_test_here_runs(page: Path) -> None:
+    assert {block.language for block in blocks_of(page)} <= TESTED.get(page, set())
+
+
+@pytest.mark.timeout(400)
+def test_the_readme_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    (tmp_path / "prefect.yaml").symlink_to(ROOT / "prefect.yaml")
+    runs = [block for block in blocks_of(README) if block.language in ("python", "bash")]
+    done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^50 0\.0002\d+ Checkpoint\(", done.stdout, re.MULTILINE), done.stdout
+    assert "durable-trainable/durable-trainable" in done.stdout
+    assert list(files_in(tmp_path / "plain-directory")) == ["weight"]
+
+
+def test_the_script_on_the_page_rebuilds_a_checkpoint_without_this_package(tmp_path: Path) -> None:
+    write_experiment(tmp_path / "target", "first", [2, 4])
+    rebuilt = rebuild(newest_manifest(tmp_path / "target"), tmp_path / "rebuilt")
+    assert rebuilt.returncode == 0, rebuilt.stderr
+    assert files_in(tmp_path / "rebuilt") == {"model/weights.bin": b"\x04" * 5_000_000, "state.json": b"4"}
+
+
+@pytest.mark.parametrize("what", ["blobs/*", "checkpoints/*/manifest.json"])
+def test_the_script_on_the_page_finds_altered_bytes(tmp_path: Path, what: str) -> None:
+    write_experiment(tmp_path / "target", "first", [2])
+    (altered,) = tmp_path.glob(f"target/first/trials/trial/{what}")
+    data = altered.read_bytes()
+    altered.chmod(0o644)
+    altered.write_bytes(data.replace(b"\x02\x02", b"\x02\x03", 1).replace(b'"attempt":1', b'"attempt":2'))
+    rebuilt = rebuild(newest_manifest(tmp_path / "target"), tmp_path / "rebuilt")
+    assert rebuilt.returncode != 0
+    assert "AssertionError" in rebuilt.stderr
+
+
+def newest_manifest(target: Path) -> Path:
+    return max(target.glob("first/trials/trial/checkpoints/*/manifest.json"))
+
+
+def rebuild(manifest: Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run the page's script as a user would, in an interpreter that cannot import this package."""
+    write(directory.parent, {"rebuild.py": the_block(LAYOUT, "python").code.encode()})
+    forbid = "import runpy, sys; sys.modules['prefect_tune'] = None; sys.argv = sys.argv[1:]; "
+    run = "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return subprocess.run(
+        [sys.executable, "-c", forbid + run, str(directory.parent / "rebuild.py"), str(manifest), str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_paths_on_the_page_are_those_of_the_code() -> None:
+    assert the_block(LAYOUT, "text").code.split() == [
+        line for line in (layout.__doc__ or "").split() if line.startswith("<experiment>")
+    ]
+
+
+def test_the_manifest_on_the_page_is_one_with_every_field() -> None:
+    shown = json.loads(the_block(LAYOUT, "json").code)
+    assert Manifest.model_validate(shown).model_dump(mode="json") == shown
+
+
+def test_the_entry_on_the_page_is_one_with_every_field() -> None:
+    shown = json.loads(the_block(LAYOUT, "json", 1).code)
+    assert Entry.model_validate(shown).model_dump(mode="json") == shown
+
+
+def test_the_page_names_every_event() -> None:
+    named = re.search(r"^The events: (.*?)\. ", LAYOUT.read_text(), re.MULTILINE | re.DOTALL)
+    assert named
+    kinds = get_args(get_args(Event)[0])
+    assert set(re.findall(r"`([a-z-]+)`", named[1])) == {kind.model_fields["type"].default for kind in kinds}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text())
+    named = re.findall(r"`((?:tests|docs|src|flows|tasks|blocks|benchmarks)/[^`<> ]*)`", page.read_text())
+    missing = [each for each in links if not (page.parent / each).exists()]
+    missing += [each for each in named if not (ROOT / each).exists()]
+    assert missing == []
