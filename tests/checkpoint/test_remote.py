@@ -100,16 +100,29 @@ def test_processes_with_objects_of_their_own_share_one_download_until_the_last_l
     assert copies(temporary_files) == []
 
 
-def test_a_download_that_fails_hands_nothing_to_those_who_waited(sink: S3Sink, uri: str, temporary_files: Path) -> None:
-    gate = Gate(sink, then=Fault.REFUSE_403)
-    with CheckpointUser(pt.Checkpoint(uri), "borrow") as first:
-        assert gate.reached.wait(30)
-        with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
-            time.sleep(1)  # it waits for the first by now; if not, it would still have to be right
-            gate.open()
-            assert first.go_on() == 1
-            assert files_in(second.told()) == FILES
-            assert second.go_on() == 0
+def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, staged: Path, temporary_files: Path) -> None:
+    reached, proceed = threading.Event(), threading.Event()
+
+    def refuse(request: SinkRequest) -> Fault | None:
+        if not is_of_a_blob(request):
+            return None
+        reached.set()
+        proceed.wait(60)
+        return Fault.REFUSE_403
+
+    with S3Sink() as other:  # another server has the same checkpoint, and refuses to show it
+        root = f"s3://bucket/runs?endpoint_url={other.endpoint}"
+        with open_uri(root, timeout=MINUTE) as store:
+            committed(store, staged)
+        other.fault = refuse
+        with CheckpointUser(pt.Checkpoint(root.replace("/runs", f"/runs/{KEY.folder}")), "borrow") as first:
+            assert reached.wait(30)
+            with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
+                time.sleep(1)  # it waits for the first by now; if not, it would still have to be right
+                proceed.set()
+                assert first.go_on() == 1
+                assert files_in(second.told()) == FILES
+                assert second.go_on() == 0
     assert copies(temporary_files) == []
 
 
