@@ -151,6 +151,8 @@ class Quarantined(TrialEvent):
     type: Literal["quarantined"] = "quarantined"
     sequence: int
     reason: str
+    kills: bool = False
+    """Whether it is put aside for what it does to the trainable; its bytes are as they were committed."""
 
 
 class Pinned(TrialEvent):
@@ -168,7 +170,7 @@ class AttemptEnded(TrialEvent):
     cause: Cause
     message: str
     at_start: bool = False
-    """Whether it died before its first step, so that what it restored may be to blame."""
+    """Whether it died by itself before its first step, so that what it restored may be to blame."""
 
 
 class GaveUp(TrialEvent):

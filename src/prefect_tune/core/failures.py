@@ -65,10 +65,12 @@ def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
         return Resumable()
     if spent := _spent(trial, cause, policy):
         return GiveUp(f"{spent}: {trial.reason}")
-    if trial.started_from is not None and trial.same_start >= policy.quarantine_after:
-        died = f"{trial.same_start} attempts died before their first step: {trial.reason}"
-        return Quarantine(trial.started_from, died)
-    return TryAgain()
+    if trial.started_from is None or trial.same_start < policy.quarantine_after:
+        return TryAgain()
+    died = f"{trial.same_start} attempts died before their first step"
+    if trial.blamed_checkpoints:
+        return GiveUp(f"{died}, from the checkpoint before too, so it is not the checkpoints: {trial.reason}")
+    return Quarantine(trial.started_from, f"{died}: {trial.reason}")
 
 
 def _spent(trial: Trial, cause: Cause, policy: FailurePolicy) -> str:

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from prefect_tune.core.commit import Mapper
-from prefect_tune.core.errors import AlreadyExists, InvalidInput, JournalCorrupt, ObjectNotFound, Superseded
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    InvalidInput,
+    JournalCorrupt,
+    ObjectNotFound,
+    StoreUnavailable,
+    Superseded,
+)
 from prefect_tune.core.events import Event, Opened, Owner
 from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
 from prefect_tune.core.layout import journal_folder, journal_path, number_in, snapshot_folder, snapshot_path
@@ -53,6 +60,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
         Superseded: somebody else has written the next entry: the experiment is theirs.
         CommitUnknown: the target did not say; call again with the same stamp.
         JournalCorrupt: the events cannot follow; nothing was written.
+        StoreUnavailable: the entry before it is not there any more, or the target is not to be had.
     """
     entry = Entry(
         number=experiment.number + 1,
@@ -65,11 +73,22 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
     path = journal_path(experiment.name, entry.number)
     data = seal(entry)
     result = apply(experiment, unseal(Entry, data, path, InvalidInput), digest_of(data))
+    _require_predecessor(store, experiment)
     try:
         create_or_recognize(store, path, data)
     except AlreadyExists as exists:
         raise _superseded(store, experiment, path) from exists
     return result
+
+
+def _require_predecessor(store: ObjectStore, experiment: Experiment) -> None:
+    """An unmounted disk or a deleted experiment accepts writes too, and what is acknowledged there is lost."""
+    before = experiment.number and journal_path(experiment.name, experiment.number)
+    if before and store.size(before) is None:
+        raise StoreUnavailable(
+            f"{before}: the journal's last entry is gone, so nothing is written after it. Is the target still "
+            "mounted, and the experiment still there?"
+        )
 
 
 def take_over(

@@ -51,7 +51,7 @@ NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.FINISHED, Requeued): Status.PENDING,
 }
 _ONLY_WHILE_RUNNING = (Reported, Committed)
-_FRESH_BUDGETS = {"user_failures": 0, "machine_failures": 0, "same_start": 0}
+_FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
 _CHANGES_STATUS = frozenset(event for _, event in NEXT)
 
 
@@ -73,6 +73,8 @@ class Trial(Value):
     """The live ones, oldest first."""
     quarantined: tuple[int, ...] = ()
     """Sequences of checkpoints that are not to be used."""
+    lost_checkpoints: int = 0
+    """How many of them had been committed: where these were all there were, a start from nothing is no resume."""
     collected_up_to: int = 0
     """The entry of the last retirement: blobs begun before it are reused only while a checkpoint has them."""
     user_failures: int = 0
@@ -81,12 +83,16 @@ class Trial(Value):
     """Failures of the machine since the last commit."""
     same_start: int = 0
     """How many attempts in a row died before their first step from one and the same start."""
+    blamed_checkpoints: int = 0
+    """How many checkpoints were put aside for killing the trainable, since the last commit."""
     started_from: int | None = None
     """The sequence that the last attempt restored; None for a start from nothing."""
     wasted_steps: int = 0
     """Steps that were journaled and had to be done again."""
     reason: str = ""
     """Why it ended, or what the last attempt died of."""
+    cause: Cause | None = None
+    """What kind of death that was."""
     returned: bool = False
     """Whether the trainable ended by itself."""
 
@@ -219,7 +225,7 @@ def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
             f"and the last retirement ({trial.collected_up_to})"
         )
     checkpoints = (*trial.checkpoints, checkpoint)
-    return trial.model_copy(update={"checkpoints": checkpoints, "machine_failures": 0, "same_start": 0})
+    return trial.model_copy(update={"checkpoints": checkpoints, "machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0})
 
 
 def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
@@ -230,9 +236,14 @@ def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
 def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
     """Its blobs are not reused either: one of them may be what is damaged."""
     left = tuple(each for each in trial.checkpoints if each.sequence != event.sequence)
-    quarantined = (*trial.quarantined, event.sequence)
     return trial.model_copy(
-        update={"checkpoints": left, "quarantined": quarantined, "collected_up_to": number}
+        update={
+            "checkpoints": left,
+            "quarantined": (*trial.quarantined, event.sequence),
+            "lost_checkpoints": trial.lost_checkpoints + (len(left) < len(trial.checkpoints)),
+            "blamed_checkpoints": trial.blamed_checkpoints + event.kills,
+            "collected_up_to": number,
+        }
     )
 
 
@@ -252,6 +263,7 @@ def _failed(trial: Trial, event: AttemptEnded | GaveUp) -> Trial:
     return trial.model_copy(
         update={
             "reason": event.message,
+            "cause": event.cause,
             "machine_failures": trial.machine_failures + machine,
             "user_failures": trial.user_failures + users,
             "same_start": trial.same_start + 1 if event.at_start else 0,
