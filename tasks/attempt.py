@@ -66,6 +66,8 @@ class _Supervisor:
         self._plan = plan
         self._stop = stop
         self._steps = 0
+        self._handed_over = 0  # counted by this thread
+        self._committed = 0  # counted by the ledger's
         self._heard_at = time.monotonic()
         self._asked_at: float | None = None
         self._out_of_memory_kills = _out_of_memory_kills()
@@ -102,8 +104,13 @@ class _Supervisor:
         if done.checkpoint is None:
             self._ledger.note(done.report)
         else:
-            handed_over = HandedOver(done.report, Path(done.checkpoint), done.handed_over)
-            self._ledger.save(handed_over, lambda step: self._channel.tell(Saved(step=step)))
+            self._handed_over += 1
+            self._ledger.save(HandedOver(done.report, Path(done.checkpoint), done.handed_over), self._saved)
+
+    def _saved(self, step: int) -> None:
+        self._channel.tell(Saved(step=step))
+        self._heard_at = time.monotonic()
+        self._committed += 1
 
     def _waited_enough(self) -> Outcome | None:
         """What the clock, the ledger and whoever wants the trial to stop have to say."""
@@ -111,6 +118,8 @@ class _Supervisor:
             return self._failed(Cause.MACHINE, f"its checkpoint could not be committed: {self._ledger.error}")
         if self._stop.is_set():
             return self._ask_to_stop()
+        if self._committed < self._handed_over:
+            return None  # it may be waiting for the target, which has a deadline of its own
         silent = timedelta(seconds=time.monotonic() - self._heard_at)
         if self._plan.silence is not None and silent > self._plan.silence:
             return self._failed(Cause.MACHINE, f"no report for {silent}, so it was taken for hung and ended")

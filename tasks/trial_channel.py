@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Protocol, TypeAlias
@@ -55,11 +56,25 @@ class TrialChannel:
             EOFError: the trial is gone, and everything it said has been received.
         """
         try:
-            if not wait([self._connection], patience.total_seconds()):
-                return None
-            return from_trial.validate_json(self._connection.recv_bytes())
-        except ConnectionResetError as gone:
+            if wait([self._connection], patience.total_seconds()) or self._has_last_words():
+                return from_trial.validate_json(self._connection.recv_bytes())
+        except OSError as gone:  # it was killed in the middle of a message
             raise EOFError("the trial is gone") from gone
+        return None
+
+    def _has_last_words(self) -> bool:
+        """Whether a trial that is gone has left a message.
+
+        The channel's end says nothing of it as long as a process that the trial forked holds its side open.
+
+        Raises:
+            EOFError: it is gone, and has not.
+        """
+        if self._body.is_alive():
+            return False
+        if self._connection.poll():
+            return True
+        raise EOFError("the trial is gone")
 
     def end(self) -> str:
         """End the trial, and everything that it has started; say what became of it."""
@@ -79,7 +94,8 @@ def trial_process(start: Start, log: Log) -> Iterator[TrialChannel]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # What it leaves in its temporary directory goes with the scratch directory, however it ends.
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": start.temporary},
         pass_fds=(theirs.fileno(), lifeline),
         start_new_session=True,
     )
@@ -140,7 +156,9 @@ class _Process:
     def __init__(self, child: subprocess.Popen[str], log: Log) -> None:
         self._child = child
         self._said: deque[str] = deque(maxlen=_LAST_WORDS)
-        self._pump = threading.Thread(target=self._pass_on, args=(child.stdout or (), log), daemon=True)
+        # In the task's context: it says which server the log goes to.
+        pass_on = (self._pass_on, child.stdout or (), log)
+        self._pump = threading.Thread(target=copy_context().run, args=pass_on, daemon=True)
         self._pump.start()
         self._became = ""
 

@@ -1,0 +1,267 @@
+"""What fails, by whose fault, how often it is tried again, and what a resume finds afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput, TrialFailed
+from prefect_tune.core.failures import FailurePolicy
+from prefect_tune.core.store import Buffer, ObjectStore
+from prefect_tune.core.trial import Status, Trial
+from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
+from prefect_tune.stores.posix import PosixStore
+from tests.flows.training import trial_at
+from tests.trainables.witness import told
+
+_NAME = "troubled"
+_COUNTER = "tests.trainables.troublesome:Counter"
+
+
+class Trouble:
+    """One experiment of a trainable that fails as it is told to, run in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.target = LocalTarget(path=str(folder / "target"))
+        self.witness = folder / "witness"
+        self.config: dict[str, Any] = {"witness": str(self.witness), "ledger": str(folder / "failures")}
+        self.options: dict[str, Any] = {"checkpoint": Cadence(every_steps=5)}
+        self.trainable: Any = _COUNTER
+        self.said: list[logging.LogRecord] = []
+
+    def run(self, *, steps: int | None = 20, **more: Any) -> TrialResult:
+        """Call the flow, as often as one likes."""
+        options = {"stop": {"step": steps} if steps else None, **self.options, **more}
+        return durable_trainable(self.trainable, self.config, target=self.target, experiment=_NAME, **options)
+
+    @property
+    def trial(self) -> Trial:
+        return trial_at(self.target, _NAME)
+
+    def acts(self, act: str) -> Sequence[int]:
+        return [each.step for each in told(self.witness) if each.act == act]
+
+    def loudly(self) -> str:
+        """What was said as an error or a warning."""
+        return "\n".join(each.getMessage() for each in self.said if each.levelno >= logging.WARNING)
+
+
+class _Listening(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def trouble(prefect_server: str, tmp_path: Path) -> Iterator[Trouble]:
+    assert prefect_server
+    made = Trouble(tmp_path)
+    listening = _Listening(made.said)
+    logging.getLogger("prefect").addHandler(listening)
+    yield made
+    logging.getLogger("prefect").removeHandler(listening)
+
+
+# ------------------------------------------------------------------------------------------- whose fault it was
+
+
+@pytest.mark.parametrize("place", ["step", "setup", "save"])
+def test_a_failure_of_the_users_code_is_tried_again_within_its_budget(trouble: Trouble, place: str) -> None:
+    at = 0 if place == "setup" else 10
+    trouble.config |= {"fails": "raise", "place": place, "at": at, "times": 2}
+    result = trouble.run(failures=FailurePolicy(max_failures=2))
+    assert (result.status, result.step, result.attempts) == (Status.FINISHED, 20, 3)
+    assert trouble.acts("loaded") == ([] if place == "setup" else [5, 5])
+    assert "the user's own trouble" in trouble.loudly()
+
+
+def test_a_failure_in_load_checkpoint_is_the_users(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "place": "load", "at": 10, "times": 1}
+    trouble.run(steps=10)
+    with pytest.raises(TrialFailed, match="the user's own trouble"):
+        trouble.run(steps=20)
+    assert trouble.run(steps=20).step == 20
+    assert trouble.acts("loaded") == [10, 10]
+
+
+def test_beyond_its_budget_it_fails_and_a_later_run_goes_on_from_the_last_commit(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "at": 13, "times": 2}
+    with pytest.raises(TrialFailed, match=r"max_failures=1.*the user's own trouble"):
+        trouble.run(failures=FailurePolicy(max_failures=1))
+    assert trouble.trial.status is Status.ERRORED
+    result = trouble.run()
+    assert (result.status, result.step, result.attempts) == (Status.FINISHED, 20, 3)
+    assert trouble.acts("loaded") == [10, 10]
+
+
+def test_what_was_reported_before_a_failure_is_on_record_with_it(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "at": 8}
+    with pytest.raises(TrialFailed):
+        trouble.run()
+    assert (trouble.trial.step, trouble.trial.metrics["count"]) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("segfault", "SIGSEGV"),
+        ("exit", "SystemExit: 3"),
+        ("leave", "exited with code 0"),
+    ],
+)
+def test_a_trainable_that_ends_its_own_process_has_failed_by_itself(trouble: Trouble, way: str, said: str) -> None:
+    trouble.config |= {"fails": way, "at": 7, "times": 1}
+    with pytest.raises(TrialFailed, match=said):
+        trouble.run()
+    assert trouble.run().step == 20
+    assert trouble.acts("loaded") == [5]
+
+
+def test_a_segfault_says_where_it_happened(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "segfault", "at": 2}
+    with pytest.raises(TrialFailed, match="_segfault"):
+        trouble.run()
+
+
+def test_a_killed_trial_is_the_machines_failure_and_has_a_budget_of_its_own(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "kill", "at": 7, "times": 2}
+    result = trouble.run(failures=FailurePolicy(max_failures=0, max_machine_failures=2))
+    assert (result.step, result.attempts) == (20, 3)
+
+
+def test_a_trial_that_is_killed_without_end_fails_when_the_machines_budget_is_spent(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "kill", "at": 7, "times": 99}
+    with pytest.raises(TrialFailed, match="max_machine_failures"):
+        trouble.run(failures=FailurePolicy(max_failures=99, max_machine_failures=1))
+    assert trouble.trial.attempt == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"not_a_number_at": 7}, r"metrics of step 7: 'loss'.*nan"),
+        ({"fails": "exhaust", "at": 7, "times": 99}, "MemoryError"),
+    ],
+)
+def test_what_another_try_cannot_mend_is_not_tried_again(
+    trouble: Trouble, config: dict[str, Any], said: str
+) -> None:
+    trouble.config |= config
+    with pytest.raises(TrialFailed, match=said):
+        trouble.run(failures=FailurePolicy(max_failures=5))
+    assert trouble.trial.attempt == 1
+    assert trouble.trial.step == 6
+
+
+# --------------------------------------------------------------------------------------------------- silence
+
+
+def test_a_trial_that_falls_silent_is_ended_and_started_again(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "hang", "at": 7}
+    result = trouble.run(silence_timeout_seconds=4)
+    assert (result.step, result.attempts) == (20, 2)
+    assert trouble.acts("loaded") == [5]
+    assert "taken for hung" in trouble.loudly()
+
+
+class _SlowStore(PosixStore):
+    def put(self, path: str, data: Buffer) -> None:
+        time.sleep(5)
+        super().put(path, data)
+
+
+class SlowTarget(LocalTarget):
+    """A folder that takes its time."""
+
+    _block_type_slug = "slow-target"
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        with super().open(timeout=timeout):
+            yield _SlowStore(Path(self.path))
+
+
+def test_a_trial_that_waits_for_a_slow_target_is_not_taken_for_hung(trouble: Trouble) -> None:
+    trouble.target = SlowTarget(path=trouble.target.path)
+    result = trouble.run(steps=5, silence_timeout_seconds=4)
+    assert (result.step, result.attempts) == (5, 1)
+
+
+# ---------------------------------------------------------------------------------------------- side effects
+
+
+def test_a_trainable_may_print_a_lot(trouble: Trouble) -> None:
+    trouble.config["prints"] = 500
+    began = time.monotonic()
+    assert trouble.run(steps=10).step == 10
+    assert time.monotonic() - began < 60
+    assert sum("of step 10" in each.getMessage() for each in trouble.said) == 500
+
+
+def test_a_trainable_may_print_what_is_no_text(trouble: Trouble) -> None:
+    trouble.trainable = "tests.trainables.troublesome:PrintsOddly"
+    assert trouble.run(steps=3).step == 3
+    assert any("said to stderr" in each.getMessage() for each in trouble.said)
+
+
+def test_processes_that_a_trainable_leaves_behind_end_with_it(trouble: Trouble) -> None:
+    trouble.trainable = "tests.trainables.troublesome:LeavesChildren"
+    trouble.run(steps=3)
+    (child,) = trouble.acts("spawned")
+    time.sleep(0.2)
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+
+
+def test_cleanup_is_called_when_a_trial_ends_in_order_and_when_it_raises(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "at": 7}
+    trouble.run(failures=FailurePolicy(max_failures=1))
+    assert trouble.acts("cleanup") == [7, 20]
+
+
+def test_a_trial_in_a_thread_fails_and_is_resumed_like_any_other(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "raise", "at": 13}
+    with pytest.raises(TrialFailed, match="the user's own trouble"):
+        trouble.run(isolation="thread")
+    assert trouble.run(isolation="thread").step == 20
+    assert trouble.acts("loaded") == [10]
+    assert {each.pid for each in told(trouble.witness)} == {os.getpid()}
+
+
+# ----------------------------------------------------------------------------------------------- calling again
+
+
+def test_a_finished_experiment_that_is_called_again_trains_nothing(trouble: Trouble) -> None:
+    first = trouble.run()
+    acts = told(trouble.witness)
+    again = trouble.run()
+    assert told(trouble.witness) == acts
+    assert (again.step, again.attempts, again.metrics) == (first.step, first.attempts, first.metrics)
+
+
+def test_a_larger_budget_goes_on_where_the_smaller_one_ended(trouble: Trouble) -> None:
+    trouble.run(steps=10)
+    result = trouble.run(steps=20)
+    assert (result.step, result.metrics["count"], result.wasted_steps) == (20, 20, 0)
+    assert trouble.acts("begin") == list(range(1, 21))
+
+
+def test_another_config_under_the_same_name_is_refused(trouble: Trouble) -> None:
+    trouble.run(steps=5)
+    trouble.config["learning_rate"] = 0.1
+    with pytest.raises(InvalidInput, match="another experiment name"):
+        trouble.run(steps=10)
+    assert trouble.trial.step == 5

@@ -1,0 +1,155 @@
+"""Trainables that fail in every way a user's code can. `config["fails"]` says how, `config["at"]` at which step.
+
+`config["ledger"]` is a file that counts the failures, so that the one that follows the last can go well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+import prefect_tune as pt
+from tests.trainables.witness import tell
+
+__all__ = ["Counter", "count", "count_and_return"]
+
+
+def _raise() -> NoReturn:
+    raise RuntimeError("the user's own trouble")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _hang() -> None:
+    time.sleep(1000)
+
+
+def _exit() -> NoReturn:
+    sys.exit(3)
+
+
+def _leave() -> NoReturn:
+    os._exit(0)
+
+
+def _exhaust() -> NoReturn:
+    raise MemoryError("no more of it")
+
+
+_WAYS: Mapping[str, Callable[[], None]] = {
+    "raise": _raise,
+    "kill": _kill,
+    "segfault": _segfault,
+    "hang": _hang,
+    "exit": _exit,
+    "leave": _leave,
+    "exhaust": _exhaust,
+}
+
+
+class Counter(pt.Trainable):
+    """Counts. Fails `config["times"]` times in `config["place"]` (step, setup, save or load) at step `config["at"]`."""
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.count = 0
+        self._maybe_fail("setup")
+
+    def step(self) -> Mapping[str, Any]:
+        tell(self.config.get("witness"), "begin", self.count + 1)
+        self.count += 1
+        time.sleep(float(self.config.get("step_seconds", 0)))
+        self._maybe_fail("step")
+        for number in range(int(self.config.get("prints", 0))):
+            print(f"line {number} of step {self.count} ", "x" * 100)
+        return self._metrics()
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "count.json").write_text(json.dumps(self.count))
+        self._maybe_fail("save")
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.count = json.loads(Path(checkpoint_dir, "count.json").read_text())
+        tell(self.config.get("witness"), "loaded", self.count)
+        self._maybe_fail("load")
+
+    def cleanup(self) -> None:
+        tell(self.config.get("witness"), "cleanup", self.count)
+
+    def _metrics(self) -> Mapping[str, Any]:
+        if self.config.get("not_a_number_at") == self.count:
+            return {"count": self.count, "loss": np.float32("nan")}
+        done = {"done": True} if self.config.get("done_at") == self.count else {}
+        return {"count": np.int64(self.count), "loss": np.float32(1 / self.count), **done}
+
+    def _maybe_fail(self, place: str) -> None:
+        config = self.config
+        if config.get("place", "step") == place and config.get("at") in (self.count, "always"):
+            failures = Path(config["ledger"])
+            so_far = len(failures.read_text()) if failures.exists() else 0
+            if so_far < config.get("times", 1):
+                failures.write_text("x" * (so_far + 1))
+                _WAYS[config["fails"]]()
+
+
+class LeavesChildren(Counter):
+    """Starts a process in the first step, and never ends it; its number is in the witness."""
+
+    def step(self) -> Mapping[str, Any]:
+        if self.count == 0:
+            child = subprocess.Popen(["sleep", "1000"])
+            tell(self.config["witness"], "spawned", child.pid)
+        return super().step()
+
+
+class PrintsOddly(Counter):
+    """Writes bytes that are no UTF-8, a line without an end, and to both streams."""
+
+    def step(self) -> Mapping[str, Any]:
+        os.write(1, b"\xff\xfe not text\n")
+        os.write(2, b"said to stderr\n")
+        os.write(1, b"y" * 100_000)
+        return super().step()
+
+
+def count(config: Mapping[str, Any]) -> None:
+    """The function API: reports five steps an epoch, a checkpoint with the last."""
+    at = 0
+    if checkpoint := pt.get_checkpoint():
+        with checkpoint.as_directory() as directory:
+            at = json.loads(Path(directory, "count.json").read_text())
+        tell(config.get("witness"), "loaded", at)
+    while True:
+        at += 1
+        tell(config.get("witness"), "begin", at)
+        if at % 5:
+            pt.report({"count": at})
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory, "count.json").write_text(json.dumps(at))
+            pt.report({"count": at}, checkpoint=pt.Checkpoint.from_directory(directory))
+
+
+def count_and_return(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reports nothing, and returns its metrics."""
+    trial = pt.get_trial()
+    assert trial.config == config
+    assert trial.directory.is_dir()
+    return {"score": config["score"] * 2, "attempt": trial.attempt}
