@@ -13,7 +13,7 @@ from threading import Barrier
 from typing import Protocol
 
 from prefect_tune.blocks.diagnosis import diagnosis
-from prefect_tune.core.errors import AlreadyExists, CommitUnknown, TuneError
+from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable, TuneError
 from prefect_tune.core.store import ObjectStore
 
 __all__ = ["TargetCheck", "check_target"]
@@ -34,6 +34,8 @@ class TargetCheck:
     ok: bool
     message: str
     conditional_create: bool
+    may_pass: bool = False
+    """Whether what is wrong may be over soon: the target did not answer, or not in time."""
 
 
 class _Target(Protocol):
@@ -56,7 +58,8 @@ def check_target(target: _Target, *, timeout: timedelta) -> TargetCheck:
             claims, refuses = store.conditional_create, _refuses_a_second_create(store)
     except _ProbeFailed as failure:
         message = diagnosis(failure.step, failure.error, timeout)
-        return TargetCheck(ok=False, message=_line(target, message), conditional_create=False)
+        may_pass = isinstance(failure.error, StoreUnavailable)
+        return TargetCheck(ok=False, message=_line(target, message), conditional_create=False, may_pass=may_pass)
     return _verdict(target, claims=claims, refuses=refuses)
 
 

@@ -6,16 +6,18 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, assert_never
 
 from prefect import flow
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.checkpoint import Checkpoint
 from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.errors import InvalidInput, Superseded, TrialFailed
-from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
+from prefect_tune.core.errors import InvalidInput, TrialFailed
+from prefect_tune.core.events import Cause, CheckpointRef, Event, GaveUp, Quarantined, Requeued, TrialAdded
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, verdict
 from prefect_tune.core.layout import TrialKey
@@ -23,13 +25,16 @@ from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.values import StepReport
-from prefect_tune.flows.request import experiment_name, stopper_for, storable_config, valid_trainable
+from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
-from prefect_tune.tasks.experiment_state import check_target, read_experiment, write_entry
+from prefect_tune.tasks.bulletin import show_once
+from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.plan import TrialPlan, payload
+from prefect_tune.tasks.run_trial import curve_up_to
 from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 
 __all__ = ["TrialResult", "durable_trainable"]
 
@@ -102,6 +107,7 @@ def durable_trainable(
         target=resolve_target(target),
         trial=TrialKey(experiment=experiment_name(experiment), trial=_TRIAL),
         trainable=payload(valid_trainable(trainable)),
+        fingerprint=name_of(trainable),
         stopper=payload(stopper),
         needs_curve=stopper.looks_back,
         cadence=checkpoint or Cadence(),
@@ -111,7 +117,7 @@ def durable_trainable(
         grace=timedelta(seconds=grace_period_seconds),
         silence=None if silence_timeout_seconds is None else timedelta(seconds=silence_timeout_seconds),
     )
-    _require_storable(plan)
+    _require_possible(plan)
     return _train(plan, storable_config(config), stopper, failures or FailurePolicy())
 
 
@@ -120,24 +126,23 @@ def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, poli
         check_target(plan.target)
         state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp())
         state = _ready(plan, state, config, stopper, policy)
-        get_run_logger().info("%s", _where_it_stands(plan, state))
+        _say_where_it_stands(plan, state)
         while state.trial(_TRIAL).status is Status.PENDING and not stop.is_set():
             state = _attempt(plan, state, policy, stop)
+        show_once(state, state.trial(_TRIAL), plan.target.uri)
         return state
 
-    state = interruptible(attempts, grace=plan.grace)
-    trial = state.trial(_TRIAL)
+    trial = interruptible(attempts, grace=plan.grace).trial(_TRIAL)
     if trial.status is Status.ERRORED:
         raise TrialFailed(f"{plan.trial.experiment}: {trial.reason}")
+    _say_what_is_not_saved(trial)
     return _result(plan, trial)
 
 
 def _attempt(plan: TrialPlan, state: Experiment, policy: FailurePolicy, stop: threading.Event) -> Experiment:
     """Run one attempt, then decide what its end means."""
-    outcome = run_trial(plan, state.epoch, stop)
-    after = read_experiment(plan.target, plan.trial.experiment)
-    if after.epoch != state.epoch:
-        raise Superseded(f"experiment {after.name!r}: taken over by {after.owner}; it goes on there")
+    attempt = run_trial(plan, state.epoch, stop)
+    outcome, after = attempt.outcome, attempt.experiment
     if not isinstance(outcome, Failed):
         return after
     get_run_logger().warning("attempt %d: %s: %s", after.trial(_TRIAL).attempt, outcome.cause, outcome.message)
@@ -150,7 +155,7 @@ def _judge(plan: TrialPlan, state: Experiment, cause: Cause, policy: FailurePoli
             return state
         case Quarantine(sequence=sequence, reason=reason):
             get_run_logger().error("a checkpoint is put aside: %s", reason)
-            return _write(plan, state, Quarantined(trial=_TRIAL, sequence=sequence, reason=reason))
+            return _write(plan, state, Quarantined(trial=_TRIAL, sequence=sequence, reason=reason, kills=True))
         case GiveUp(message=message):
             return _write(plan, state, GaveUp(trial=_TRIAL, cause=cause, message=message))
         case never:
@@ -163,42 +168,73 @@ def _ready(
     """Bring the trial into a state in which it can be started, or that is final. A fresh start is the empty case."""
     trial = state.trials.get(_TRIAL)
     if trial is None:
-        return _write(plan, state, TrialAdded(trial=_TRIAL, config=config))
-    if trial.config != config:
-        raise InvalidInput(
-            f"experiment {state.name!r} at {plan.target.uri}: it trains with config {dict(trial.config)}, and was "
-            f"asked to go on with {dict(config)}. Give the same config, or another experiment name"
-        )
+        return _write(plan, state, TrialAdded(trial=_TRIAL, config=config, fingerprint=plan.fingerprint))
+    _require_same(plan, trial, config)
     if trial.status is Status.ERRORED:
         return _write(plan, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
-    if trial.status is Status.FINISHED and not trial.returned and not _has_had_enough(trial, stopper):
+    if trial.status is Status.FINISHED and not _has_had_enough(plan, trial, stopper):
         return _write(plan, state, Requeued(trial=_TRIAL, reason=f"extended beyond step {trial.step}"))
-    if trial.status is Status.PENDING and trial.machine_failures:
-        return _judge(plan, state, Cause.MACHINE, policy)
+    if trial.status is Status.PENDING and trial.cause is not None:
+        return _judge(plan, state, trial.cause, policy)
     return state
 
 
-def _has_had_enough(trial: Trial, stopper: Stopper) -> bool:
+def _require_same(plan: TrialPlan, trial: Trial, config: Mapping[str, object]) -> None:
+    where = f"experiment {plan.trial.experiment!r} at {plan.target.uri}"
+    if trial.config != config:
+        raise InvalidInput(
+            f"{where}: it trains with config {dict(trial.config)}, and was asked to go on with {dict(config)}. "
+            "Give the same config, or another experiment name"
+        )
+    before, now = trial.fingerprint.get("trainable"), plan.fingerprint.get("trainable")
+    if before and now and before != now:
+        raise InvalidInput(
+            f"{where}: it trains {before!r}, and was asked to go on with {now!r}. Two trials need two experiment "
+            "names; the default is one for each flow run"
+        )
+
+
+def _has_had_enough(plan: TrialPlan, trial: Trial, stopper: Stopper) -> bool:
+    """Whether a finished trial is finished under today's criterion too."""
+    if trial.returned or trial.metrics.get("done") is True:
+        return True
     last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
-    return stopper.looks_back or stopper.why_stop([last]) is not None
+    told = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
+    return bool(told) and stopper.why_stop(told) is not None
 
 
 def _write(plan: TrialPlan, state: Experiment, event: Event) -> Experiment:
     return write_entry(plan.target, state, [event])
 
 
-def _where_it_stands(plan: TrialPlan, state: Experiment) -> str:
-    trial = state.trial(_TRIAL)
+def _say_where_it_stands(plan: TrialPlan, state: Experiment) -> None:
+    trial, log = state.trial(_TRIAL), get_run_logger()
     where = f"experiment {state.name!r} at {plan.target.uri}"
     newest = newest_checkpoint(trial)
     if trial.status is Status.FINISHED:
-        return f"{where}: finished before, at step {trial.step}: {trial.reason}"
-    if newest is None:
-        return f"{where}: starts from nothing"
-    return f"{where}: goes on from step {newest.step}, after {trial.attempt} attempts"
+        log.info("%s: finished before, at step %d: %s", where, trial.step, trial.reason)
+    elif newest is not None:
+        log.info("%s: goes on from step %d, after %d attempts", where, newest.step, trial.attempt)
+    elif trial.attempt or (flow_run.run_count or 1) > 1:
+        log.warning("%s: no checkpoint was ever committed there, so it starts from nothing again", where)
+    else:
+        log.info("%s: starts from nothing", where)
 
 
-def _require_storable(plan: TrialPlan) -> None:
+def _say_what_is_not_saved(trial: Trial) -> None:
+    newest = newest_checkpoint(trial)
+    saved = newest.step if newest else 0
+    if trial.status is Status.FINISHED and saved < trial.step:
+        get_run_logger().warning(
+            "the newest checkpoint is of step %d; the %d steps after it were reported and not saved",
+            saved,
+            trial.step - saved,
+        )
+
+
+def _require_possible(plan: TrialPlan) -> None:
+    """Find out before anything is written."""
+    TrialArtifacts(plan, Path(), get_run_logger())
     if plan.grace < timedelta(0):
         raise InvalidInput(f"grace_period_seconds: expected 0 or more, found {plan.grace.total_seconds():g}")
     if plan.silence is not None and plan.silence <= timedelta(0):

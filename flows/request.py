@@ -14,7 +14,7 @@ from prefect_tune.core.values import valid_name
 from prefect_tune.session import storable
 from prefect_tune.trial_process import load_trainable
 
-__all__ = ["experiment_name", "stopper_for", "storable_config", "valid_trainable"]
+__all__ = ["experiment_name", "name_of", "stopper_for", "storable_config", "valid_trainable"]
 
 
 def experiment_name(given: str | None) -> str:
@@ -69,6 +69,12 @@ def valid_trainable(trainable: object) -> object:
         f"trainable {trainable!r}: expected a function of the configuration, a subclass of pt.Trainable, "
         "or 'package.module:Name'"
     )
+
+
+def name_of(trainable: object) -> Mapping[str, str]:
+    """Return what tells one trainable from another: its name without its module, which depends on how it is run."""
+    name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
+    return {"trainable": name.rpartition(".")[2]} if name else {}
 
 
 def _importable(name: str) -> str:

@@ -12,13 +12,14 @@ from typing import TypeAlias, assert_never
 
 from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished
 from prefect_tune.core.wire import Broke, FromTrial, Loaded, Saved, StepDone, StopAndSave, TrialEnded
-from prefect_tune.tasks.ledger import HandedOver, Ledger
+from prefect_tune.tasks.ledger import USERS_FAULT, HandedOver, Ledger
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.trial_channel import TrialChannel
 
 __all__ = ["Done", "Failed", "Outcome", "events_of", "supervise"]
 
 _TICK = timedelta(seconds=0.1)
+_KILLS_PERIOD = timedelta(seconds=1)
 # A crash signal is the trainable's doing (or its libraries'); SIGKILL comes from outside.
 _OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
@@ -68,9 +69,9 @@ class _Supervisor:
         self._steps = 0
         self._handed_over = 0  # counted by this thread
         self._committed = 0  # counted by the ledger's
-        self._heard_at = time.monotonic()
+        self._heard_at: float | None = None  # until it is loaded, silence is no sign
         self._asked_at: float | None = None
-        self._out_of_memory_kills = _out_of_memory_kills()
+        self._kills_seen = (time.monotonic(), _out_of_memory_kills())
 
     def run(self) -> Outcome:
         while True:
@@ -79,13 +80,22 @@ class _Supervisor:
             except EOFError:
                 return self._died()
             outcome = self._took_in(message) if message else self._waited_enough()
+            self._look_for_kills()
             if outcome is not None:
                 return outcome
 
+    def _look_for_kills(self) -> None:
+        """The count is the machine's: only what is killed within a second of the trial's death can be the trial."""
+        now = time.monotonic()
+        if now - self._kills_seen[0] >= _KILLS_PERIOD.total_seconds():
+            self._kills_seen = (now, _out_of_memory_kills())
+
     def _took_in(self, message: FromTrial) -> Outcome | None:
-        self._heard_at = time.monotonic()
+        if self._heard_at is not None:
+            self._heard_at = time.monotonic()
         match message:
             case Loaded(code=code):
+                self._heard_at = time.monotonic()
                 self._ledger.code = code
             case StepDone():
                 self._steps += 1
@@ -115,15 +125,22 @@ class _Supervisor:
     def _waited_enough(self) -> Outcome | None:
         """What the clock, the ledger and whoever wants the trial to stop have to say."""
         if self._ledger.error is not None:
-            return self._failed(Cause.MACHINE, f"its checkpoint could not be committed: {self._ledger.error}")
+            return self._not_written(self._ledger.error)
         if self._stop.is_set():
             return self._ask_to_stop()
         if self._committed < self._handed_over:
             return None  # it may be waiting for the target, which has a deadline of its own
+        if self._plan.silence is None or self._heard_at is None:
+            return None
         silent = timedelta(seconds=time.monotonic() - self._heard_at)
-        if self._plan.silence is not None and silent > self._plan.silence:
-            return self._failed(Cause.MACHINE, f"no report for {silent}, so it was taken for hung and ended")
-        return None
+        if silent <= self._plan.silence:
+            return None
+        return self._failed(Cause.MACHINE, f"no report for {silent}, so it was taken for hung and ended")
+
+    def _not_written(self, error: BaseException) -> Failed:
+        if isinstance(error, USERS_FAULT):
+            return self._failed(Cause.USER, f"its checkpoint cannot be saved: {error}")
+        return self._failed(Cause.MACHINE, f"what it reported could not be written: {type(error).__name__}: {error}")
 
     def _ask_to_stop(self) -> Outcome | None:
         if self._asked_at is None:
@@ -132,17 +149,20 @@ class _Supervisor:
         waited = timedelta(seconds=time.monotonic() - self._asked_at)
         if waited <= self._plan.grace:
             return None
-        return self._failed(Cause.PREEMPTED, f"asked to stop; it reported no checkpoint within {self._plan.grace}")
+        uploading = self._committed < self._handed_over
+        late = "its checkpoint was still being uploaded" if uploading else "it reported no checkpoint"
+        return self._failed(Cause.PREEMPTED, f"asked to stop; after {self._plan.grace} {late}")
 
     def _died(self) -> Outcome:
         became = self._channel.end()
-        if _out_of_memory_kills() > self._out_of_memory_kills and "SIGKILL" in became:
+        if "SIGKILL" in became and _out_of_memory_kills() > self._kills_seen[1]:
             return self._failed(Cause.OUT_OF_MEMORY, f"the kernel killed it for its memory: {became}")
         own = "exited with code" in became or any(name in became for name in _OWN_SIGNALS)
         return self._failed(Cause.USER if own else Cause.MACHINE, f"the trial's process {became}")
 
     def _failed(self, cause: Cause, message: str) -> Failed:
-        return Failed(cause, message, at_start=self._steps == 0 and cause is not Cause.PREEMPTED)
+        loaded = self._heard_at is not None  # what comes before is not the checkpoint's doing
+        return Failed(cause, message, at_start=cause is Cause.USER and loaded and self._steps == 0)
 
 
 def _out_of_memory_kills() -> int:

@@ -15,10 +15,11 @@ from prefect.exceptions import PrefectException
 
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.trial import Status, Trial
-from prefect_tune.core.values import shown_size
+from prefect_tune.core.values import digest_of, shown_size
 
-__all__ = ["Bulletin", "trial_markdown"]
+__all__ = ["Bulletin", "show_once", "trial_markdown"]
 
+_DESCRIPTION = "The trial, as the journal tells it"
 _PERIOD = timedelta(seconds=15)
 _GOODBYE = timedelta(seconds=10)
 _SHOWN_CHECKPOINTS = 20
@@ -29,9 +30,8 @@ _SIGN = {Status.PENDING: "⏸️", Status.RUNNING: "🏃", Status.FINISHED: "✅
 class Bulletin:
     """Publishes the newest text it was given, at most every 15 s. Best effort: without an API training goes on."""
 
-    def __init__(self, key: str, description: str) -> None:
-        self._key = re.sub(r"[^a-z0-9-]+", "-", key.lower()).strip("-")
-        self._description = description
+    def __init__(self, experiment: str) -> None:
+        self._key = _key(experiment)
         self._newest: str | None = None
         self._guard = threading.Lock()
         self._changed = threading.Event()
@@ -65,7 +65,9 @@ class Bulletin:
         if markdown is None:
             return
         try:
-            MarkdownArtifact(key=self._key, markdown=markdown, description=self._description).create()
+            MarkdownArtifact(
+                key=self._key, markdown=markdown, description="The trial, as the journal tells it"
+            ).create()
         except (PrefectException, HTTPError, OSError):
             self._put_back(markdown)  # the API is away: the next round tries again
 
@@ -73,6 +75,19 @@ class Bulletin:
         with self._guard:
             if self._newest is None:
                 self._newest = markdown
+
+
+def _key(experiment: str) -> str:
+    """Keys know small letters, digits and dashes only: a name that has others is told apart by its digest."""
+    plain = re.sub(r"[^a-z0-9-]+", "-", experiment.lower()).strip("-")
+    return f"trial-{plain}" if plain == experiment else f"trial-{plain}-{digest_of(experiment.encode())[:6]}"
+
+
+def show_once(experiment: Experiment, trial: Trial, uri: str) -> None:
+    """Publish the trial as it stands now, for what happens outside an attempt."""
+    bulletin = Bulletin(experiment.name)
+    bulletin.post(trial_markdown(experiment, trial, uri))
+    bulletin.close()
 
 
 def trial_markdown(experiment: Experiment, trial: Trial, uri: str) -> str:

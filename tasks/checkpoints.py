@@ -10,7 +10,7 @@ from pathlib import Path
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.collect import collect
+from prefect_tune.core.collect import collect, leftover
 from prefect_tune.core.commit import commit, reusable
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
 from prefect_tune.core.layout import CheckpointKey, TrialKey
@@ -21,7 +21,7 @@ from prefect_tune.core.trial import Trial
 from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
 from prefect_tune.tasks.transient import RETRYING
 
-__all__ = ["SavedCheckpoint", "delete_checkpoint", "restore_checkpoint", "save_checkpoint"]
+__all__ = ["SavedCheckpoint", "delete_checkpoint", "find_leftovers", "restore_checkpoint", "save_checkpoint"]
 
 _TIMEOUT_SECONDS = 1800.0
 
@@ -70,6 +70,14 @@ def save_checkpoint(
         reuse = reusable(store, key.trial, _if_readable(store, parent), collected_up_to)
         done = commit(store, key, StagedFiles(Path(directory)), about, reuse=reuse, side_by_side=transfers)
         return SavedCheckpoint(key, done.manifest.size_bytes, len(done.manifest.files), done.sent_bytes)
+
+
+def find_leftovers(
+    target: StorageTarget, trial: TrialKey, state: Trial, settled_from: int, *, timeout_seconds: float = 120.0
+) -> Sequence[CheckpointKey]:
+    """Return the checkpoints on `target` that are none any more, or never were; see `core.collect.leftover`."""
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
+        return leftover(store, trial, state, settled_from)
 
 
 def _if_readable(store: ObjectStore, parent: CheckpointKey | None) -> Manifest | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from prefect import task
@@ -10,7 +11,14 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, TargetCheck
 from prefect_tune.core.adopt import adopt
-from prefect_tune.core.errors import JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
+from prefect_tune.core.errors import (
+    CommitUnknown,
+    JournalCorrupt,
+    ResumeFailed,
+    StoreRefused,
+    StoreUnavailable,
+    UnknownVersion,
+)
 from prefect_tune.core.events import Event, Owner
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import SNAPSHOT_EVERY, append, load, take_over, write_snapshot
@@ -30,8 +38,11 @@ def check_target(target: StorageTarget, *, timeout_seconds: float = 30.0) -> Tar
 
     Raises:
         StoreRefused: it cannot be, or not with this configuration.
+        StoreUnavailable: it did not answer, and the retries are spent.
     """
     found = target.check(timeout=timedelta(seconds=timeout_seconds))
+    if found.may_pass:
+        raise StoreUnavailable(found.message)
     if not found.ok:
         raise StoreRefused(found.message)
     if not found.conditional_create:
@@ -63,11 +74,16 @@ def restore_experiment_state(
             opened = take_over(store, experiment, owner, stamp, side_by_side=transfers)
             if opened.settled_from == opened.opened_at:
                 return opened
-            return append(store, opened, adopt(store, opened, side_by_side=transfers), new_stamp())
+            return append(store, opened, adopt(store, opened, side_by_side=transfers), _second(stamp))
         except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
             raise ResumeFailed(
                 f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started afresh, nothing is lost"
             ) from error
+
+
+def _second(stamp: Stamp) -> Stamp:
+    """The stamp of the entry after the first: a retry of the task recognizes both."""
+    return Stamp(write_id=f"{stamp.write_id}-adopted", at=stamp.at)
 
 
 @task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **RETRYING)
@@ -88,13 +104,16 @@ def sync_experiment_state(
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         after = append(store, experiment, events, stamp)
         if after.number % SNAPSHOT_EVERY == 0:
-            write_snapshot(store, after)
+            with suppress(StoreUnavailable, CommitUnknown):  # it only saves time, and the entry is written
+                write_snapshot(store, after)
         return after
 
 
-def write_entry(target: StorageTarget, experiment: Experiment, events: Sequence[Event]) -> Experiment:
-    """Run `sync_experiment_state` with a stamp of its own. Raises what it raises."""
-    return sync_experiment_state(target, unseen(experiment), unseen(events), new_stamp())
+def write_entry(
+    target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
+) -> Experiment:
+    """Run `sync_experiment_state`, with a stamp of its own unless one is given. Raises what it raises."""
+    return sync_experiment_state(target, unseen(experiment), unseen(events), stamp or new_stamp())
 
 
 def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:

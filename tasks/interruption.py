@@ -33,7 +33,7 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     done = _begun(work, stop)
     try:
         wait([done])
-    except (TerminationSignal, KeyboardInterrupt):
+    except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
         stop.set()
         _wait_out(done, grace + _LAST_WORDS)
         raise

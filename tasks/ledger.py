@@ -12,16 +12,23 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable
+from prefect_tune.core.errors import (
+    CommitUnknown,
+    InvalidInput,
+    StagedFilesChanged,
+    StoreUnavailable,
+    Superseded,
+    TuneError,
+)
 from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import About
 from prefect_tune.core.retention import retired
 from prefect_tune.core.trial import Trial, newest_key
-from prefect_tune.core.values import StepReport, shown_size
+from prefect_tune.core.values import Stamp, StepReport, shown_size
 from prefect_tune.tasks.bulletin import Bulletin, trial_markdown
-from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, find_leftovers, save_checkpoint
 from prefect_tune.tasks.experiment_state import write_entry
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
@@ -29,7 +36,10 @@ from prefect_tune.tasks.transient import unseen
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 from prefect_tune.tasks.trial_channel import Log
 
-__all__ = ["HandedOver", "Ledger"]
+__all__ = ["USERS_FAULT", "HandedOver", "Ledger"]
+
+# What is wrong with a directory that a trial handed over is the trial's doing.
+USERS_FAULT = (InvalidInput, StagedFilesChanged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +65,15 @@ class Ledger:
         self._artifacts = artifacts
         self._log = log
         self._waiting: list[StepReport] = []
+        self._unsettled: tuple[Sequence[Event], Stamp] | None = None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._synced_at = time.monotonic()
-        self._bulletin = Bulletin(f"trial-{plan.trial.experiment}", "The trial, as the journal tells it")
+        self._bulletin = Bulletin(plan.trial.experiment)
         self.code = ""
         """The digest of the trainable's source, once the trial has told it."""
         self.error: BaseException | None = None
         """What the ledger's thread died of; nothing is written after it."""
+        self._work.put(self._delete_leftovers)
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="ledger", daemon=True)
         self._thread.start()
 
@@ -73,9 +85,6 @@ class Ledger:
     def note(self, report: StepReport) -> None:
         """Take down a step; it is journaled with the next commit, or when `sync_period` is over."""
         self._waiting.append(report)
-        if timedelta(seconds=time.monotonic() - self._synced_at) >= self._plan.sync.sync_period:
-            self._synced_at = time.monotonic()
-            self._work.put(self._sync)
 
     def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
         """Have it committed, and then call `committed` with its step, from the ledger's thread."""
@@ -85,29 +94,57 @@ class Ledger:
     def close(self, events: Callable[[Trial], Sequence[Event]]) -> None:
         """Finish what was asked for, write the reports that are left and `events` of the trial as it is then.
 
-        Raises what the ledger's thread died of.
+        A checkpoint that could not be saved for what is in it is a failure of the trial, which `events` tell.
+
+        Raises:
+            TuneError: the target failed, or belongs to somebody else; how the attempt ended is journaled if
+                that is still possible.
         """
         self._work.put(lambda: self._write(events(self._trial)))
         self._work.put(self._artifacts.close)
         self._work.put(None)
         self._thread.join()
+        error = self.error
+        if error is not None and not isinstance(error, Superseded):
+            self._end_all_the_same(events)
+        self._artifacts.settle()
         self._bulletin.close()
-        if self.error is not None:
-            raise self.error
+        if error is not None and not isinstance(error, USERS_FAULT):
+            raise error
+
+    def _end_all_the_same(self, events: Callable[[Trial], Sequence[Event]]) -> None:
+        try:
+            self._write(events(self._trial))
+        except TuneError as error:
+            self._log.error("how the attempt ended is not journaled: %s", error)
 
     def _run(self) -> None:
         try:
-            while (work := self._work.get()) is not None:
+            while (work := self._next()) is not None:
                 work()
         except BaseException as error:  # noqa: BLE001 - the thread's edge: `close` raises it in the attempt's thread
             self.error = error
+
+    def _next(self) -> Callable[[], None] | None:
+        """What was asked for; or, when that takes as long as `sync_period`, a sync of the reports."""
+        elapsed = timedelta(seconds=time.monotonic() - self._synced_at)
+        try:
+            return self._work.get(timeout=max(0.0, (self._plan.sync.sync_period - elapsed).total_seconds()))
+        except queue.Empty:
+            return self._sync
 
     @property
     def _trial(self) -> Trial:
         return self._experiment.trial(self._plan.trial.trial)
 
     def _sync(self) -> None:
-        self._write(())
+        """Journal the reports that wait. A target that is away now is written to at the next occasion."""
+        self._synced_at = time.monotonic()
+        if self._waiting or self._unsettled:
+            try:
+                self._write(())
+            except (StoreUnavailable, CommitUnknown) as error:
+                self._log.warning("reports are journaled later: %s", error)
         self._artifacts.after_report()
 
     def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
@@ -127,7 +164,7 @@ class Ledger:
         self._tell(saved)
         self._artifacts.after_commit()
         if handed_over.ours:
-            shutil.rmtree(handed_over.directory)
+            shutil.rmtree(handed_over.directory, ignore_errors=True)
         self._delete(doomed)
 
     def _commit(
@@ -150,13 +187,21 @@ class Ledger:
         return [CheckpointKey(trial=key.trial, step=steps[sequence], sequence=sequence) for sequence in going]
 
     def _write(self, events: Sequence[Event], reports: Sequence[StepReport] | None = None) -> None:
+        self._settle()
         told = self._take_reports(None) if reports is None else reports
-        trial = self._plan.trial.trial
-        entry: list[Event] = [Reported(trial=trial, report=report) for report in told]
-        if entry or events:
-            self._experiment = write_entry(self._plan.target, self._experiment, [*entry, *events])
-            self._bulletin.post(trial_markdown(self._experiment, self._trial, self._plan.target.uri))
+        entry = [*(Reported(trial=self._plan.trial.trial, report=report) for report in told), *events]
+        if entry:
+            self._unsettled = (entry, new_stamp())
+            self._settle()
         self._synced_at = time.monotonic()
+
+    def _settle(self) -> None:
+        """Write the entry that is due. One whose outcome is not known is written again as it was, and so recognized."""
+        if self._unsettled is not None:
+            entry, stamp = self._unsettled
+            self._experiment = write_entry(self._plan.target, self._experiment, entry, stamp)
+            self._unsettled = None
+            self._bulletin.post(trial_markdown(self._experiment, self._trial, self._plan.target.uri))
 
     def _take_reports(self, up_to: int | None) -> Sequence[StepReport]:
         taken = [report for report in self._waiting if up_to is None or report.step <= up_to]
@@ -178,14 +223,24 @@ class Ledger:
             reports=tuple(reports),
         )
 
+    def _delete_leftovers(self) -> None:
+        """Go on with what an earlier owner could not delete any more."""
+        settled_from = self._experiment.settled_from
+        try:
+            doomed = find_leftovers(self._plan.target, self._plan.trial, self._trial, settled_from)
+        except TuneError as error:
+            self._log.warning("what earlier attempts left on the target is not deleted now: %s", error)
+        else:
+            self._delete(doomed)
+
     def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
-        """A deletion that fails loses only disk: the journal knows what is retired, and the next owner goes on."""
+        """A deletion that fails loses only disk: the journal knows what is retired, and the next attempt goes on."""
         if not doomed:
             return
         try:
             delete_checkpoint(self._plan.target, self._plan.trial, unseen(self._trial), doomed)
-        except (StoreUnavailable, CheckpointCorrupt) as error:
-            self._log.warning("retired checkpoints stay on the target until the next resume: %s", error)
+        except TuneError as error:
+            self._log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
 
     def _tell(self, saved: SavedCheckpoint) -> None:
         size, sent = shown_size(saved.size_bytes), shown_size(saved.sent_bytes)

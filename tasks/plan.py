@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -31,6 +32,8 @@ class TrialPlan:
     cadence: Cadence = field(default_factory=Cadence)
     retention: Retention = field(default_factory=Retention)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    """The trainable's name: another one does not go on where this one was."""
     isolation: Literal["process", "thread"] = "process"
     grace: timedelta = timedelta(seconds=25)
     """How long a trial that is asked to stop may take to save."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,11 +31,19 @@ from prefect_tune.tasks.transient import RETRYING
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 from prefect_tune.tasks.trial_channel import Log, trial_in_place, trial_process
 
-__all__ = ["run_trial"]
+__all__ = ["AttemptResult", "curve_up_to", "run_trial"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptResult:
+    """How an attempt ended, and the experiment after its last journal entry."""
+
+    outcome: Outcome
+    experiment: Experiment
 
 
 @task(name="run-trial", task_run_name="train {plan.trial.trial}", **RETRYING)
-def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> Outcome:
+def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> AttemptResult:
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
     It remembers nothing: state is read from the target, so a retry of the task is an attempt more.
@@ -50,17 +59,17 @@ def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> Outcome:
         StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
     """
     log = get_run_logger()
-    if stop.is_set():
-        return Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False)
     experiment = _owned(plan, epoch)
+    if stop.is_set():
+        return AttemptResult(Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), experiment)
     with scratch_directory() as scratch:
-        (scratch / "staging").mkdir()
-        (scratch / "artifacts").mkdir()
+        for folder in ("staging", "artifacts", "temporary"):
+            (scratch / folder).mkdir()
+        artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
         experiment, restored = _restore_newest(plan, experiment, scratch / "restored", log)
         experiment, start = _begin(plan, experiment, scratch, restored)
-        artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
         if start.attempt > 1:
-            artifacts.bring_back()
+            artifacts.bring_back(start.attempt)
         ledger = Ledger(plan, experiment, artifacts, log)
         open_channel = trial_process if plan.isolation == "process" else trial_in_place
         with open_channel(start, log) as channel:
@@ -68,7 +77,7 @@ def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> Outcome:
             channel.end()
             # Before the channel closes: a save that is under way still tells the trial, dead or not.
             ledger.close(lambda trial: events_of(trial.trial, outcome))
-    return outcome
+    return AttemptResult(outcome, ledger.experiment)
 
 
 def _owned(plan: TrialPlan, epoch: int) -> Experiment:
@@ -94,13 +103,13 @@ def _restore_newest(
             timeout = plan.sync.sync_timeout_seconds
             return experiment, restore_checkpoint(plan.target, key, destination, timeout_seconds=timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as bad:
-            log.error("step %d cannot be restored: %s. The one before it is used", key.step, bad)  # noqa: TRY400 - no trace: it is handled
+            log.error("step %d cannot be restored, and is put aside: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
             reason = f"{type(bad).__name__}: {bad}"
             aside = Quarantined(trial=plan.trial.trial, sequence=key.sequence, reason=reason)
             experiment = _write(plan, experiment, [aside])
-    if quarantined := experiment.trial(plan.trial.trial).quarantined:
+    if lost := experiment.trial(plan.trial.trial).lost_checkpoints:
         raise ResumeFailed(
-            f"trial {plan.trial.trial!r} of {experiment.name!r} at {plan.target.uri}: all its {len(quarantined)} "
+            f"trial {plan.trial.trial!r} of {experiment.name!r} at {plan.target.uri}: all its {lost} committed "
             "checkpoints are damaged or kill the trainable. Nothing was started afresh: mend what they need, "
             "or start again under another experiment name"
         )
@@ -110,7 +119,7 @@ def _restore_newest(
 def _begin(plan: TrialPlan, experiment: Experiment, scratch: Path, restored: Path | None) -> tuple[Experiment, Start]:
     trial = experiment.trial(plan.trial.trial)
     from_ref = newest_checkpoint(trial)
-    told = _curve(plan, from_ref)
+    told = curve_up_to(plan, from_ref)
     started = Started(
         trial=trial.trial,
         attempt=trial.attempt + 1,
@@ -129,6 +138,7 @@ def _begin(plan: TrialPlan, experiment: Experiment, scratch: Path, restored: Pat
         config=trial.config,
         directory=str(scratch / "artifacts"),
         staging=str(scratch / "staging"),
+        temporary=str(scratch / "temporary"),
         restored=str(restored) if restored else None,
         from_step=trial.step,
         trained_seconds=trial.trained_seconds,
@@ -138,7 +148,7 @@ def _begin(plan: TrialPlan, experiment: Experiment, scratch: Path, restored: Pat
     )
 
 
-def _curve(plan: TrialPlan, start: CheckpointRef | None) -> Sequence[StepReport]:
+def curve_up_to(plan: TrialPlan, start: CheckpointRef | None) -> Sequence[StepReport]:
     """The reports that count so far, for a stopper that looks back; the whole journal is read only for such a one."""
     if start is None:
         return ()

@@ -45,22 +45,24 @@ class TrialSession:
         self._resumed_at = time.monotonic()
         self._uploading: int | None = None
         self._want_save = False
+        self._over: TrialOver | None = None
         self.step = start.from_step
         self.asked_to_stop = False
 
     def info(self) -> TrialInfo:
         start = self._start
-        self.listen()
         return TrialInfo(
             id=start.trial,
             experiment=start.experiment,
             attempt=start.attempt,
             directory=Path(start.directory),
             config=start.config,
-            step=self.step,
-            should_checkpoint=self.asked_to_stop,
-            _new_directory=self.new_directory,
+            _session=self,
         )
+
+    def is_asked_to_stop(self) -> bool:
+        self.listen()
+        return self.asked_to_stop
 
     def restored(self) -> Path | None:
         return Path(self._start.restored) if self._start.restored else None
@@ -130,7 +132,17 @@ class TrialSession:
         self.listen()
         if why or (saved and self.asked_to_stop):
             self.settle()
-            raise TrialOver(why or "saved, as asked", interrupted=why is None)
+            self._over = TrialOver(why or "saved, as asked", interrupted=why is None)
+            raise self._over
+
+    @property
+    def over(self) -> TrialOver | None:
+        """How the trial was told to end; whatever became of the exception in the user's code."""
+        return self._over
+
+    def begin(self) -> None:
+        """Start the clock: everything is set up, and the checkpoint is loaded."""
+        self._resumed_at = time.monotonic()
 
     def settle(self) -> None:
         """Return once nothing is being uploaded any more."""
@@ -142,8 +154,10 @@ class TrialSession:
             self._take_in()
 
     def _wait_for_upload(self) -> None:
+        began = time.monotonic()
         while self._uploading is not None:
             self._take_in()
+        self._resumed_at += time.monotonic() - began  # waiting is not training
 
     def _take_in(self) -> None:
         match to_trial.validate_json(self._channel.recv_bytes()):
@@ -227,5 +241,7 @@ def _copy_file(source: str, destination: str) -> str:
         done = 0
         while done < size and (sent := os.sendfile(writing.fileno(), reading.fileno(), done, size - done)):
             done += sent
+    if done != size:
+        raise InvalidInput(f"{source}: expected {size} bytes, found {done}: it was cut while it was being copied")
     shutil.copymode(source, destination)
     return destination

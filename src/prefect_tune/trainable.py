@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +54,7 @@ class Trainable:
 
 @dataclass(frozen=True)
 class TrialInfo:
-    """The trial that is being trained here."""
+    """The trial that is being trained here. What changes while it trains is as it is when it is read."""
 
     id: str
     experiment: str
@@ -63,22 +63,34 @@ class TrialInfo:
     directory: Path
     """For the trial's own files (logs, plots): synced to the target as artifacts, and back on a resume."""
     config: Mapping[str, object]
-    step: int
-    """Steps trained so far, those before a resume among them."""
-    should_checkpoint: bool
-    """Whether the trial was asked to stop: report a checkpoint next, and the run ends with nothing lost."""
-    _new_directory: Callable[[], Path] = field(repr=False)
+    _session: Session = field(repr=False)
+
+    @property
+    def step(self) -> int:
+        """Steps trained so far, those before a resume among them."""
+        return self._session.step
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether the trial was asked to stop: report a checkpoint next, and the run ends with nothing lost."""
+        return self._session.is_asked_to_stop()
 
     def new_checkpoint_dir(self) -> Path:
         """Return a new empty directory for one checkpoint, taken over when it is reported.
 
         A directory of one's own is copied by `commit="async"` before `pt.report` returns; this one is not.
         """
-        return self._new_directory()
+        return self._session.new_directory()
 
 
 class Session(Protocol):
     """The trial that runs in this process, as these functions see it."""
+
+    step: int
+
+    def is_asked_to_stop(self) -> bool: ...
+
+    def new_directory(self) -> Path: ...
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None: ...
 

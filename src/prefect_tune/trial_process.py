@@ -1,11 +1,13 @@
 """The process that a trial is trained in: `python -m prefect_tune.trial_process`, without Prefect.
 
 It reads one `Start` from the channel that it inherits, trains, and says how it ended. It writes to
-no target. When its supervisor is gone it ends, with every process that it has started.
+no target. When its supervisor is gone it ends, and so does every process of its session.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import importlib
 import inspect
 import os
@@ -30,6 +32,7 @@ from prefect_tune.trainable import Trainable, enter
 
 __all__ = ["load_trainable", "train"]
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
 
@@ -43,6 +46,7 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     # the state; a handler, unlike SIG_IGN, is not inherited by what the trainable starts.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    _be_killed_with_the_supervisor()
     threading.Thread(target=_die_with_supervisor, args=(lifeline_fd,), daemon=True).start()
     train(Connection(channel_fd), whole_process=True)
 
@@ -106,7 +110,10 @@ def _run(session: TrialSession, trainable: object, start: Start, channel: Connec
 
 
 def _run_function(session: TrialSession, function: TrainFunction, start: Start) -> TrialEnded:
+    session.begin()
     returned = function(dict(start.config))
+    if over := session.over:
+        return TrialEnded(reason=over.reason, interrupted=over.interrupted)  # another thread's, or a broad except's
     if returned is not None:
         session.tell(session.count(returned))
     session.settle()
@@ -116,10 +123,11 @@ def _run_function(session: TrialSession, function: TrainFunction, start: Start) 
 def _run_class(session: TrialSession, kind: type[Trainable], start: Start, channel: Connection) -> TrialEnded:
     trainable = kind()
     trainable.setup(dict(start.config))
+    send(channel, Loaded(pid=os.getpid(), code=_code(kind)))
     if start.restored:
         trainable.load_checkpoint(start.restored)
-    send(channel, Loaded(pid=os.getpid(), code=_code(kind)))
     try:
+        session.begin()
         saved_step, saved_at = session.step, time.monotonic()
         while True:
             report = session.count(trainable.step())
@@ -156,12 +164,20 @@ def _cause(error: BaseException) -> Cause:
     match error:
         case _NotLoaded() | ImportError():
             return Cause.IMPORT
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO):
+            return Cause.MACHINE
         case MemoryError():
             return Cause.OUT_OF_MEMORY
         case BadMetric():
             return Cause.BAD_METRIC
         case _:
             return Cause.USER
+
+
+def _be_killed_with_the_supervisor() -> None:
+    """Have Linux see to it, also while C code holds the interpreter; elsewhere the lifeline must do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _die_with_supervisor(lifeline_fd: int) -> None:

@@ -74,9 +74,7 @@ def _candidates(store: ObjectStore, experiment: Experiment, trial: Trial) -> lis
     unsettled = [
         key
         for key in keys
-        if key
-        and experiment.settled_from <= key.sequence < experiment.opened_at
-        and is_acceptable(trial, key.sequence)
+        if key and experiment.settled_from <= key.sequence < experiment.opened_at and is_acceptable(trial, key.sequence)
     ]
     return sorted(unsettled, key=lambda key: (key.sequence, key.step), reverse=True)
 

@@ -19,9 +19,7 @@ class Cadence(Value):
     to stop, and when a report holds `should_checkpoint`.
     """
 
-    every_steps: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Save after this many steps."
-    )
+    every_steps: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Save after this many steps.")
     every_seconds: Annotated[float, Field(gt=0)] | None = Field(
         default=60.0, description="Save after the first step that ends this long after the last save began."
     )

@@ -59,10 +59,7 @@ def leftover(store: ObjectStore, trial: TrialKey, state: Trial, settled_from: in
     return [
         key
         for key in keys
-        if key
-        and not _is_live(state, key)
-        and key.sequence not in state.quarantined
-        and key.sequence < settled_from
+        if key and not _is_live(state, key) and key.sequence not in state.quarantined and key.sequence < settled_from
     ]
 
 

@@ -132,15 +132,11 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none can be had
     blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
     written = dict(blob.written for blob in blobs if blob.written)
     _see(store, key.trial, written)
-    manifest = _publish(
-        store, key, _manifest(key, source, about, [chunk for blob in blobs for chunk in blob.chunks])
-    )
+    manifest = _publish(store, key, _manifest(key, source, about, [chunk for blob in blobs for chunk in blob.chunks]))
     return Committed(manifest, len(written), sum(written.values()))
 
 
-def _place(
-    store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable
-) -> _Blob:
+def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
     """Hash a group's chunks and send those that are not on the target, as one blob."""
     buffer = memoryview(bytearray(sum(piece.length for piece in group)))
     known: list[tuple[Piece, Digest, _Place]] = []

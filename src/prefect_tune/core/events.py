@@ -198,15 +198,6 @@ class Requeued(TrialEvent):
 
 
 OneTrialsEvent: TypeAlias = (
-    Started
-    | Reported
-    | Committed
-    | Retired
-    | Quarantined
-    | Pinned
-    | AttemptEnded
-    | GaveUp
-    | Finished
-    | Requeued
+    Started | Reported | Committed | Retired | Quarantined | Pinned | AttemptEnded | GaveUp | Finished | Requeued
 )
 Event: TypeAlias = Annotated[Opened | Adopted | TrialAdded | OneTrialsEvent, Field(discriminator="type")]

@@ -66,9 +66,7 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
         for event in entry.events:
             experiment = _after(experiment, event, entry)
     except IllegalTransition as impossible:
-        raise JournalCorrupt(
-            f"experiment {experiment.name!r}, entry {entry.number}: {impossible}"
-        ) from impossible
+        raise JournalCorrupt(f"experiment {experiment.name!r}, entry {entry.number}: {impossible}") from impossible
     return experiment.model_copy(update={"number": entry.number, "digest": digest})
 
 
@@ -99,9 +97,7 @@ def _after(experiment: Experiment, event: Event, entry: Entry) -> Experiment:
 def _opened(experiment: Experiment, event: Opened, entry: Entry) -> Experiment:
     if (event.experiment, event.epoch) != (experiment.name, entry.epoch):
         raise IllegalTransition(f"it opens {event.experiment!r} for epoch {event.epoch}")
-    return experiment.model_copy(
-        update={"epoch": event.epoch, "owner": event.owner, "opened_at": entry.number}
-    )
+    return experiment.model_copy(update={"epoch": event.epoch, "owner": event.owner, "opened_at": entry.number})
 
 
 def _adopted(experiment: Experiment, event: Adopted) -> Experiment:

@@ -91,9 +91,7 @@ def _require_predecessor(store: ObjectStore, experiment: Experiment) -> None:
         )
 
 
-def take_over(
-    store: ObjectStore, name: str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper
-) -> Experiment:
+def take_over(store: ObjectStore, name: str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper) -> Experiment:
     """Open the experiment for `owner`: a new epoch.
 
     Racing with an owner that still writes, or with another opener, it reads on and tries the next
@@ -147,9 +145,7 @@ def _read_snapshot(store: ObjectStore, name: str, number: int) -> Experiment:
     return found
 
 
-def _entries(
-    store: ObjectStore, name: str, beyond: int, side_by_side: Mapper
-) -> Iterable[tuple[Entry, Buffer]]:
+def _entries(store: ObjectStore, name: str, beyond: int, side_by_side: Mapper) -> Iterable[tuple[Entry, Buffer]]:
     """Entries are read by number, up to the first that is absent: a listing that lags behind hides none."""
     folder = journal_folder(name)
     listed = store.list(folder, after=journal_path(name, beyond) if beyond else "")

@@ -113,9 +113,7 @@ class CheckpointKey(Value):
     @classmethod
     def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:
         """Return the key whose manifest lies at `path`; None for a foreign file."""
-        step, _, sequence = (
-            path.removeprefix(f"{trial.checkpoints}/").removesuffix(f"/{MANIFEST}").partition("-")
-        )
+        step, _, sequence = path.removeprefix(f"{trial.checkpoints}/").removesuffix(f"/{MANIFEST}").partition("-")
         if not (step.isdecimal() and sequence.isdecimal()):
             return None
         key = cls(trial=trial, step=int(step), sequence=int(sequence))

@@ -48,9 +48,7 @@ def plain_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
     try:
         said: dict[str, object] = json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as unsaid:
-        raise InvalidInput(
-            f"metadata: JSON cannot say it: {unsaid}; convert it, or save it as a file"
-        ) from unsaid
+        raise InvalidInput(f"metadata: JSON cannot say it: {unsaid}; convert it, or save it as a file") from unsaid
     return said
 
 

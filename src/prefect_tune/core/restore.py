@@ -132,9 +132,7 @@ def _verified(store: ObjectStore, manifest: Manifest, read: _Read) -> memoryview
     try:
         data = memoryview(store.read(path, offset=read.start, length=read.length))
     except ObjectNotFound as missing:
-        raise CheckpointCorrupt(
-            f"{path}: {read.length} bytes at {read.start} are missing: no such blob"
-        ) from missing
+        raise CheckpointCorrupt(f"{path}: {read.length} bytes at {read.start} are missing: no such blob") from missing
     if len(data) != read.length:
         raise CheckpointCorrupt(f"{path}: expected {read.length} bytes at {read.start}, found {len(data)}")
     for wanted in read.chunks:

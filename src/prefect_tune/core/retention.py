@@ -26,12 +26,8 @@ class Retention(Value):
     last: _Count | None = Field(default=None, description="Keep this many of the newest.")
     best: _Count | None = Field(default=None, description="Keep this many of the best by `metric`.")
     metric: str | None = Field(default=None, description="The reported metric that `best` goes by.")
-    mode: Literal["min", "max"] = Field(
-        default="min", description="Whether a small metric is good, or a large one."
-    )
-    every: _Count | None = Field(
-        default=None, description="Keep each checkpoint whose step is a multiple of this."
-    )
+    mode: Literal["min", "max"] = Field(default="min", description="Whether a small metric is good, or a large one.")
+    every: _Count | None = Field(default=None, description="Keep each checkpoint whose step is a multiple of this.")
 
     @model_validator(mode="after")
     def _best_needs_a_metric(self) -> Retention:
@@ -56,9 +52,7 @@ def _best(checkpoints: Sequence[CheckpointRef], policy: Retention) -> Sequence[C
     if policy.best is None:
         return ()
     sign = 1 if policy.mode == "min" else -1
-    scored = [
-        (sign * score, each) for each in checkpoints if (score := _score(each, policy.metric)) is not None
-    ]
+    scored = [(sign * score, each) for each in checkpoints if (score := _score(each, policy.metric)) is not None]
     return [each for _, each in sorted(scored, key=lambda pair: (pair[0], pair[1].sequence))[: policy.best]]
 
 

@@ -40,17 +40,13 @@ def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception
     """
     body = _object(data, where, error)
     if isinstance(found := body.get("version"), int) and found > VERSION:
-        raise UnknownVersion(
-            f"{where}: version {found}, and this prefect-tune reads up to {VERSION}: upgrade it"
-        )
+        raise UnknownVersion(f"{where}: version {found}, and this prefect-tune reads up to {VERSION}: upgrade it")
     if _canonical(body) != data:
         raise error(f"{where}: not as it was written ({len(data)} bytes): torn or altered")
     claimed = body.pop(_SEAL, None)
     bare = canonical_json(body)
     if claimed != (actual := digest_of(bare)):
-        raise error(
-            f"{where}: expected digest {str(claimed)[:12]}…, found {actual[:12]}… ({len(data)} bytes)"
-        )
+        raise error(f"{where}: expected digest {str(claimed)[:12]}…, found {actual[:12]}… ({len(data)} bytes)")
     return parse(model, bare, error, where)
 
 

@@ -143,9 +143,7 @@ def _next_status(trial: Trial, event: OneTrialsEvent) -> Status:
     misplaced = isinstance(event, _ONLY_WHILE_RUNNING) and trial.status is not Status.RUNNING
     status = NEXT.get((trial.status, type(event)))
     if misplaced or (status is None and type(event) in _CHANGES_STATUS):
-        raise IllegalTransition(
-            f"trial {trial.trial!r} is {trial.status}: {event.type!r} cannot happen to it"
-        )
+        raise IllegalTransition(f"trial {trial.trial!r} is {trial.status}: {event.type!r} cannot happen to it")
     return status or trial.status
 
 
@@ -175,9 +173,7 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
 
 def _reported(trial: Trial, report: StepReport) -> Trial:
     if report.step <= trial.step:
-        raise IllegalTransition(
-            f"trial {trial.trial!r}: step {report.step} is reported after step {trial.step}"
-        )
+        raise IllegalTransition(f"trial {trial.trial!r}: step {report.step} is reported after step {trial.step}")
     told = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
     return trial.model_copy(update=told)
 
@@ -225,7 +221,8 @@ def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
             f"and the last retirement ({trial.collected_up_to})"
         )
     checkpoints = (*trial.checkpoints, checkpoint)
-    return trial.model_copy(update={"checkpoints": checkpoints, "machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0})
+    since_then = {"machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0}
+    return trial.model_copy(update={"checkpoints": checkpoints, **since_then})
 
 
 def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:

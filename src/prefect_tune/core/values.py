@@ -102,9 +102,7 @@ def canonical_json(value: object) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-def parse(
-    model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str
-) -> _Model:
+def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str) -> _Model:
     """Decode `data` as `model`, or raise `error` naming `where` and what does not fit."""
     try:
         return model.model_validate_json(bytes(data))

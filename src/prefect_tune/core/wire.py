@@ -43,6 +43,8 @@ class Start(Value):
     """For the trial's own files (logs, plots): synced as artifacts."""
     staging: str
     """Where checkpoint directories are handed over."""
+    temporary: str
+    """Where the trial's temporary files go."""
     restored: str | None
     from_step: int
     trained_seconds: float
@@ -66,7 +68,7 @@ class StopAndSave(Value):
 
 
 class Loaded(Value):
-    """The trainable is imported and set up, and the checkpoint is loaded: training begins."""
+    """The trainable is imported and set up; next it loads its checkpoint, if there is one, and trains."""
 
     type: Literal["loaded"] = "loaded"
     pid: int

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,9 +30,7 @@ def scratch_directory() -> Iterator[Path]:
     home = Path(tempfile.gettempdir()) / f"prefect-tune-{os.getuid()}"
     home.mkdir(mode=0o700, exist_ok=True)
     _clear_away_the_dead(home)
-    directory = home / uuid4().hex
-    directory.mkdir(mode=0o700)
-    alive = FileLock.take(directory / _LOCK, Share.ALONE, Deadline.after(timedelta(seconds=10)))
+    directory, alive = _made(home)
     try:
         yield directory
     finally:
@@ -38,8 +38,18 @@ def scratch_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _made(home: Path) -> tuple[Path, FileLock]:
+    """Whoever clears away at this very moment may take a directory that is not locked yet for a dead one's."""
+    while True:
+        directory = home / f"{socket.gethostname()}-{uuid4().hex}"
+        directory.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):
+            return directory, FileLock.take(directory / _LOCK, Share.ALONE, Deadline.after(timedelta(seconds=10)))
+
+
 def _clear_away_the_dead(home: Path) -> None:
-    for directory in home.iterdir():
+    """Of this machine only: on a shared disk another machine's locks are not always seen."""
+    for directory in home.glob(f"{glob.escape(socket.gethostname())}-*"):
         if not (directory / _LOCK).exists():
             continue  # being made this very moment, or not ours
         with suppress(FileNotFoundError):  # somebody else clears it away too
