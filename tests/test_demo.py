@@ -57,6 +57,15 @@ def test_everything_that_was_found_as_it_should_be_is_claimed() -> None:
     assert [claim.held for claim in claims(HELD)] == [True] * 4
 
 
+def test_an_upload_that_lacked_only_its_manifest_is_called_that() -> None:
+    found = replace(HELD, whole_bytes=15, whole_blobs=dict(KILLED.arrived))
+    _, hit, _, sent = claims(found)
+    assert (hit.held, sent.held) == (True, True)
+    assert hit.text.endswith("between its last blob and its manifest")
+    assert sent.shown_by[0].endswith("only the manifest was missing")
+    assert claims(HELD)[1].text.endswith("in its middle")
+
+
 @pytest.mark.parametrize(
     ("number", "found"),
     [
@@ -139,7 +148,7 @@ def test_a_target_that_cannot_be_used_is_said_before_anything_is_trained(
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     (tmp_path / "file").touch()
-    with pytest.raises(StoreRefused, match="file"):
+    with pytest.raises(StoreRefused, match=f"^{(tmp_path / 'file').as_uri()}: "):  # the words of its check
         run_demo(DemoOptions(target=str(tmp_path / "file")), Console(quiet=True))
 
 

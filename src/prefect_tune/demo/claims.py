@@ -73,8 +73,10 @@ def _in_the_middle(found: Findings) -> Claim:
         return _broken("SIGKILL did NOT hit an upload in its middle", str(killed))
     torn = f", {killed.torn_files} torn files" if killed.torn_files else ""
     arrived = f"{size(sum(killed.arrived.values())).removesuffix(' MiB')} of {size(found.whole_bytes)}"
+    is_partial = killed.arrived.keys() < found.whole_blobs.keys()
+    when = "in its middle" if is_partial else "between its last blob and its manifest"
     return _held(
-        f"SIGKILL hit the upload of step {killed.step} in its middle",
+        f"SIGKILL hit the upload of step {killed.step} {when}",
         f"on the target: {len(killed.arrived)} of {len(found.whole_blobs)} blobs ({arrived}){torn}, no manifest",
     )
 
@@ -93,5 +95,6 @@ def _not_sent_again(found: Findings) -> Claim:
     if kept != arrived:
         return _broken(f"{len(arrived) - len(kept)} of {len(arrived)} blobs that had arrived were sent again")
     kept_bytes = sum(kept.values())
-    sent = f"they were found on the target; the {size(found.whole_bytes - kept_bytes)} that were missing were sent"
-    return _held(f"{size(kept_bytes)} of that upload were not sent again", sent)
+    missing = found.whole_bytes - kept_bytes
+    sent = f"the {size(missing)} that were missing were sent" if missing else "only the manifest was missing"
+    return _held(f"{size(kept_bytes)} of that upload were not sent again", f"they were found on the target; {sent}")

@@ -32,6 +32,8 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         self._status = ""
         self._live.stop()
+        if not self._console.is_terminal:
+            self._console.print()  # there, what is live ends without a line break
 
     def say(self, status: str) -> None:
         """Say what is going on now."""

@@ -67,7 +67,8 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
             ready_after = time.monotonic() - began
             found = _perform(stage)
         shown = claims(found)
-        console.print("\n", verdict(shown), sep="")
+        console.print()
+        console.print(verdict(shown))
         took = f"{time.monotonic() - began:.0f} s in all, {ready_after:.0f} s of them to start {stage.server}"
         kept = f"\n  kept: {stage.place}, experiments {stage.name}-…" if options.keep else ""
         console.print(Text(f"\n  {took}{kept}", "dim"))
