@@ -25,6 +25,9 @@ class MemoryFiles:
         data = self._content[self.files[piece.file].path]
         buffer[:] = data[piece.offset : piece.offset + piece.length]
 
+    def require_unchanged(self) -> None:
+        """Nobody can write to it."""
+
 
 class MemorySink:
     """A `Sink`: what was written, by path."""

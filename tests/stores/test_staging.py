@@ -211,3 +211,30 @@ def test_fifty_thousand_tiny_files_are_one_blob(tmp_path: Path) -> None:
     assert store.operations == {"list": 2, "put": 1, "create": 1}
     bring(store, manifest, tmp_path / "restored")
     assert tree(tmp_path / "restored") == tree(tmp_path / "source")
+
+
+@pytest.mark.parametrize("change", ["rewritten", "grown", "added", "removed", "replaced"])
+def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: Path, change: str) -> None:
+    (tmp_path / "weights").write_bytes(b"x" * 100)
+    (tmp_path / "optimizer").write_bytes(b"y" * 100)
+    StagedFiles(tmp_path).require_unchanged()
+    os.utime(tmp_path / "weights", ns=(0, 0))  # as if listed long ago: a clock's tick may be longer than this test
+    staged = StagedFiles(tmp_path)
+    match change:
+        case "rewritten":
+            (tmp_path / "weights").write_bytes(b"z" * 100)
+        case "grown":
+            (tmp_path / "weights").write_bytes(b"x" * 101)
+        case "added":
+            (tmp_path / "more").touch()
+        case "removed":
+            (tmp_path / "optimizer").unlink()
+        case "replaced":
+            (tmp_path / "new").write_bytes(b"x" * 100)
+            os.utime(tmp_path / "new", ns=(0, 0))
+            (tmp_path / "new").replace(tmp_path / "weights")
+    store = MemoryStore()
+    key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
+    with side_by_side() as transfers, pytest.raises(StagedFilesChanged):
+        commit(store, key, staged, ABOUT, reuse=reusable(store, TRIAL, None, 0), side_by_side=transfers)
+    assert not any(path.endswith("manifest.json") for path in store.objects)

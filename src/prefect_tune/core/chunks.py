@@ -57,6 +57,14 @@ class Source(Protocol):
         """
         ...
 
+    def require_unchanged(self) -> None:
+        """Return if the directory is as it was listed, so that what was read is one state of it.
+
+        Raises:
+            StagedFilesChanged: a file was written, added, replaced or removed meanwhile.
+        """
+        ...
+
 
 def pieces(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piece]:
     """Cut every file into runs of at most `chunk_bytes`; an empty file has none."""

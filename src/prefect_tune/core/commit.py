@@ -131,6 +131,7 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none can be had
     work = groups(pieces(source.files))
     blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
     written = dict(blob.written for blob in blobs if blob.written)
+    source.require_unchanged()
     _see(store, key.trial, written)
     manifest = _publish(store, key, _manifest(key, source, about, [chunk for blob in blobs for chunk in blob.chunks]))
     return Committed(manifest, len(written), sum(written.values()))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Self, TypeVar
@@ -32,9 +33,7 @@ def side_by_side(workers: int = TRANSFERS) -> Iterator[Mapper]:
 
         def windowed(function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterator[_Out]:
             waiting = iter(items)
-            running: list[Future[_Out]] = [
-                pool.submit(function, item) for item in islice(waiting, 2 * workers)
-            ]
+            running: list[Future[_Out]] = [pool.submit(function, item) for item in islice(waiting, 2 * workers)]
             try:
                 while running:
                     yield running.pop(0).result()
@@ -60,14 +59,20 @@ class StagedFiles:
         self.files: tuple[FileStat, ...]
         self.empty_directories: tuple[str, ...]
         if not directory.is_dir():
-            raise InvalidInput(
-                f"checkpoint directory {directory}: expected a directory, found nothing of the kind"
-            )
-        files: list[FileStat] = []
-        empty: list[str] = []
-        _scan(directory, "", files, empty)
-        self.files = tuple(sorted(files, key=lambda file: file.path))
-        self.empty_directories = tuple(sorted(empty))
+            raise InvalidInput(f"checkpoint directory {directory}: expected a directory, found nothing of the kind")
+        self._found = _found_in(directory)
+        self.files = tuple(FileStat(path, each.size_bytes, each.mode) for path, each in self._found.files.items())
+        self.empty_directories = self._found.empty_directories
+
+    def require_unchanged(self) -> None:
+        now = _found_in(self.directory)
+        if now == self._found:
+            return
+        before = self._found.files
+        names = {path for path in {*before, *now.files} if before.get(path) != now.files.get(path)}
+        raise StagedFilesChanged(
+            f"{self.directory}: {sorted(names)[:3] or 'its directories'} changed while it was being saved"
+        )
 
     def read_into(self, piece: Piece, buffer: memoryview) -> None:
         file = self.files[piece.file]
@@ -77,9 +82,7 @@ class StagedFiles:
             raise StagedFilesChanged(f"{self.directory / file.path}: was there when the save began") from gone
         try:
             done = 0
-            while done < piece.length and (
-                read := os.preadv(descriptor, [buffer[done:]], piece.offset + done)
-            ):
+            while done < piece.length and (read := os.preadv(descriptor, [buffer[done:]], piece.offset + done)):
                 done += read
         finally:
             os.close(descriptor)
@@ -90,7 +93,30 @@ class StagedFiles:
             )
 
 
-def _scan(directory: Path, below: str, files: list[FileStat], empty: list[str]) -> None:
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file as it was found; one that was written to since differs."""
+
+    size_bytes: int
+    mode: int
+    modified_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    files: Mapping[str, _File]
+    empty_directories: tuple[str, ...]
+
+
+def _found_in(directory: Path) -> _Found:
+    files: dict[str, _File] = {}
+    empty: list[str] = []
+    _scan(directory, "", files, empty)
+    return _Found(dict(sorted(files.items())), tuple(sorted(empty)))
+
+
+def _scan(directory: Path, below: str, files: dict[str, _File], empty: list[str]) -> None:
     names = sorted(entry.name for entry in directory.iterdir())
     if not names and below:
         empty.append(below)
@@ -99,7 +125,8 @@ def _scan(directory: Path, below: str, files: list[FileStat], empty: list[str]) 
         _require_portable(directory / name, name)
         status = (directory / name).stat()
         if stat.S_ISREG(status.st_mode):
-            files.append(FileStat(path, status.st_size, stat.S_IMODE(status.st_mode) & 0o777))
+            mode = stat.S_IMODE(status.st_mode) & 0o777
+            files[path] = _File(status.st_size, mode, status.st_mtime_ns, status.st_ino)
         else:
             _scan(directory / name, path, files, empty)
 
@@ -108,15 +135,11 @@ def _require_portable(path: Path, name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError as undecodable:
-        raise InvalidInput(
-            f"{str(path)!r}: the name is not UTF-8, so it cannot be restored elsewhere"
-        ) from undecodable
+        raise InvalidInput(f"{str(path)!r}: the name is not UTF-8, so it cannot be restored elsewhere") from undecodable
     if "\\" in name:
         raise InvalidInput(f"{path}: the name holds a backslash, so it cannot be restored elsewhere")
     if path.is_symlink() and (path.is_dir() or not path.exists()):
-        raise InvalidInput(
-            f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to"
-        )
+        raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
     if not (path.is_file() or path.is_dir()):
         raise InvalidInput(f"{path}: neither a file nor a directory, so it cannot be saved")
 
