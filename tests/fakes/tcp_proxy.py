@@ -11,6 +11,7 @@ from typing import Self
 __all__ = ["TcpProxy"]
 
 _CHUNK_BYTES = 1 << 16
+_503 = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class TcpProxy:
@@ -20,6 +21,7 @@ class TcpProxy:
         self._to = port
         self._swallows = threading.Event()
         self._refuses = threading.Event()
+        self._fails = threading.Event()
         self._lock = threading.Lock()
         self._clients: dict[socket.socket, socket.socket | None] = {}
         self.accepted = 0
@@ -60,10 +62,18 @@ class TcpProxy:
         self._refuses.set()
         self._hang_up()
 
+    def answer_503(self) -> None:
+        """From now on every HTTP request is answered by "503"; connections are cut first."""
+        self._fails.set()
+        self._hang_up()
+
     def restore(self) -> None:
-        """Serve again. Connections that were swallowed stay dumb."""
+        """Serve again. Connections that were swallowed are cut, as by whatever lost their state."""
+        if self._swallows.is_set():
+            self._hang_up()
         self._swallows.clear()
         self._refuses.clear()
+        self._fails.clear()
 
     def _accept(self) -> None:
         while True:
@@ -78,6 +88,11 @@ class TcpProxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
+        if self._fails.is_set():
+            with client, suppress(OSError):
+                client.recv(_CHUNK_BYTES)
+                client.sendall(_503)
+            return
         server = None if self._swallows.is_set() else self._connected(client)
         with self._lock:
             self._clients[client] = server

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from prefect_tune.blocks import LocalTarget, S3Target
 from tests.fakes.processes import free_port, running
 from tests.flows.driver import Drivers
+from tests.flows.trouble import Trouble, listening
 
 BUCKET = "durable"
 
@@ -28,6 +29,15 @@ def drivers(prefect_server: str, tmp_path: Path) -> Iterator[Drivers]:
 @pytest.fixture
 def local_target(tmp_path: Path) -> LocalTarget:
     return LocalTarget(path=str(tmp_path / "target"))
+
+
+@pytest.fixture
+def trouble(prefect_server: str, tmp_path: Path) -> Iterator[Trouble]:
+    """An experiment that fails as it is told to, in this process."""
+    assert prefect_server
+    made = Trouble(tmp_path)
+    with listening(made.said):
+        yield made
 
 
 @pytest.fixture(scope="session")

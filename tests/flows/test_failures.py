@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,67 +13,13 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.failures import FailurePolicy
 from prefect_tune.core.store import Buffer, ObjectStore
-from prefect_tune.core.trial import Status, Trial
-from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
+from prefect_tune.core.trial import Status
 from prefect_tune.stores.posix import PosixStore
-from tests.flows.training import trial_at
+from tests.flows.trouble import Trouble
 from tests.trainables.witness import told
-
-_NAME = "troubled"
-_COUNTER = "tests.trainables.troublesome:Counter"
-
-
-class Trouble:
-    """One experiment of a trainable that fails as it is told to, run in this process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.target = LocalTarget(path=str(folder / "target"))
-        self.witness = folder / "witness"
-        self.config: dict[str, Any] = {"witness": str(self.witness), "ledger": str(folder / "failures")}
-        self.options: dict[str, Any] = {"checkpoint": Cadence(every_steps=5)}
-        self.trainable: Any = _COUNTER
-        self.said: list[logging.LogRecord] = []
-
-    def run(self, *, steps: int | None = 20, **more: Any) -> TrialResult:
-        """Call the flow, as often as one likes."""
-        options = {"stop": {"step": steps} if steps else None, **self.options, **more}
-        return durable_trainable(self.trainable, self.config, target=self.target, experiment=_NAME, **options)
-
-    @property
-    def trial(self) -> Trial:
-        return trial_at(self.target, _NAME)
-
-    def acts(self, act: str) -> Sequence[int]:
-        return [each.step for each in told(self.witness) if each.act == act]
-
-    def loudly(self) -> str:
-        """What was said as an error or a warning."""
-        return "\n".join(each.getMessage() for each in self.said if each.levelno >= logging.WARNING)
-
-
-class _Listening(logging.Handler):
-    def __init__(self, records: list[logging.LogRecord]) -> None:
-        super().__init__()
-        self.records = records
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
-@pytest.fixture
-def trouble(prefect_server: str, tmp_path: Path) -> Iterator[Trouble]:
-    assert prefect_server
-    made = Trouble(tmp_path)
-    listening = _Listening(made.said)
-    logging.getLogger("prefect").addHandler(listening)
-    yield made
-    logging.getLogger("prefect").removeHandler(listening)
-
 
 # ------------------------------------------------------------------------------------------- whose fault it was
 
@@ -157,9 +102,7 @@ def test_a_trial_that_is_killed_without_end_fails_when_the_machines_budget_is_sp
         ({"fails": "exhaust", "at": 7, "times": 99}, "MemoryError"),
     ],
 )
-def test_what_another_try_cannot_mend_is_not_tried_again(
-    trouble: Trouble, config: dict[str, Any], said: str
-) -> None:
+def test_what_another_try_cannot_mend_is_not_tried_again(trouble: Trouble, config: dict[str, Any], said: str) -> None:
     trouble.config |= config
     with pytest.raises(TrialFailed, match=said):
         trouble.run(failures=FailurePolicy(max_failures=5))

@@ -69,11 +69,12 @@ class Counter(pt.Trainable):
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.config = config
-        self.count = 0
+        self.count = self.loaded = 0
         self._maybe_fail("setup")
 
     def step(self) -> Mapping[str, Any]:
         tell(self.config.get("witness"), "begin", self.count + 1)
+        self._maybe_die_of_poison()
         self.count += 1
         time.sleep(float(self.config.get("step_seconds", 0)))
         self._maybe_fail("step")
@@ -87,6 +88,7 @@ class Counter(pt.Trainable):
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.count = json.loads(Path(checkpoint_dir, "count.json").read_text())
+        self.loaded = self.count
         tell(self.config.get("witness"), "loaded", self.count)
         self._maybe_fail("load")
 
@@ -98,6 +100,14 @@ class Counter(pt.Trainable):
             return {"count": self.count, "loss": np.float32("nan")}
         done = {"done": True} if self.config.get("done_at") == self.count else {}
         return {"count": np.int64(self.count), "loss": np.float32(1 / self.count), **done}
+
+    def _maybe_die_of_poison(self) -> None:
+        """The file `config["poison"]` holds the step whose checkpoint is poison, and what it does."""
+        poison = Path(self.config.get("poison", ""))
+        if poison.is_file():
+            step, way = poison.read_text().split()
+            if self.loaded == self.count == int(step):
+                _WAYS[way]()
 
     def _maybe_fail(self, place: str) -> None:
         config = self.config

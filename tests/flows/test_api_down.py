@@ -1,0 +1,109 @@
+"""The Prefect server goes away: training goes on, commits stay valid, and the flow ends right when it is back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.trial import Status, newest_checkpoint
+from tests.fakes.tcp_proxy import TcpProxy
+from tests.flows.driver import Driver, Drivers, until
+from tests.flows.training import experiment_at, owners_at, state_of_flow_run, trial_at, undisturbed, violations
+from tests.trainables.witness import told
+
+_NAME = "api"
+_STEPS = 40
+
+
+@pytest.fixture
+def proxy(prefect_server: str) -> Iterator[TcpProxy]:
+    port = urlsplit(prefect_server).port
+    assert port is not None
+    with TcpProxy(port) as passing:
+        yield passing
+
+
+class _Training:
+    """One experiment whose flow reaches its server through the proxy; it waits before step `gate_step`."""
+
+    def __init__(self, drivers: Drivers, proxy: TcpProxy, target: LocalTarget, folder: Path, gate_step: int) -> None:
+        self.drivers = drivers
+        self.proxy = proxy
+        self.target = target
+        self.gate = folder / "gate"
+        self.witness = folder / "witness"
+        self.config = {"witness": str(self.witness), "gate": str(self.gate), "gate_step": gate_step}
+
+    def start(self) -> Driver:
+        return self.drivers.start(
+            "tests.trainables.numpy_mlp:NumpyMlp",
+            self.config,
+            target=self.target,
+            experiment=_NAME,
+            stop={"step": _STEPS},
+            checkpoint=Cadence(every_steps=5),
+            api_url=f"{self.proxy.url}/api",
+        )
+
+    def until(self, condition: Callable[[], object], *, seconds: float = 90) -> None:
+        driver = self.drivers.last
+        until(condition, seconds=seconds, what=lambda: f"{self.committed()} committed\n{driver.log[-3000:]}")
+
+    def committed(self) -> int:
+        if "trial" not in experiment_at(self.target, _NAME).trials:
+            return 0
+        newest = newest_checkpoint(trial_at(self.target, _NAME))
+        return newest.step if newest else 0
+
+    def require_identical_end(self) -> None:
+        truth = undisturbed(_STEPS)
+        trial = trial_at(self.target, _NAME)
+        assert (trial.status, trial.metrics["state"]) == (Status.FINISHED, truth.state[_STEPS])
+        assert violations(self.target, _NAME, truth) == []
+
+
+_WAYS: dict[str, Callable[[TcpProxy], None]] = {
+    "down": TcpProxy.refuse,
+    "hung": TcpProxy.swallow,
+    "failing": TcpProxy.answer_503,
+}
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_training_goes_on_while_the_server_is_away_and_the_run_completes_when_it_is_back(
+    drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path, way: str
+) -> None:
+    training = _Training(drivers, proxy, local_target, tmp_path, gate_step=38)
+    driver = training.start()
+    training.until(lambda: training.committed() >= 5)
+    _WAYS[way](proxy)
+    training.until(lambda: training.committed() == 35)
+    proxy.restore()
+    training.gate.touch()
+    outcome = driver.wait()
+    assert outcome.get("status") == "finished", outcome
+    training.require_identical_end()
+    assert [each.step for each in told(training.witness) if each.act == "begin"] == list(range(1, _STEPS + 1))
+    assert state_of_flow_run(owners_at(local_target, _NAME)[driver.pid])[0] == "Completed"
+    assert "Exception in thread" not in driver.log
+
+
+def test_a_server_that_is_away_at_the_end_costs_no_step(
+    drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    training = _Training(drivers, proxy, local_target, tmp_path, gate_step=30)
+    driver = training.start()
+    training.until(lambda: training.committed() == 25)
+    proxy.refuse()
+    training.gate.touch()
+    training.until(lambda: trial_at(local_target, _NAME).status is Status.FINISHED)
+    proxy.restore()
+    driver.wait()
+    training.require_identical_end()
+    again = training.start().wait()
+    assert (again["status"], again["attempts"]) == ("finished", 1)
