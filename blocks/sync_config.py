@@ -66,7 +66,7 @@ class SyncConfig(Form):
     ) = Field(
         default=None,
         title="Upload target",
-        description="Where everything goes: a target block, a 'block-type/name' slug or a URI. "
+        description="Where artifacts go: a target block, a 'block-type/name' slug or a URI. "
         "Empty: the target that the flow was given.",
     )
     syncer: SkipJsonSchema[SyncerLike] | str | None = Field(

@@ -13,7 +13,7 @@ from prefect.exceptions import ParameterTypeError
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target, SyncConfig
 from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.errors import InvalidInput, ResumeFailed, StoreRefused, TrialFailed
+from prefect_tune.core.errors import InvalidInput, ResumeFailed, StoreRefused, StoreUnavailable, TrialFailed
 from prefect_tune.core.failures import FailurePolicy
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import MaxSteps, Plateau
@@ -109,12 +109,12 @@ def test_a_file_in_the_place_of_the_target_is_refused_by_name(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_target_that_cannot_be_reached_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect_tune.tasks import experiment_state
 
     monkeypatch.setattr(experiment_state.check_target, "retries", 0)
     target = S3Target(bucket="bucket", endpoint_url=f"http://127.0.0.1:{free_port()}", allow_http=True, anonymous=True)
-    with pytest.raises(StoreRefused, match="s3://bucket"):
+    with pytest.raises(StoreUnavailable, match="s3://bucket"):
         _train(target, tmp_path / "trained")
     assert not (tmp_path / "trained").exists()
 
