@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ def demo(
 
     from prefect_tune.demo.story import DemoOptions, run_demo
 
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # a demo sends nothing to anybody, and Prefect need not announce it
     if not run_demo(DemoOptions(target=target, steps=steps, keep=keep), Console(highlight=False)):
         raise typer.Exit(1)
 

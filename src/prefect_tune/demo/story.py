@@ -70,7 +70,8 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
         console.print()
         console.print(verdict(shown))
         took = f"{time.monotonic() - began:.0f} s in all, {ready_after:.0f} s of them to start {stage.server}"
-        kept = f"\n  kept: {stage.place}, experiments {stage.name}-…" if options.keep else ""
+        look = f"prefect-tune checkpoints {stage.place} {stage.name}-undisturbed"
+        kept = f"\n  kept; to look at it: {look}" if options.keep else ""
         console.print(Text(f"\n  {took}{kept}", "dim"))
     return all(claim.held for claim in shown)
 
