@@ -5,21 +5,25 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StoreRefused, TuneError
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.store import Listed
 from prefect_tune.core.values import Digest
+from prefect_tune.demo import story
 from prefect_tune.demo.act import ActRequest
 from prefect_tune.demo.claims import Findings, Killed, claims
 from prefect_tune.demo.model import Digits
 from prefect_tune.demo.picture import Track, cells
 from prefect_tune.demo.process import act_process
+from prefect_tune.demo.screen import Screen
 from prefect_tune.demo.server import temporary_server, without_prefect
 from prefect_tune.demo.sight import Sight
 from prefect_tune.demo.story import DemoOptions, run_demo
@@ -85,6 +89,45 @@ def test_an_upload_that_lacked_only_its_manifest_is_called_that() -> None:
 )
 def test_a_claim_that_was_not_measured_is_not_made(number: int, found: Findings) -> None:
     assert [index for index, claim in enumerate(claims(found)) if not claim.held] == [number]
+
+
+LATE = replace(KILLED, newest_step=18, arrived={})
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> list[Killed]:
+    """What comes of each kill, in turn."""
+    come: list[Killed] = []
+    monkeypatch.setattr(story, "_train_until_killed", lambda *_: come.pop(0))
+    return come
+
+
+def stage(tmp_path: Path, at_end: ExitStack) -> story._Stage:
+    target = LocalTarget(path=str(tmp_path))
+    screen = Screen(Console(quiet=True), 24)
+    return story._Stage(DemoOptions(), screen, target, target.uri, "demo", iter(()), "a server", at_end)
+
+
+def test_a_kill_that_came_too_late_is_tried_again_on_another_experiment(tmp_path: Path, kills: list[Killed]) -> None:
+    kills += [LATE, KILLED]
+    with ExitStack() as at_end:
+        watch, killed = story._be_killed(stage(tmp_path, at_end))
+        assert (watch.trial.experiment, killed) == ("demo-killed-2", KILLED)
+
+
+def test_kills_that_only_ever_come_too_late_are_no_success(tmp_path: Path, kills: list[Killed]) -> None:
+    kills += [LATE, LATE, LATE]
+    with ExitStack() as at_end, pytest.raises(TuneError, match="came too late"):
+        story._be_killed(stage(tmp_path, at_end))
+
+
+@pytest.mark.parametrize(("steps", "save_every", "doomed"), [(24, 6, 18), (4, 1, 3), (27, 6, 24), (101, 25, 100)])
+def test_the_last_checkpoint_but_one_is_the_one_whose_upload_is_hit(
+    tmp_path: Path, steps: int, save_every: int, doomed: int
+) -> None:
+    with ExitStack() as at_end:
+        long = replace(stage(tmp_path, at_end), options=DemoOptions(steps=steps))
+    assert (long.save_every, long.doomed_step) == (save_every, doomed)
 
 
 def test_blobs_of_a_save_without_a_manifest_are_in_flight_and_reused_ones_are_not() -> None:
