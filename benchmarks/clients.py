@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import import_module
+from mmap import mmap
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -142,7 +143,7 @@ class _RawConnections(threading.local):
         address = urlsplit(endpoint)
         self.socket = socket.create_connection((address.hostname, address.port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.buffer = memoryview(bytearray(_BLOB_BYTES))
+        self.buffer = memoryview(mmap(-1, _BLOB_BYTES))  # begins at a page: copied to and from faster
 
     def head(self) -> bytes:
         """Return what came with the head of a reply, beyond it."""

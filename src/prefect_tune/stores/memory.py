@@ -9,8 +9,6 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 __all__ = ["SpareMemory"]
 
@@ -34,13 +32,10 @@ class SpareMemory:
                 if len(block) >= size_bytes and sys.getrefcount(block) == _UNUSED_REFERENCES:
                     return memoryview(block)[:size_bytes]
             block = mmap.mmap(-1, max(size_bytes, self._block_bytes))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                block.madvise(mmap.MADV_HUGEPAGE)
             self._blocks.append(block)
             return memoryview(block)[:size_bytes]
-
-    @contextmanager
-    def lent(self, size_bytes: int) -> Iterator[memoryview]:
-        """Lend memory for the time of a `with` block."""
-        yield self.view(size_bytes)
 
     def clear(self) -> None:
         """Let go of what nobody holds."""

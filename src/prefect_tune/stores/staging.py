@@ -17,7 +17,7 @@ from uuid import uuid4
 from prefect_tune.core.chunks import FileStat, Piece
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
-from prefect_tune.core.manifest import Manifest
+from prefect_tune.core.manifest import FileRef, Manifest
 
 __all__ = ["DirectorySink", "StagedFiles", "side_by_side"]
 
@@ -77,7 +77,7 @@ class StagedFiles:
     def read_into(self, piece: Piece, buffer: memoryview) -> None:
         file = self.files[piece.file]
         try:
-            descriptor = os.open(self.directory / file.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(f"{self.directory}/{file.path}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as gone:
             raise StagedFilesChanged(f"{self.directory / file.path}: was there when the save began") from gone
         try:
@@ -112,35 +112,37 @@ class _Found:
 def _found_in(directory: Path) -> _Found:
     files: dict[str, _File] = {}
     empty: list[str] = []
-    _scan(directory, "", files, empty)
+    _scan(str(directory), "", files, empty)
     return _Found(dict(sorted(files.items())), tuple(sorted(empty)))
 
 
-def _scan(directory: Path, below: str, files: dict[str, _File], empty: list[str]) -> None:
-    names = sorted(entry.name for entry in directory.iterdir())
-    if not names and below:
+def _scan(directory: str, below: str, files: dict[str, _File], empty: list[str]) -> None:
+    with os.scandir(directory) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    if not found and below:
         empty.append(below)
-    for name in names:
-        path = f"{below}/{name}" if below else name
-        _require_portable(directory / name, name)
-        status = (directory / name).stat()
+    for entry in found:
+        path = f"{below}/{entry.name}" if below else entry.name
+        _require_portable(entry)
+        status = entry.stat()
         if stat.S_ISREG(status.st_mode):
             mode = stat.S_IMODE(status.st_mode) & 0o777
             files[path] = _File(status.st_size, mode, status.st_mtime_ns, status.st_ino)
         else:
-            _scan(directory / name, path, files, empty)
+            _scan(entry.path, path, files, empty)
 
 
-def _require_portable(path: Path, name: str) -> None:
+def _require_portable(entry: os.DirEntry[str]) -> None:
+    path = entry.path
     try:
-        name.encode()
+        entry.name.encode()
     except UnicodeEncodeError as undecodable:
-        raise InvalidInput(f"{str(path)!r}: the name is not UTF-8, so it cannot be restored elsewhere") from undecodable
-    if "\\" in name:
+        raise InvalidInput(f"{path!r}: the name is not UTF-8, so it cannot be restored elsewhere") from undecodable
+    if "\\" in entry.name:
         raise InvalidInput(f"{path}: the name holds a backslash, so it cannot be restored elsewhere")
-    if path.is_symlink() and (path.is_dir() or not path.exists()):
+    if entry.is_symlink() and (entry.is_dir() or not Path(path).exists()):
         raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
-    if not (path.is_file() or path.is_dir()):
+    if not (entry.is_file() or entry.is_dir()):
         raise InvalidInput(f"{path}: neither a file nor a directory, so it cannot be saved")
 
 
@@ -151,6 +153,7 @@ class DirectorySink:
         self._manifest = manifest
         self._destination = destination
         self._building = destination.with_name(f".{destination.name}.{uuid4().hex}")
+        self._other_modes: list[tuple[str, int]] = []  # a umask is in the way, or the file may not be written to
 
     def __enter__(self) -> Self:
         try:
@@ -161,7 +164,7 @@ class DirectorySink:
         return self
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        path = self._building / self._manifest.files[file].path
+        path = f"{self._building}/{self._manifest.files[file].path}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             done = 0
@@ -179,16 +182,25 @@ class DirectorySink:
 
     def _furnish(self) -> None:
         self._building.mkdir(parents=True)
-        for directory in self._manifest.empty_directories:
-            (self._building / directory).mkdir(parents=True, exist_ok=True)
+        folders = {file.path.rpartition("/")[0] for file in self._manifest.files}
+        for folder in sorted({*folders, *self._manifest.empty_directories}):
+            (self._building / folder).mkdir(parents=True, exist_ok=True)
         for file in self._manifest.files:
-            path = self._building / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            self._create(file)
+
+    def _create(self, file: FileRef) -> None:
+        readable = file.mode | stat.S_IRUSR
+        path = f"{self._building}/{file.path}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, readable | stat.S_IWUSR)
+        try:
+            if stat.S_IMODE(os.fstat(descriptor).st_mode) != readable:
+                self._other_modes.append((path, readable))
+        finally:
+            os.close(descriptor)
 
     def _finish(self) -> None:
-        for file in self._manifest.files:
-            (self._building / file.path).chmod(file.mode | stat.S_IRUSR)
+        for path, mode in self._other_modes:
+            Path(path).chmod(mode)
         if self._destination.is_dir() and not any(self._destination.iterdir()):
             self._destination.rmdir()
         self._building.rename(self._destination)
