@@ -70,6 +70,10 @@ class Bulletin:
             ).create()
         except (PrefectException, HTTPError, OSError):
             self._put_back(markdown)  # the API is away: the next round tries again
+        except RuntimeError:
+            if not self._closing.is_set():
+                raise
+            # The flow gave up waiting for this thread, ended, and closed its client.
 
     def _put_back(self, markdown: str) -> None:
         with self._guard:

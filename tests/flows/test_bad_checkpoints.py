@@ -125,15 +125,23 @@ def test_a_journal_that_was_altered_is_refused(trained: Trouble) -> None:
 # --------------------------------------------------------------------------------------------------- poison
 
 
-@pytest.mark.parametrize("way", ["raise", "kill", "segfault"])
+@pytest.mark.parametrize("way", ["raise", "segfault"])
 def test_a_checkpoint_that_kills_whoever_loads_it_is_put_aside_after_three_deaths(trouble: Trouble, way: str) -> None:
     trouble.run(steps=10)
     trouble.poison(10, way)
-    result = trouble.run(steps=20, failures=FailurePolicy(max_failures=5, max_machine_failures=5))
+    result = trouble.run(steps=20, failures=FailurePolicy(max_failures=5))
     assert result.step == 20
     assert trouble.acts("loaded") == [10, 10, 10, 5]
     assert "a checkpoint is put aside" in trouble.loudly()
     assert len(trouble.trial.quarantined) == 1
+
+
+def test_deaths_by_the_machine_put_no_checkpoint_aside(trouble: Trouble) -> None:
+    trouble.config |= {"fails": "kill", "place": "load", "at": 10, "times": 4}
+    trouble.run(steps=10)
+    trouble.run(steps=20)
+    assert trouble.acts("loaded") == [10] * 5
+    assert trouble.trial.quarantined == ()
 
 
 def test_a_poison_checkpoint_does_not_outlive_the_users_budget(trouble: Trouble) -> None:
