@@ -155,9 +155,10 @@ class _Supervisor:
 
     def _died(self) -> Outcome:
         became = self._channel.end()
-        if "SIGKILL" in became and _out_of_memory_kills() > self._kills_seen[1]:
+        how = became.partition(";")[0]  # what follows are its last words, which may say anything
+        if "SIGKILL" in how and _out_of_memory_kills() > self._kills_seen[1]:
             return self._failed(Cause.OUT_OF_MEMORY, f"the kernel killed it for its memory: {became}")
-        own = "exited with code" in became or any(name in became for name in _OWN_SIGNALS)
+        own = "exited with code" in how or any(name in how for name in _OWN_SIGNALS)
         return self._failed(Cause.USER if own else Cause.MACHINE, f"the trial's process {became}")
 
     def _failed(self, cause: Cause, message: str) -> Failed:

@@ -1,0 +1,215 @@
+"""How an attempt's end is read: whose doing it was, who was waited for, and what the clock may say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
+from prefect_tune.core.events import Cause
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.values import StepReport
+from prefect_tune.core.wire import FromTrial, Loaded, Saved, StepDone, StopAndSave, ToTrial, TrialEnded
+from prefect_tune.tasks import attempt
+from prefect_tune.tasks.attempt import Done, Failed, Outcome, supervise
+from prefect_tune.tasks.ledger import HandedOver
+from prefect_tune.tasks.plan import TrialPlan
+
+LOADED = Loaded(pid=1, code="")
+KILLED = "ended by SIGKILL"
+
+
+@dataclass
+class FakeChannel:
+    """A trial that says `says`, with a pause after each, and then is silent, or gone where `became` says how."""
+
+    says: Sequence[FromTrial | float]
+    became: str = ""
+    told: list[ToTrial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._left = list(self.says)
+
+    def receive(self, patience: timedelta) -> FromTrial | None:
+        if self._left:
+            said = self._left.pop(0)
+            if not isinstance(said, float):
+                return said
+            time.sleep(said)
+            return None
+        if self.became:
+            raise EOFError
+        time.sleep(min(0.01, patience.total_seconds()))
+        return None
+
+    def tell(self, message: ToTrial) -> None:
+        self.told.append(message)
+
+    def end(self) -> str:
+        return self.became
+
+
+@dataclass
+class FakeLedger:
+    """Saves nothing until it is told to: `uploads` holds what is under way."""
+
+    error: BaseException | None = None
+    code: str = ""
+    noted: list[StepReport] = field(default_factory=list)
+    uploads: list[Callable[[], None]] = field(default_factory=list)
+
+    def note(self, report: StepReport) -> None:
+        self.noted.append(report)
+
+    def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+        self.uploads.append(lambda: committed(handed_over.report.step))
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> TrialPlan:
+    return TrialPlan(
+        target=LocalTarget(path=str(tmp_path)),
+        trial=TrialKey(experiment="e", trial="t"),
+        trainable="",
+        stopper="",
+        needs_curve=False,
+        grace=timedelta(seconds=0.3),
+        silence=timedelta(seconds=0.3),
+    )
+
+
+def step(number: int, *, saves: bool = False) -> StepDone:
+    report = StepReport(step=number, metrics={})
+    return StepDone(report=report, checkpoint="/tmp/none" if saves else None, handed_over=saves)
+
+
+def outcome_of(
+    plan: TrialPlan, says: Sequence[FromTrial | float], became: str = "", ledger: FakeLedger | None = None
+) -> Outcome:
+    return supervise(FakeChannel(says, became), ledger or FakeLedger(), plan, threading.Event())
+
+
+# ----------------------------------------------------------------------------------------- whose doing it was
+
+
+@pytest.mark.parametrize(
+    ("became", "cause", "at_start"),
+    [
+        (KILLED, Cause.MACHINE, False),
+        ("ended by SIGTERM", Cause.MACHINE, False),
+        ("ended by SIGSEGV", Cause.USER, True),
+        ("ended by SIGABRT; last output:\nterminate called", Cause.USER, True),
+        ("exited with code 0", Cause.USER, True),
+        (f"{KILLED}; last output:\nworker 7 exited with code 1, maybe by SIGSEGV", Cause.MACHINE, False),
+        ("exited with code 1; last output:\nmy worker was ended by SIGKILL", Cause.USER, True),
+    ],
+)
+def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the_trainable_caused_it(
+    plan: TrialPlan, became: str, cause: Cause, at_start: bool
+) -> None:
+    found = outcome_of(plan, [LOADED], became)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (cause, at_start)
+
+
+def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(plan: TrialPlan) -> None:
+    for says in ([], [LOADED, step(1)]):
+        found = outcome_of(plan, says, "ended by SIGSEGV")
+        assert isinstance(found, Failed)
+        assert (found.cause, found.at_start) == (Cause.USER, False)
+
+
+def test_silence_speaks_against_no_checkpoint(plan: TrialPlan) -> None:
+    found = outcome_of(plan, [LOADED])
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (Cause.MACHINE, False)
+    assert "taken for hung" in found.message
+
+
+@pytest.mark.parametrize(
+    ("seconds_before", "cause"),
+    [(0.4, Cause.MACHINE), (0.0, Cause.OUT_OF_MEMORY)],
+)
+def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
+    plan: TrialPlan, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
+) -> None:
+    monkeypatch.setattr(attempt, "_KILLS_PERIOD", timedelta(seconds=0.1))
+    kills = [5]
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if self._left == [] or self._left[0] == seconds_before:
+                kills[0] = 6
+            return super().receive(patience)
+
+    monkeypatch.setattr(attempt, "_out_of_memory_kills", lambda: kills[0])
+    says = [LOADED, step(1), *([seconds_before, 0.0] if seconds_before else [])]
+    found = supervise(Channel(says, KILLED), FakeLedger(), plan, threading.Event())
+    assert isinstance(found, Failed)
+    assert found.cause is cause
+
+
+@pytest.mark.parametrize("error", [InvalidInput("a link to nothing"), StagedFilesChanged("it grew")])
+def test_what_is_wrong_with_the_directory_handed_over_is_the_trials_failure(
+    plan: TrialPlan, error: BaseException
+) -> None:
+    found = outcome_of(plan, [LOADED, step(1, saves=True)], ledger=FakeLedger(error=error))
+    assert isinstance(found, Failed)
+    assert found.cause is Cause.USER
+    assert str(error) in found.message
+
+
+def test_a_target_that_fails_is_the_machines_failure(plan: TrialPlan) -> None:
+    ledger = FakeLedger(error=StoreRefused("AccessDenied"))
+    found = outcome_of(plan, [LOADED, step(1, saves=True)], ledger=ledger)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (Cause.MACHINE, False)
+    assert "AccessDenied" in found.message
+
+
+# ------------------------------------------------------------------------------------- silence, and the grace
+
+
+def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(plan: TrialPlan) -> None:
+    assert outcome_of(plan, [0.6, 0.0, LOADED, TrialEnded(reason="done")]) == Done("done", returned=False)
+
+
+def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(plan: TrialPlan) -> None:
+    ledger = FakeLedger()
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if self._left == [0.0]:  # all this time it was in `pt.report`
+                ledger.uploads.pop()()
+            return super().receive(patience)
+
+    channel = Channel([LOADED, step(1, saves=True), 0.4, 0.0])
+    began = time.monotonic()
+    found = supervise(channel, ledger, plan, threading.Event())
+    assert time.monotonic() - began >= 0.4 + 0.3
+    assert channel.told == [Saved(step=1)]
+    assert isinstance(found, Failed)
+    assert "taken for hung" in found.message
+
+
+@pytest.mark.parametrize(
+    ("saves", "said"), [(True, "its checkpoint was still being uploaded"), (False, "it reported no checkpoint")]
+)
+def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing(
+    plan: TrialPlan, saves: bool, said: str
+) -> None:
+    stop = threading.Event()
+    stop.set()
+    channel = FakeChannel([LOADED, step(1, saves=saves)])
+    found = supervise(channel, FakeLedger(), plan, stop)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
+    assert found.message.endswith(said)
+    assert channel.told == [StopAndSave()]
