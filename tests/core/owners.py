@@ -18,7 +18,7 @@ from tests.fakes.memory_store import MemoryStore
 __all__ = [
     "Act",
     "after_a_late_upload",
-    "at_writes_and_lists",
+    "at_decisions",
     "collects",
     "meet_at_random",
     "meet_in_every_order",
@@ -102,9 +102,9 @@ def takes_over_untidily_and_saves(session: Session) -> None:
     new.save()
 
 
-def at_writes_and_lists(method: str, path: str) -> bool:
-    """Points of every order: what changes the store, and what decisions are made from."""
-    return method in {"create", "put", "delete", "list"} and "/snapshots" not in path
+def at_decisions(method: str, path: str) -> bool:
+    """Points of every order: what others can see or miss, and the listing that adoption goes by."""
+    return method in {"create", "delete"} or (method == "list" and path.endswith("/checkpoints"))
 
 
 def _new(session: Session) -> Session:

@@ -8,13 +8,15 @@ import pytest
 
 from tests.core.owners import (
     Act,
-    at_writes_and_lists,
+    at_decisions,
+    collects,
     meet_at_random,
     meet_in_every_order,
     old_owner,
     save,
     takes_over,
     takes_over_and_saves,
+    uploads,
 )
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -27,15 +29,23 @@ def at_creates(method: str, path: str) -> bool:
     return method == "create"
 
 
-@pytest.mark.parametrize(
-    "acts",
-    [
-        pytest.param([save, takes_over], id="a zombie saves while it is superseded"),
-        pytest.param([takes_over, takes_over], id="two open at once"),
-    ],
-)
-def test_two_owners_in_every_order_break_no_promise(acts: Sequence[Act], record_property: Record) -> None:
-    explored = meet_in_every_order(old_owner(), acts, at_writes_and_lists, limit=20_000)
+PAIRS = [
+    pytest.param(2, [save, takes_over], id="a zombie saves while it is superseded"),
+    pytest.param(2, [uploads, takes_over_and_saves], id="a zombie's upload comes late"),
+    pytest.param(3, [collects, takes_over], id="a zombie's deletion comes late"),
+    pytest.param(2, [takes_over, takes_over], id="two open at once"),
+    pytest.param(3, [collects, takes_over_and_saves], id="it comes later still", marks=pytest.mark.deep),
+    pytest.param(3, [takes_over, takes_over], id="two open and clear away at once", marks=pytest.mark.deep),
+    pytest.param(2, [save, takes_over_and_saves], id="both save", marks=pytest.mark.deep),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("checkpoints", "acts"), PAIRS)
+def test_two_owners_in_every_order_break_no_promise(
+    checkpoints: int, acts: Sequence[Act], record_property: Record
+) -> None:
+    explored = meet_in_every_order(old_owner(checkpoints), acts, at_decisions, limit=20_000)
     record_property("figure: orders of two owners, every one", explored.points)
     assert explored.broken == []
 
@@ -49,6 +59,25 @@ def test_three_owners_in_every_order_break_no_promise(record_property: Record) -
 
 def test_three_owners_in_random_orders_of_everything_they_do_break_no_promise(record_property: Record) -> None:
     acts = [save, takes_over_and_saves, takes_over_and_saves]
-    explored = meet_at_random(old_owner(), acts, range(200))
+    explored = meet_at_random(old_owner(), acts, range(100))
     record_property("figure: orders of three owners, at random", explored.points)
+    assert explored.broken == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+def test_three_owners_at_every_decision_break_no_promise(record_property: Record) -> None:
+    acts = [save, takes_over, takes_over]
+    explored = meet_in_every_order(old_owner(), acts, at_decisions, limit=200_000)
+    record_property("figure: orders of three owners, every one", explored.points)
+    assert explored.broken == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("checkpoints", [0, 1, 3])
+def test_many_random_orders_of_four_owners_break_no_promise(checkpoints: int, record_property: Record) -> None:
+    acts = [save, takes_over_and_saves, takes_over_and_saves, takes_over_and_saves]
+    explored = meet_at_random(old_owner(checkpoints), acts, range(2000))
+    record_property("figure: orders of four owners, at random", explored.points)
     assert explored.broken == []
