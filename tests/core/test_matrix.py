@@ -65,9 +65,7 @@ def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_
 
 
 def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
-    explored = explore(
-        ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER, Way.REPLY_LOST]
-    )
+    explored = explore(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER])
 
     record_property("figure: points explored, object store", explored.points)
     assert explored.broken == []
