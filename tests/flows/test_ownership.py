@@ -79,7 +79,7 @@ class _Contest:
         assert bytes_of_checkpoint(self.target, _NAME, last.step, last.sequence) == truth.files[_STEPS]
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.deep)])
 def contest(request: pytest.FixtureRequest, drivers: Drivers, tmp_path: Path) -> _Contest:
     return _Contest(drivers, request.getfixturevalue(f"{request.param}_target"), tmp_path)
 
@@ -132,12 +132,18 @@ def test_two_runs_that_resume_at_the_same_moment_leave_one_owner(
     assert loser["error"] == "Superseded"
 
 
-@pytest.mark.parametrize("frozen", ["flow", "machine"])
-@pytest.mark.parametrize("wakes", ["during", "after"])
+@pytest.mark.parametrize(("frozen", "wakes"), [("flow", "during"), ("machine", "after")])
 def test_an_owner_that_was_paused_past_the_takeover_commits_and_deletes_nothing(
     contest: _Contest, frozen: str, wakes: str
 ) -> None:
     _woken_owner_is_harmless(contest, frozen, wakes, random.Random(f"{frozen} {wakes}"))
+
+
+def test_an_owner_that_was_paused_on_an_object_store_commits_and_deletes_nothing(
+    drivers: Drivers, s3_target: StorageTarget, tmp_path: Path
+) -> None:
+    contest = _Contest(drivers, s3_target, tmp_path)
+    _woken_owner_is_harmless(contest, "machine", "during", random.Random("s3"))
 
 
 @pytest.mark.deep

@@ -82,8 +82,7 @@ def _ended_by(driver: Driver, number: signal.Signals, *, within: float) -> Mappi
     return outcome
 
 
-@pytest.mark.parametrize("commit", ["sync", "async"])
-@pytest.mark.parametrize("grace_seconds", [2, 30])
+@pytest.mark.parametrize(("grace_seconds", "commit"), [(2, "async"), (30, "sync")])
 def test_a_terminated_flow_saves_its_last_step_and_ends_resumable(
     preempted: _Preempted, grace_seconds: float, commit: Literal["sync", "async"]
 ) -> None:
