@@ -80,7 +80,7 @@ def test_checkpoints_are_listed_with_step_size_and_metrics(run: Run, target: Pat
 def test_for_people_the_list_is_a_table(run: Run, target: Path) -> None:
     lines = run("checkpoints", target.as_uri(), "digits").out.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "2", "4", "6"]
-    assert "4.768 MiB" in lines[1]
+    assert "4.77 MiB" in lines[1]
     assert "loss 0.5" in lines[1]
 
 
@@ -126,6 +126,9 @@ def test_verify_finds_a_single_flipped_bit_and_says_where(run: Run, target: Path
     assert done.code == 1
     assert done.err.startswith("step 4: DAMAGED: 'model/weights.bin' in ")
     assert done.out.count("whole") == 2
+    told = run("verify", target, "digits", "--json")
+    assert (told.code, told.err) == (1, "")
+    assert [row["damage"] is None for row in json.loads(told.out)] == [True, False, True]
 
 
 def test_export_writes_the_newest_checkpoint_as_a_plain_directory(run: Run, target: Path, tmp_path: Path) -> None:

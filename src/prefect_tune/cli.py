@@ -121,23 +121,17 @@ def show(target: Target, experiment: ExperimentName, as_json: AsJson = False) ->
 
 
 @app.command()
-def verify(target: Target, experiment: ExperimentName) -> None:
+def verify(target: Target, experiment: ExperimentName, as_json: AsJson = False) -> None:
     """Read every byte of every live checkpoint, and check it."""
-    from prefect_tune.core.restore import read_manifest
-    from prefect_tune.core.restore import verify as verify_bytes
-    from prefect_tune.stores.staging import side_by_side
-
-    damaged = 0
-    with _opened(target, experiment) as (store, state), side_by_side() as transfers:
-        for key in _live(state):
-            try:
-                manifest = read_manifest(store, key)
-                verify_bytes(store, manifest, side_by_side=transfers)
-                print(f"step {key.step}: {_size(manifest.size_bytes)} in {len(manifest.files)} files, whole")
-            except (CheckpointCorrupt, CheckpointNotFound) as error:
-                damaged += 1
-                print(f"step {key.step}: DAMAGED: {error}", file=sys.stderr)
-    if damaged:
+    found: list[_Verified] = []
+    with _opened(target, experiment) as (store, state):
+        for each in _verified(store, state):
+            found.append(each)
+            if not as_json:
+                print(each, file=sys.stderr if each.damage else sys.stdout)
+    if as_json:
+        print(json.dumps([asdict(each) for each in found], indent=2))
+    if any(each.damage for each in found):
         raise typer.Exit(1)
 
 
@@ -249,6 +243,38 @@ def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
     )
 
 
+@dataclass(frozen=True)
+class _Verified:
+    """What reading a checkpoint found."""
+
+    step: int
+    size_bytes: int = 0
+    file_count: int = 0
+    damage: str | None = None
+
+    def __str__(self) -> str:
+        from prefect_tune.core.values import shown_size
+
+        if self.damage:
+            return f"step {self.step}: DAMAGED: {self.damage}"
+        return f"step {self.step}: {shown_size(self.size_bytes)} in {self.file_count} files, whole"
+
+
+def _verified(store: ObjectStore, state: Experiment) -> Iterator[_Verified]:
+    from prefect_tune.core.restore import read_manifest, verify
+    from prefect_tune.stores.staging import side_by_side
+
+    with side_by_side() as transfers:
+        for key in _live(state):
+            try:
+                manifest = read_manifest(store, key)
+                verify(store, manifest, side_by_side=transfers)
+            except (CheckpointCorrupt, CheckpointNotFound) as error:
+                yield _Verified(key.step, damage=str(error))
+            else:
+                yield _Verified(key.step, manifest.size_bytes, len(manifest.files))
+
+
 def _facts(state: Experiment) -> dict[str, object]:
     trial = _trial(state)
     return {
@@ -278,9 +304,11 @@ def _show(table: Table) -> None:
 def _checkpoint_table(rows: Sequence[_Row]) -> Table:
     from rich.table import Table
 
+    from prefect_tune.core.values import shown_size
+
     table = Table("step", "when", "size", "metrics", "standing", box=None, header_style="dim")
     for row in rows:
-        size = "" if row.size_bytes is None else _size(row.size_bytes)
+        size = "" if row.size_bytes is None else shown_size(row.size_bytes)
         when = (row.created_at or "").replace("T", " ")[:19]
         style = "" if row.standing == "live" else "red"
         table.add_row(str(row.step), when, size, _said(row.metrics), row.standing, style=style)
@@ -306,12 +334,3 @@ def _said(value: object) -> str:
             return f"{value:.6g}"
         case _:
             return str(value)
-
-
-def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

@@ -6,8 +6,9 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prefect_tune.core.values import shown_size
 from prefect_tune.demo.act import WEIGHTS_FILE
-from prefect_tune.demo.picture import Claim, size
+from prefect_tune.demo.picture import Claim
 
 __all__ = ["Findings", "Killed", "claims"]
 
@@ -72,7 +73,7 @@ def _in_the_middle(found: Findings) -> Claim:
     if killed.exit_code != -signal.SIGKILL or not killed.arrived or killed.newest_step >= killed.step:
         return _broken("SIGKILL did NOT hit an upload in its middle", str(killed))
     torn = f", {killed.torn_files} torn files" if killed.torn_files else ""
-    arrived = f"{size(sum(killed.arrived.values())).removesuffix(' MiB')} of {size(found.whole_bytes)}"
+    arrived = f"{shown_size(sum(killed.arrived.values()))} of {shown_size(found.whole_bytes)}"
     is_partial = killed.arrived.keys() < found.whole_blobs.keys()
     when = "in its middle" if is_partial else "between its last blob and its manifest"
     return _held(
@@ -96,5 +97,7 @@ def _not_sent_again(found: Findings) -> Claim:
         return _broken(f"{len(arrived) - len(kept)} of {len(arrived)} blobs that had arrived were sent again")
     kept_bytes = sum(kept.values())
     missing = found.whole_bytes - kept_bytes
-    sent = f"the {size(missing)} that were missing were sent" if missing else "only the manifest was missing"
-    return _held(f"{size(kept_bytes)} of that upload were not sent again", f"they were found on the target; {sent}")
+    sent = f"the {shown_size(missing)} that were missing were sent" if missing else "only the manifest was missing"
+    return _held(
+        f"{shown_size(kept_bytes)} of that upload were not sent again", f"they were found on the target; {sent}"
+    )

@@ -11,7 +11,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Claim", "Track", "cells", "size", "tracks", "verdict"]
+__all__ = ["Claim", "Track", "cells", "tracks", "verdict"]
 
 _NARROW = 100  # terminal columns below which a track has 24 cells, and not 48
 
@@ -93,8 +93,3 @@ def verdict(claims: Iterable[Claim]) -> Table:
         for line in claim.shown_by:
             table.add_row("", "", Text(line, "dim", overflow="fold"))
     return table
-
-
-def size(size_bytes: int) -> str:
-    """Return a size for people."""
-    return f"{size_bytes / 2**20:.1f} MiB"

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.text import Text
 
 from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.values import shown_size
 from prefect_tune.demo.act import ActRequest
 from prefect_tune.demo.claims import Findings, Killed, claims
-from prefect_tune.demo.picture import size, verdict
+from prefect_tune.demo.picture import verdict
 from prefect_tune.demo.process import ActProcess, act_process
 from prefect_tune.demo.screen import Screen
 from prefect_tune.demo.server import temporary_server, without_prefect
@@ -257,7 +258,7 @@ def _follow(stage: _Stage, act: int, watch: Watch, process: ActProcess) -> Itera
 
 def _status(process: ActProcess, sight: Sight) -> str:
     if sight.in_flight:
-        return f"uploading a checkpoint: {size(sight.in_flight_bytes)} have arrived"
+        return f"uploading a checkpoint: {shown_size(sight.in_flight_bytes)} have arrived"
     return f"training, accuracy {process.accuracy:.1%}" if process.step else "the run is starting"
 
 
