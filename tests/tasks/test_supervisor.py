@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -151,7 +151,8 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
 
     monkeypatch.setattr(attempt, "_out_of_memory_kills", lambda: kills[0])
     says = [LOADED, step(1), *([seconds_before, 0.0] if seconds_before else [])]
-    found = supervise(Channel(says, KILLED), FakeLedger(), plan, threading.Event())
+    patient = replace(plan, silence=None)
+    found = supervise(Channel(says, KILLED), FakeLedger(), patient, threading.Event())
     assert isinstance(found, Failed)
     assert found.cause is cause
 

@@ -1,0 +1,125 @@
+"""A trial's own files: what goes wrong with them is said, stops nothing, and deletes nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.tasks import trial_artifacts
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.syncer import Syncer
+from prefect_tune.tasks.trial_artifacts import TrialArtifacts
+from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, fetched
+
+TRIAL = TrialKey(experiment="e", trial="t")
+LOG = logging.getLogger("artifacts")
+
+
+class Unreadable(Bucket):
+    """A bucket that takes writes, and answers no read while it is `away`."""
+
+    away = False
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if self.away:
+            raise StoreUnavailable(f"503 for {path}")
+        return super().read(path, offset=offset, length=length)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_artifacts, "_BACKOFF_SECONDS", 0.0)
+
+
+def plan_for(target: StorageTarget, sync: SyncConfig | None = None) -> TrialPlan:
+    return TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync or SyncConfig())
+
+
+def attempt_of(plan: TrialPlan, directory: Path) -> TrialArtifacts:
+    directory.mkdir()
+    return TrialArtifacts(plan, directory, LOG)
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> Unreadable:
+    bucket = BUCKETS[request.node.name] = Unreadable()
+    return bucket
+
+
+@pytest.fixture
+def plan(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> TrialPlan:
+    """A plan, and one attempt that has left `log-1` behind."""
+    assert not bucket.objects
+    plan = plan_for(BucketTarget(name=request.node.name))
+    first = attempt_of(plan, tmp_path / "1")
+    (tmp_path / "1" / "log-1").write_text("one")
+    first.close()
+    first.settle()
+    return plan
+
+
+def test_an_attempt_goes_on_with_what_the_one_before_left(plan: TrialPlan, bucket: Unreadable, tmp_path: Path) -> None:
+    second = attempt_of(plan, tmp_path / "2")
+    second.bring_back(2)
+    (tmp_path / "2" / "log-2").write_text("two")
+    second.close()
+    second.settle()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log-1": b"one", "log-2": b"two"}
+
+
+def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_beside_it(
+    plan: TrialPlan, bucket: Unreadable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = attempt_of(plan, tmp_path / "2")
+    bucket.away = True
+    second.bring_back(2)
+    bucket.away = False
+    (tmp_path / "2" / "log-2").write_text("two")
+    second.after_commit()
+    second.close()
+    second.settle()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log-1": b"one"}
+    assert fetched(bucket, tmp_path, f"{TRIAL.artifacts}-2") == {"log-2": b"two"}
+    assert "beside the earlier ones" in caplog.text
+
+
+class Broken(Syncer):
+    """Somebody's own syncer, and whatever it raises."""
+
+    def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
+        raise RuntimeError(f"not up: {local_dir} {remote_dir} {exclude}")
+
+    def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
+        raise KeyError(f"not down: {local_dir} {remote_dir} {exclude}")
+
+    def delete(self, remote_dir: str) -> bool:
+        raise OSError(remote_dir)
+
+    def close(self) -> None:
+        raise ValueError("nor closed")
+
+
+def test_a_syncer_of_the_users_that_raises_anything_stops_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sync = SyncConfig(syncer=Broken(), upload_dir=str(tmp_path / "up"), sync_period_seconds=0)
+    attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
+    attempt.bring_back(2)
+    attempt.after_commit()
+    attempt.after_report()
+    attempt.close()
+    attempt.settle()
+    said = _said(caplog)
+    assert sum("RuntimeError: not up" in each for each in said) == 3
+    assert sum("KeyError" in each for each in said) == 1
+    assert sum("ValueError: nor closed" in each for each in said) == 1
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
+    return [record.getMessage() for record in caplog.records if record.name == LOG.name]
