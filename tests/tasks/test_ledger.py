@@ -1,0 +1,326 @@
+"""What becomes of what a trial says when the target refuses, is away, or is given what cannot be saved."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from logging import getLogger
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.events import Adopted, AttemptEnded, Cause, Event, Owner, Reported, Started, TrialAdded
+from prefect_tune.core.experiment import Entry, Experiment
+from prefect_tune.core.journal import append, history, load, take_over
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.retention import Retention
+from prefect_tune.core.store import Buffer, ObjectStore
+from prefect_tune.core.trial import Status, Trial
+from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.stores.posix import PosixStore, make_root
+from prefect_tune.tasks import ledger as module
+from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.experiment_state import sync_experiment_state
+from prefect_tune.tasks.ledger import HandedOver, Ledger
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.stamp import new_stamp
+
+TRIAL = TrialKey(experiment="e", trial="trial")
+
+
+@dataclass
+class Weather:
+    """What is wrong with the target now: asked before every write, with the path that it goes to."""
+
+    wrong: Callable[[str], TuneError | None] = lambda _path: None
+    after: Callable[[str], TuneError | None] = lambda _path: None
+    """Likewise, once it is written."""
+
+    @staticmethod
+    def raise_if(error: TuneError | None) -> None:
+        if error is not None:
+            raise error
+
+
+WEATHER = Weather()
+
+
+class _Store(PosixStore):
+    def create(self, path: str, data: Buffer) -> None:
+        WEATHER.raise_if(WEATHER.wrong(path))
+        super().create(path, data)
+        WEATHER.raise_if(WEATHER.after(path))
+
+    def put(self, path: str, data: Buffer) -> None:
+        WEATHER.raise_if(WEATHER.wrong(path))
+        super().put(path, data)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            WEATHER.raise_if(WEATHER.wrong(f"delete {path}"))
+        super().delete(paths)
+
+
+class WeatheredTarget(LocalTarget):
+    """A folder that has its moods."""
+
+    _block_type_slug = "weathered-target"
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        assert timeout
+        make_root(Path(self.path))
+        yield _Store(Path(self.path))
+
+
+@dataclass
+class NoArtifacts:
+    synced: int = 0
+
+    def after_commit(self) -> None:
+        self.synced += 1
+
+    def after_report(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+class NoBulletin:
+    def __init__(self, experiment: str) -> None:
+        self.shown: list[str] = [experiment]
+
+    def post(self, markdown: str) -> None:
+        self.shown.append(markdown)
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Desk:
+    """An experiment with one running trial, and the ledgers of its attempts."""
+
+    plan: TrialPlan
+    folder: Path
+    committed: list[int] = field(default_factory=list)
+
+    def attempt(self) -> Ledger:
+        """Take the experiment over, and start an attempt from its newest checkpoint."""
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            owner = Owner(name="a test", host="here", pid=1)
+            state = take_over(store, "e", owner, new_stamp(), side_by_side=map)
+            known = TRIAL.trial in state.trials
+            added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
+            lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, message="")] if self._runs(state) else []
+            state = append(store, state, [Adopted(), *added, *lost], new_stamp())
+            trial = state.trial(TRIAL.trial)
+            new = trial.checkpoints[-1] if trial.checkpoints else None
+            started = Started(
+                trial=TRIAL.trial,
+                attempt=trial.attempt + 1,
+                from_step=new.step if new else 0,
+                from_sequence=new.sequence if new else None,
+            )
+            state = append(store, state, [started], new_stamp())
+        return Ledger(self.plan, state, NoArtifacts(), getLogger("ledger"))
+
+    @staticmethod
+    def _runs(state: Experiment) -> bool:
+        return TRIAL.trial in state.trials and state.trial(TRIAL.trial).status is Status.RUNNING
+
+    def save(self, ledger: Ledger, step: int) -> Path:
+        directory = self.folder / f"step-{step}-{time.monotonic_ns()}"
+        directory.mkdir()
+        (directory / "weights").write_bytes(os.urandom(100))
+        ledger.save(HandedOver(report(step), directory, ours=False), self.committed.append)
+        return directory
+
+    def state(self) -> Trial:
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            return load(store, "e", side_by_side=map).trial(TRIAL.trial)
+
+    def entries(self) -> Sequence[Entry]:
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            return history(store, "e", side_by_side=map)
+
+    def reported(self) -> list[int]:
+        events = [event for entry in self.entries() for event in entry.events]
+        return [event.report.step for event in events if isinstance(event, Reported)]
+
+    def blobs(self) -> int:
+        return sum(path.is_file() for path in (Path(self.plan.target.path) / TRIAL.blobs).rglob("*"))
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step=step, metrics={"loss": 1 / step})
+
+
+def ended(cause: Cause, message: str) -> Callable[[Trial], Sequence[Event]]:
+    return lambda trial: [AttemptEnded(trial=trial.trial, cause=cause, message=message)]
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    """Tasks are called as the functions that they are: no server, and no retries."""
+
+    def write(
+        target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None = None
+    ) -> Experiment:
+        return sync_experiment_state.fn(target, state, events, stamp or new_stamp())
+
+    monkeypatch.setattr(module, "write_entry", write)
+    monkeypatch.setattr(module, "save_checkpoint", save_checkpoint.fn)
+    monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
+    monkeypatch.setattr(module, "unseen", lambda argument: argument)
+    monkeypatch.setattr(module, "Bulletin", NoBulletin)
+    target = WeatheredTarget(path=str(tmp_path / "target"))
+    plan = TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
+    yield Desk(plan, tmp_path)
+    WEATHER.wrong = WEATHER.after = lambda _path: None
+
+
+def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------------------- what is wrong with what was handed over
+
+
+def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(desk: Desk) -> None:
+    ledger = desk.attempt()
+    directory = desk.folder / "handed-over"
+    directory.mkdir()
+    (directory / "latest").symlink_to("nothing")
+    ledger.note(report(1))
+    ledger.save(HandedOver(report(2), directory, ours=False), desk.committed.append)
+    until(lambda: ledger.error)
+    assert isinstance(ledger.error, InvalidInput)
+    ledger.close(ended(Cause.USER, "its checkpoint cannot be saved"))
+    state = desk.state()
+    assert (state.status, state.user_failures, state.machine_failures) == (Status.PENDING, 1, 0)
+    assert state.reason == "its checkpoint cannot be saved"
+    assert desk.committed == []
+
+
+def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_raised(desk: Desk) -> None:
+    ledger = desk.attempt()
+    WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
+    desk.save(ledger, 1)
+    with pytest.raises(StoreRefused):
+        ledger.close(ended(Cause.MACHINE, "not written"))
+    assert (desk.state().status, desk.state().reason) == (Status.PENDING, "not written")
+
+
+def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_raised(desk: Desk) -> None:
+    ledger = desk.attempt()
+    WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
+    desk.save(ledger, 1)
+    with pytest.raises(StoreRefused):
+        ledger.close(ended(Cause.MACHINE, "not written"))
+    WEATHER.wrong = lambda _path: None
+    assert desk.state().status is Status.RUNNING
+
+
+# ------------------------------------------------------------------------------------------------- deletions
+
+
+def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(desk: Desk) -> None:
+    desk.plan = replace(desk.plan, retention=Retention(last=1))
+    WEATHER.wrong = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
+    ledger = desk.attempt()
+    for step in (1, 2, 3):
+        desk.save(ledger, step)
+    ledger.close(ended(Cause.MACHINE, "away"))
+    assert ledger.error is None
+    assert desk.committed == [1, 2, 3]
+    assert [each.step for each in desk.state().checkpoints] == [3]
+    assert desk.blobs() == 3
+    WEATHER.wrong = lambda _path: None
+    desk.attempt().close(ended(Cause.MACHINE, "away"))
+    assert desk.blobs() == 1
+
+
+def test_a_listing_that_is_refused_at_the_begin_stops_no_training(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Sequence[object]:
+        raise StoreRefused("s3:ListBucket")
+
+    monkeypatch.setattr(module, "find_leftovers", refuse)
+    ledger = desk.attempt()
+    desk.save(ledger, 1)
+    ledger.close(ended(Cause.MACHINE, "away"))
+    assert (ledger.error, desk.committed) == (None, [1])
+
+
+# --------------------------------------------------------------------------------------------------- reports
+
+
+def often(desk: Desk, seconds: float) -> None:
+    desk.plan = replace(desk.plan, sync=SyncConfig(sync_period_seconds=seconds))
+
+
+def test_reports_are_journaled_after_the_period_without_another_one(desk: Desk) -> None:
+    often(desk, 0.2)
+    ledger = desk.attempt()
+    ledger.note(report(1))
+    ledger.note(report(2))
+    until(lambda: desk.reported() == [1, 2])
+    assert desk.state().status is Status.RUNNING
+    ledger.close(ended(Cause.MACHINE, "away"))
+
+
+def test_reports_wait_for_a_target_that_is_away(desk: Desk) -> None:
+    often(desk, 0.05)
+    ledger = desk.attempt()
+    refused: list[str] = []
+    WEATHER.wrong = lambda path: refused.append(path) or StoreUnavailable("503")
+    ledger.note(report(1))
+    until(lambda: len(refused) > 2)
+    ledger.note(report(2))
+    WEATHER.wrong = lambda _path: None
+    desk.save(ledger, 3)
+    ledger.close(ended(Cause.MACHINE, "away"))
+    assert ledger.error is None
+    assert desk.reported() == [1, 2, 3]
+
+
+def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once(desk: Desk) -> None:
+    """The same entry is written again, and recognized; the read that would have settled it failed too."""
+    often(desk, 0.05)
+    ledger = desk.attempt()
+    lost: list[str] = []
+
+    def lose(path: str) -> TuneError | None:
+        lost.append(path)
+        return CommitUnknown("no reply") if len(lost) == 1 else None
+
+    read, _Store.read = _Store.read, _unreadable_after(lost)
+    try:
+        WEATHER.after = lose
+        ledger.note(report(1))
+        until(lambda: lost)
+        time.sleep(0.2)
+    finally:
+        _Store.read = read
+    desk.save(ledger, 2)
+    ledger.close(ended(Cause.MACHINE, "away"))
+    assert ledger.error is None
+    assert desk.reported() == [1, 2]
+
+
+def _unreadable_after(lost: Sequence[str]) -> Callable[..., bytes]:
+    def read(store: _Store, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if path in lost:
+            raise StoreUnavailable("503")
+        return bytes(PosixStore.read(store, path, offset=offset, length=length))
+
+    return read
