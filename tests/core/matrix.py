@@ -41,6 +41,11 @@ class Explored:
     points: int = 0
     broken: list[str] = field(default_factory=list)
 
+    def tell(self, record: Callable[[str, object], None], what: str) -> None:
+        """Have the figures printed at the end of the tests, and written into the reliability page."""
+        record(f"figure: {what}", self.points)
+        record("figure: promises broken", len(self.broken))
+
 
 def fresh_run(store: ObjectStore, witness: Witness) -> None:
     """Open an empty store, train and save and collect."""

@@ -241,7 +241,7 @@ def test_a_manifest_that_cannot_be_is_refused_though_its_digest_is_right(
 ) -> None:
     with pytest.raises(CheckpointCorrupt):
         decode_manifest(resealed(manifest, change), "here")
-    assert decode_manifest(resealed(manifest, lambda body: body), "here")
+    assert resealed(manifest, lambda body: body) == manifest
 
 
 @pytest.mark.parametrize("version", [2, 7, 10**18])

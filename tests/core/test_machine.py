@@ -248,7 +248,7 @@ TestTrial.settings = settings(
 
 @pytest.mark.deep
 @pytest.mark.timeout(3600)
-class TestTrialDeeply(Trial.TestCase):  # type: ignore[misc]  # Hypothesis makes the class at run time
+class TestTrialDeeply(Trial.TestCase):  # type: ignore[misc, valid-type]  # Hypothesis makes it at run time
     settings = settings(
         max_examples=3000, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -206,7 +206,9 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_suite_notices(
+    name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
     monkeypatch.setattr(commit, "LATER", LATER, raising=False)
     for function, lines in MUTANTS[name].breaks.items():
         assert isinstance(function, FunctionType)
@@ -214,6 +216,7 @@ def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = MUTANTS[name].finder()
     print(name, "->", found[:1])
     assert found
+    record_property("figure: mutants of the package, each noticed", 1)
 
 
 @pytest.mark.parametrize("finder", [every_late_deletion, a_careless_cleaner, every_lie, every_flipped_blob])
