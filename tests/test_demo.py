@@ -197,6 +197,7 @@ def test_a_target_that_cannot_be_used_is_said_before_anything_is_trained(
 
 def test_a_run_that_fails_is_told_with_its_last_words() -> None:
     with act_process({"PYTHONHOME": "/nowhere"}) as process:
+        process.wait()
         process.begin(ActRequest(target="t", experiment="e", steps=4, save_every=1, width=8))
         with pytest.raises(TuneError, match="/nowhere"):
             process.require_success()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 
 from prefect_tune.core.values import Value
 
@@ -35,6 +37,7 @@ def _perform() -> None:
     if not line:
         return  # whoever started this is gone
     act = ActRequest.model_validate_json(line)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     durable_trainable(
         "prefect_tune.demo.model:Digits",
         act.config,
@@ -44,6 +47,12 @@ def _perform() -> None:
         checkpoint=Cadence(every_steps=act.save_every, every_seconds=None),
         retention=Retention(last=2),
     )
+
+
+def _end_with_parent() -> None:
+    """Nothing more is ever written to the standard input: reading it ends when the other side is closed."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -38,8 +39,9 @@ class ActProcess:
 
     def begin(self, act: ActRequest) -> None:
         """Have it run the flow."""
-        with cast("IO[str]", self._process.stdin) as request, suppress(BrokenPipeError):  # `wait` tells why
-            request.write(act.model_dump_json() + "\n")
+        request = cast("IO[str]", self._process.stdin).fileno()
+        with suppress(BrokenPipeError):  # it has ended, and `wait` tells why
+            os.write(request, f"{act.model_dump_json()}\n".encode())
 
     def kill(self) -> None:
         """Send SIGKILL: no handler runs, nothing is flushed."""
