@@ -58,7 +58,7 @@ def check_target(target: _Target, *, timeout: timedelta) -> TargetCheck:
             claims, refuses = store.conditional_create, _refuses_a_second_create(store)
     except _ProbeFailed as failure:
         message = diagnosis(failure.step, failure.error, timeout)
-        may_pass = isinstance(failure.error, StoreUnavailable)
+        may_pass = isinstance(failure.error, StoreUnavailable | CommitUnknown)
         return TargetCheck(ok=False, message=_line(target, message), conditional_create=False, may_pass=may_pass)
     return _verdict(target, claims=claims, refuses=refuses)
 

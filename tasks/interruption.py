@@ -30,8 +30,9 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         return work(stop)  # no signal arrives here
-    done = _begun(work, stop)
+    done: Future[_T] = Future()
     try:
+        _begin(work, stop, done)
         wait([done])
     except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
         stop.set()
@@ -40,9 +41,7 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     return done.result()
 
 
-def _begun(work: Callable[[threading.Event], _T], stop: threading.Event) -> Future[_T]:
-    done: Future[_T] = Future()
-
+def _begin(work: Callable[[threading.Event], _T], stop: threading.Event, done: Future[_T]) -> None:
     def run() -> None:
         try:
             done.set_result(work(stop))
@@ -50,7 +49,6 @@ def _begun(work: Callable[[threading.Event], _T], stop: threading.Event) -> Futu
             done.set_exception(error)
 
     threading.Thread(target=copy_context().run, args=(run,), name="durable-trainable", daemon=True).start()
-    return done
 
 
 def _wait_out(done: Future[_T], patience: timedelta) -> None:

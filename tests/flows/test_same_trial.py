@@ -1,0 +1,86 @@
+"""When a call is about the trial that is there already, and when that one has had enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.stoppers import MaxSteps, Never, Plateau, Stopper
+from prefect_tune.core.trial import Status, Trial
+from prefect_tune.flows.durable_trainable import _has_had_enough, _require_same
+from prefect_tune.flows.request import name_of
+from prefect_tune.tasks.plan import TrialPlan
+from tests.fakes.experiments import write_experiment
+from tests.flows.training import trial_at
+
+NAME = "digits"
+
+
+class Model:
+    def step(self) -> None: ...
+
+
+def train(_config: object) -> None: ...
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> TrialPlan:
+    return TrialPlan(
+        target=LocalTarget(path=str(tmp_path / "target")),
+        trial=TrialKey(experiment=NAME, trial="trial"),
+        trainable="",
+        stopper="",
+        needs_curve=False,
+        fingerprint=name_of("some.module:Model"),
+    )
+
+
+@pytest.mark.parametrize("trainable", [train, "some.module:train", "another.module:Other"])
+def test_another_trainable_under_the_same_name_is_refused_and_both_are_named(
+    plan: TrialPlan, trainable: object
+) -> None:
+    trial = Trial(trial="trial", config={}, fingerprint=name_of(trainable))
+    with pytest.raises(InvalidInput, match="'Model'") as refused:
+        _require_same(plan, trial, {})
+    assert repr(trial.fingerprint["trainable"]) in str(refused.value)
+
+
+@pytest.mark.parametrize("trainable", [Model, "moved.elsewhere:Model", "some.module:Outer.Model"])
+def test_the_same_trainable_may_be_named_otherwise(plan: TrialPlan, trainable: object) -> None:
+    _require_same(plan, Trial(trial="trial", config={}, fingerprint=name_of(trainable)), {})
+
+
+def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(plan: TrialPlan) -> None:
+    _require_same(plan, Trial(trial="trial", config={}, fingerprint={"code": "0123"}), {})
+
+
+# ------------------------------------------------------------------------------------------------- enough
+
+
+@pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
+def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(plan: TrialPlan, stopper: Stopper) -> None:
+    done = Trial(trial="trial", config={}, status=Status.FINISHED, step=7, metrics={"done": True})
+    assert _has_had_enough(plan, done, stopper)
+
+
+@pytest.mark.parametrize(
+    ("stopper", "enough"),
+    [
+        (MaxSteps(4) | Plateau("loss", std=0.0001, reports=2), True),
+        (MaxSteps(20) | Plateau("loss", std=0.0001, reports=2), False),
+        (MaxSteps(20) | Plateau("loss", std=0.3, reports=3), True),
+        (MaxSteps(4), True),
+        (MaxSteps(20), False),
+    ],
+)
+def test_a_larger_budget_goes_on_unless_what_was_reported_before_says_enough(
+    plan: TrialPlan, stopper: Stopper, enough: bool
+) -> None:
+    write_experiment(Path(plan.target.path), NAME, [1, 2, 3, 4])
+    plan = replace(plan, needs_curve=stopper.looks_back)
+    assert _has_had_enough(plan, trial_at(plan.target, NAME), stopper) is enough

@@ -1,0 +1,126 @@
+"""Opening an experiment when replies are lost, and a target that is away for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from prefect_tune.core import journal
+from prefect_tune.core.errors import CommitUnknown, ResumeFailed, StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.events import Adopted, Owner, Quarantined, Started, TrialAdded
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.store import Buffer
+from prefect_tune.core.values import Stamp
+from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.run_trial import _restore_newest
+from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
+
+ME = Owner(name="me", host="here", pid=1)
+STAMP = Stamp(write_id="w", at="now")
+
+
+class Late(Bucket):
+    """Takes the `nth` create without saying so, and shows it only when it arrives."""
+
+    def __init__(self, nth: int) -> None:
+        super().__init__()
+        self._nth = nth
+        self.on_its_way: list[tuple[str, bytes]] = []
+
+    def arrive(self) -> None:
+        while self.on_its_way:
+            super().create(*self.on_its_way.pop())
+
+    def create(self, path: str, data: Buffer) -> None:
+        self.arrive()
+        self._nth -= 1
+        if self._nth == 0:
+            self.on_its_way.append((path, bytes(data)))
+            raise CommitUnknown("no reply in time")
+        super().create(path, data)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("arrives", ["before the retry", "during the retry", "never"])
+def test_opening_again_after_a_lost_reply_is_opening_once(
+    request: pytest.FixtureRequest, nth: int, arrives: str
+) -> None:
+    bucket = BUCKETS[request.node.name] = Late(nth)
+    target = BucketTarget(name=request.node.name)
+    with pytest.raises(CommitUnknown):
+        restore_experiment_state.fn(target, "e", ME, STAMP)
+    if arrives == "before the retry":
+        bucket.arrive()
+    elif arrives == "never":
+        bucket.on_its_way.clear()
+    opened = restore_experiment_state.fn(target, "e", ME, STAMP)
+    assert (opened.number, opened.epoch, opened.owner, opened.settled_from) == (2, 1, ME, 1)
+    assert journal.load(bucket, "e", side_by_side=map) == opened
+    assert restore_experiment_state.fn(target, "e", ME, STAMP) == opened
+
+
+# ---------------------------------------------------------------------------------------------- the target
+
+
+class Failing(Bucket):
+    def __init__(self, error: TuneError) -> None:
+        super().__init__()
+        self._error = error
+
+    def create(self, path: str, data: Buffer) -> None:
+        assert len(data) > 0, path
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (StoreUnavailable("503 slow down"), StoreUnavailable),
+        (CommitUnknown("no reply in time"), StoreUnavailable),
+        (StoreRefused("AccessDenied"), StoreRefused),
+    ],
+)
+def test_a_target_that_is_away_is_asked_again_and_one_that_refuses_is_not(
+    request: pytest.FixtureRequest, error: TuneError, raised: type[TuneError]
+) -> None:
+    BUCKETS[request.node.name] = Failing(error)
+    with pytest.raises(TuneError) as caught:
+        check_target.fn(BucketTarget(name=request.node.name))
+    assert type(caught.value) is raised
+
+
+# --------------------------------------------------------------------------------------- damaged checkpoints
+
+
+def _with_quarantined(bucket: Bucket, spoil: Callable[[Experiment], Experiment]) -> Experiment:
+    state = journal.take_over(bucket, "e", ME, STAMP, side_by_side=map)
+    torn = Quarantined(trial="t", sequence=2, reason="a torn manifest that nobody was told of")
+    begun = [Adopted(), TrialAdded(trial="t", config={}), Started(trial="t", attempt=1, from_step=0), torn]
+    return spoil(journal.append(bucket, state, begun, Stamp(write_id="w2", at="now")))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(
+    request: pytest.FixtureRequest, bucket: Bucket, lost: int
+) -> None:
+    plan = TrialPlan(
+        target=BucketTarget(name=request.node.name),
+        trial=TrialKey(experiment="e", trial="t"),
+        trainable="",
+        stopper="",
+        needs_curve=False,
+    )
+
+    def losing(state: Experiment) -> Experiment:
+        trial = state.trial("t").model_copy(update={"lost_checkpoints": lost})
+        return state.model_copy(update={"trials": {"t": trial}})
+
+    state = _with_quarantined(bucket, losing)
+    if lost:
+        with pytest.raises(ResumeFailed, match="Nothing was started afresh"):
+            _restore_newest(plan, state, None, None)
+    else:
+        assert _restore_newest(plan, state, None, None) == (state, None)

@@ -1,0 +1,52 @@
+"""Whatever ends the flow's main thread ends the trial first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from prefect_tune.tasks import interruption
+from prefect_tune.tasks.interruption import interruptible
+
+
+class FlowTimedOut(TimeoutError):
+    """Prefect's is an Exception too, raised by a signal handler in the middle of whatever is waited for."""
+
+
+def _times_out(number: int, _frame: object) -> None:
+    raise FlowTimedOut(number)
+
+
+@pytest.fixture(autouse=True)
+def timeout_by_signal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(interruption, "get_run_logger", logging.getLogger)
+    before = signal.signal(signal.SIGUSR1, _times_out)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1])
+def test_a_flow_that_times_out_has_its_trial_save_and_end_first(seconds: float) -> None:
+    ended = threading.Event()
+
+    def work(stop: threading.Event) -> str:
+        time.sleep(seconds)  # none: the thread may not even have been begun yet
+        os.kill(os.getpid(), signal.SIGUSR1)
+        if stop.wait(20):
+            ended.set()
+        return "saved"
+
+    with pytest.raises(FlowTimedOut):
+        interruptible(work, grace=timedelta(seconds=20))
+    assert ended.is_set()
+
+
+def test_what_is_not_interrupted_returns_what_it_returns() -> None:
+    assert interruptible(lambda stop: stop.is_set(), grace=timedelta(0)) is False
