@@ -288,3 +288,28 @@ def test_a_refused_create_is_ours_if_our_bytes_are_there(there: bytes | None) ->
             create_or_recognize(store, "a", b"mine")
     else:
         create_or_recognize(store, "a", b"mine")
+
+
+def test_an_outcome_that_cannot_be_asked_for_stays_unknown() -> None:
+    class Gone(MemoryStore):
+        def create(self, path: str, data: object) -> None:
+            del data
+            raise CommitUnknown(path)
+
+        def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+            del offset, length
+            raise StoreUnavailable(path)
+
+    with pytest.raises(CommitUnknown, match="could not be read back"):
+        create_or_recognize(Gone(), "a", b"mine")
+
+
+def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
+    session = trained(1)
+    before = dict(objects(session))
+    objects(session).clear()
+    with pytest.raises(StoreUnavailable, match="the journal's last entry is gone"):
+        session.finish()
+    assert objects(session) == {}
+    objects(session).update(before)
+    session.finish()
