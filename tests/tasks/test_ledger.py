@@ -41,6 +41,8 @@ class Weather:
     wrong: Callable[[str], TuneError | None] = lambda _path: None
     after: Callable[[str], TuneError | None] = lambda _path: None
     """Likewise, once it is written."""
+    hidden: Sequence[str] = ()
+    """What cannot be read."""
 
     @staticmethod
     def raise_if(error: TuneError | None) -> None:
@@ -60,6 +62,10 @@ class _Store(PosixStore):
     def put(self, path: str, data: Buffer) -> None:
         WEATHER.raise_if(WEATHER.wrong(path))
         super().put(path, data)
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        WEATHER.raise_if(StoreUnavailable("503") if path in WEATHER.hidden else None)
+        return super().read(path, offset=offset, length=length)
 
     def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
@@ -184,6 +190,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     plan = TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
     yield Desk(plan, tmp_path)
     WEATHER.wrong = WEATHER.after = lambda _path: None
+    WEATHER.hidden = ()
 
 
 def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
@@ -282,7 +289,12 @@ def test_reports_wait_for_a_target_that_is_away(desk: Desk) -> None:
     often(desk, 0.05)
     ledger = desk.attempt()
     refused: list[str] = []
-    WEATHER.wrong = lambda path: refused.append(path) or StoreUnavailable("503")
+
+    def refuse(path: str) -> TuneError:
+        refused.append(path)
+        return StoreUnavailable("503")
+
+    WEATHER.wrong = refuse
     ledger.note(report(1))
     until(lambda: len(refused) > 2)
     ledger.note(report(2))
@@ -303,24 +315,13 @@ def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once
         lost.append(path)
         return CommitUnknown("no reply") if len(lost) == 1 else None
 
-    read, _Store.read = _Store.read, _unreadable_after(lost)
-    try:
-        WEATHER.after = lose
-        ledger.note(report(1))
-        until(lambda: lost)
-        time.sleep(0.2)
-    finally:
-        _Store.read = read
+    WEATHER.after = lose
+    WEATHER.hidden = lost
+    ledger.note(report(1))
+    until(lambda: lost)
+    time.sleep(0.2)  # by now it has been tried again, as often as the period says
+    WEATHER.hidden = ()
     desk.save(ledger, 2)
     ledger.close(ended(Cause.MACHINE, "away"))
     assert ledger.error is None
     assert desk.reported() == [1, 2]
-
-
-def _unreadable_after(lost: Sequence[str]) -> Callable[..., bytes]:
-    def read(store: _Store, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        if path in lost:
-            raise StoreUnavailable("503")
-        return bytes(PosixStore.read(store, path, offset=offset, length=length))
-
-    return read

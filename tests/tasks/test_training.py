@@ -127,9 +127,9 @@ def test_a_function_that_never_saw_its_criterion_has_met_it(
 def test_a_trial_that_is_kept_says_what_is_true_now(trained: Callable[..., Sequence[FromTrial]]) -> None:
     def looks(_config: Config) -> Mapping[str, object]:
         trial = pt.get_trial()
-        before = trial.step
+        before, asked = trial.step, trial.should_checkpoint  # nothing has been reported yet that would listen
         pt.report({"loss": 1.0})
-        return {"before": before, "step": trial.step, "asked": trial.should_checkpoint}
+        return {"before": before, "step": trial.step, "asked": asked}
 
     told = [each.report.metrics for each in trained(looks, StopAndSave()) if isinstance(each, StepDone)]
     assert told[-1] == {"before": 0, "step": 1, "asked": True}
