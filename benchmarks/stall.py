@@ -67,7 +67,7 @@ def main() -> None:
                 sync=SyncConfig(commit=commit),
             )
             sink.drop()
-            return statistics.median(json.loads(out.read_text()))
+            return float(statistics.median(json.loads(out.read_text())))
 
         for milliseconds in (0, 25):
             sink.set_latency(timedelta(milliseconds=milliseconds))

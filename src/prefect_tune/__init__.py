@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SyncConfig,
     )
     from prefect_tune.checkpoint import Checkpoint
+    from prefect_tune.core.cadence import Cadence
     from prefect_tune.core.errors import (
         AlreadyCommitted,
         AlreadyExists,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         UnknownVersion,
         UnsafePayload,
     )
+    from prefect_tune.core.failures import FailurePolicy
     from prefect_tune.core.retention import Retention
     from prefect_tune.core.stoppers import MaxSteps, MaxTime, Plateau
     from prefect_tune.flows.durable_trainable import durable_trainable
@@ -63,11 +65,13 @@ __all__ = [
     "AlreadyExists",
     "AzureTarget",
     "BadMetric",
+    "Cadence",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointNotFound",
     "CommitUnknown",
     "DeadlineExceeded",
+    "FailurePolicy",
     "FsspecTarget",
     "GcsTarget",
     "IllegalTransition",
@@ -109,6 +113,8 @@ __all__ = [
 _NAMES_BY_MODULE = {
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
     "prefect_tune.checkpoint": "Checkpoint",
+    "prefect_tune.core.cadence": "Cadence",
+    "prefect_tune.core.failures": "FailurePolicy",
     "prefect_tune.core.retention": "Retention",
     "prefect_tune.core.stoppers": "MaxSteps MaxTime Plateau",
     "prefect_tune.flows.durable_trainable": "durable_trainable",

@@ -65,7 +65,7 @@ def test_many_kills_change_nothing_either(
     commit: str, victim: Victim, target: StorageTarget, drivers: Drivers, tmp_path: Path, struck: Struck
 ) -> None:
     assert commit in ("sync", "async")
-    struck(Campaign(drivers, target, tmp_path, victim, seed=100, commit=commit), 20)  # type: ignore[arg-type]  # seen
+    struck(Campaign(drivers, target, tmp_path, victim, seed=100, commit=commit), 20)  # type: ignore[arg-type]  # the line above sees to it
 
 
 def _told(*lines: str) -> list[Told]:
