@@ -90,43 +90,50 @@ class Trial(RuleBasedStateMachine):
         assert found in allowed
         self.model.live, self.model.unsure = found, None
 
-    @precondition(lambda self: self.owner)
     @rule()
     def crash(self) -> None:
         self.owner = None
 
+    def _alive(self) -> Session:
+        """The owner; whoever is needed and dead is started again."""
+        if self.owner is None:
+            self.start_elsewhere()
+        assert self.owner
+        return self.owner
+
     # -------------------------------------------------------------------------------------- what it does
 
-    @precondition(lambda self: self.owner)
+    def _train(self, steps: int) -> Session:
+        owner = self._alive()
+        for _ in range(steps):
+            owner.train()
+        self.model.step += steps
+        return owner
+
     @rule(steps=st.integers(1, 2))
     def train(self, steps: int) -> None:
-        assert self.owner
-        for _ in range(steps):
-            self.owner.train()
-        self.model.step += steps
+        self._train(steps)
 
-    @precondition(lambda self: self.owner and self.owner.waiting)
-    @rule()
-    def save(self) -> None:
-        assert self.owner
-        self.owner.save()
-        self._note(self.witness.acknowledged[-1])
-        self.model.live = self.model.keep_the_last_two()
+    @rule(steps=st.integers(1, 2), times=st.integers(1, 4))
+    def save(self, steps: int, times: int) -> None:
+        for _ in range(times):
+            self._train(steps).save()
+            self._note(self.witness.acknowledged[-1])
+            self.model.live = self.model.keep_the_last_two()
 
     def _note(self, save: Save) -> None:
         assert save[0] == self.model.step
         self.model.live.append(save)
         self.model.files[save] = self.witness.saved[save]
 
-    @precondition(lambda self: self.owner and self.owner.waiting)
-    @rule(nth=st.integers(1, 14), way=st.sampled_from([Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]))
+    @rule(nth=st.integers(1, 16), way=st.sampled_from([Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]))
     def die_in_a_save(self, nth: int, way: Way) -> None:
-        assert self.owner
-        self.owner.store = DyingStore(self.store, nth, way)
+        owner = self._train(1)
+        owner.store = DyingStore(self.store, nth, way)
         told = len(self.witness.acknowledged)
-        unsure = (self.model.step, self.owner.experiment.number)
+        unsure = (self.model.step, owner.experiment.number)
         with suppress(Crash):
-            self.owner.save()
+            owner.save()
         if len(self.witness.acknowledged) > told:
             self._note(unsure)
             self.model.live = self.model.keep_the_last_two()
@@ -135,21 +142,22 @@ class Trial(RuleBasedStateMachine):
             self.model.files[unsure] = self.witness.saved.get(unsure, [])
         self.owner = None
 
-    @precondition(lambda self: self.owner)
-    @rule(cause=st.sampled_from([Cause.MACHINE, Cause.USER, Cause.PREEMPTED]))
-    def fail_and_go_on(self, cause: Cause) -> None:
-        """Another attempt by the same owner."""
-        assert self.owner
-        self.owner.append([AttemptEnded(trial=KEY.trial, cause=cause, message="x")])
-        self.owner.waiting.clear()
+    @rule(cause=st.sampled_from([Cause.MACHINE, Cause.USER, Cause.PREEMPTED]), gives_up_on_a_save=st.booleans())
+    def fail_and_go_on(self, cause: Cause, *, gives_up_on_a_save: bool) -> None:
+        """Another attempt by the same owner; the save that the last one could not settle is none."""
+        owner = self._alive()
+        if gives_up_on_a_save:
+            self._train(1).publish()
+        owner.append([AttemptEnded(trial=KEY.trial, cause=cause, message="x")])
+        owner.waiting.clear()
         self._go_on()
 
-    @precondition(lambda self: self.owner and not self.owner.waiting)
     @rule()
     def finish_and_extend(self) -> None:
-        assert self.owner
-        self.owner.append([Finished(trial=KEY.trial, reason="enough")])
-        self.owner.append([Requeued(trial=KEY.trial, reason="more")])
+        owner = self._alive()
+        owner.append([Finished(trial=KEY.trial, reason="enough")])
+        owner.append([Requeued(trial=KEY.trial, reason="more")])
+        owner.waiting.clear()
         self._go_on()
 
     def _go_on(self) -> None:
@@ -161,21 +169,23 @@ class Trial(RuleBasedStateMachine):
         self.model.step = self.model.live[-1][0] if self.model.live else 0
         assert self.owner.trial.step == self.model.step
 
-    @precondition(lambda self: self.owner and self.model.live)
+    @precondition(lambda self: self.model.live and not self.model.unsure)
     @rule(which=st.integers(0, 5), pinned=st.booleans())
     def pin(self, which: int, *, pinned: bool) -> None:
-        assert self.owner
+        owner = self._alive()
+        if not self.model.live:
+            return  # what there was turned out to be damaged
         save = self.model.live[which % len(self.model.live)]
-        self.owner.append([Pinned(trial=KEY.trial, sequence=save[1], pinned=pinned)])
+        owner.append([Pinned(trial=KEY.trial, sequence=save[1], pinned=pinned)])
         (self.model.pinned.add if pinned else self.model.pinned.discard)(save)
 
     @precondition(lambda self: self.owner and len(self.model.live) > 1)
     @rule()
     def retire_the_oldest(self) -> None:
-        assert self.owner
+        owner = self._alive()
         step, sequence = self.model.live.pop(0)
-        self.owner.append([Retired(trial=KEY.trial, retires=(sequence,))])
-        self.owner.collect([CheckpointKey(trial=KEY, step=step, sequence=sequence)])
+        owner.append([Retired(trial=KEY.trial, retires=(sequence,))])
+        owner.collect([CheckpointKey(trial=KEY, step=step, sequence=sequence)])
 
     # ---------------------------------------------------------------------------- what others do to it
 
