@@ -26,6 +26,7 @@ __all__ = ["Campaign", "Victim", "redone"]
 Victim = Literal["flow", "trial", "machine"]
 STEPS, INTERVAL = 60, 5
 _KILLS_PER_TRAINING = 5
+_ENOUGH_VIOLATIONS = 5
 
 
 @dataclass
@@ -51,14 +52,14 @@ class Campaign:
     def run(self, kills: int) -> str:
         """Strike `kills` times; return the figures as one line."""
         started = time.monotonic()
-        while self.kills < kills:
+        while self.kills < kills and len(self.violations) < _ENOUGH_VIOLATIONS:
             self._train(min(_KILLS_PER_TRAINING, kills - self.kills))
         lost = self.steps_lost or [0]
         return (
             f"kill -9 of the {self.victim} on {self.target.uri.partition('://')[0]}, commit={self.commit!r}: "
             f"{self.kills} kills in {self.trainings} trainings of {STEPS} steps, saved every {INTERVAL}: "
             f"{len(self.violations)} violations; steps lost a kill: median {median(lost):g}, max {max(lost)}; "
-            f"{(time.monotonic() - started) / self.kills:.1f} s a kill"
+            f"{(time.monotonic() - started) / max(self.kills, 1):.1f} s a kill"
         )
 
     def _train(self, kills: int) -> None:

@@ -209,3 +209,15 @@ def test_a_paused_trial_whose_flow_was_killed_dies_as_soon_as_it_wakes(
     dead.require_no_leftovers()
     assert len(told(contest.witness)) <= acts + 2  # it may end the step that it was in
     contest.require_identical_end(outcome)
+
+
+def test_a_trial_in_the_middle_of_a_long_step_dies_with_its_flow(
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    contest = _Contest(drivers, local_target, tmp_path)
+    contest.hold_at(8)
+    dead = contest.start()
+    until(lambda: told(contest.witness)[-1:] and told(contest.witness)[-1].step == 7, seconds=60, what=lambda: dead.log)
+    assert dead.trials()
+    dead.kill()
+    dead.require_no_leftovers()
