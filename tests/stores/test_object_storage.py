@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 
 import boto3
 import pytest
 from moto import settings as moto_settings
 from moto.server import ThreadedMotoServer
-from obstore.store import S3Store
+from obstore.store import LocalStore, S3Store
 
 from prefect_tune.core.errors import (
     AlreadyExists,
@@ -402,14 +403,17 @@ def test_what_was_read_stays_as_it_is_while_others_read(sink: S3Sink) -> None:
 
 
 def test_a_proxy_is_left_to_the_client(sink: S3Sink, monkeypatch: pytest.MonkeyPatch) -> None:
-    _blob(sink)
+    data = _blob(sink)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setenv("http_proxy", sink.endpoint)  # a sink is proxy enough: it looks at the path alone
-    store = _store("http://elsewhere.invalid")
-    with suppress(TuneError):
-        store.read("blob", length=2 * _MIB)
-    assert sink.log
-    assert not _signed(sink)
+    with S3Sink() as proxy:  # it takes a URL for a path, and finds nothing there
+        monkeypatch.setenv("http_proxy", proxy.endpoint)
+        with suppress(TuneError):
+            _store(sink.endpoint).read("blob", length=2 * _MIB)
+        assert proxy.log
+        assert not sink.log
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        assert _store(sink.endpoint).read("blob", length=2 * _MIB) == data[: 2 * _MIB]
+        assert _signed(sink)
 
 
 def test_memory_is_handed_out_again_once_nobody_looks_at_it() -> None:
@@ -426,4 +430,41 @@ def test_memory_is_handed_out_again_once_nobody_looks_at_it() -> None:
     del tail
     again = memory.view(100)
     assert bytes(again[:1]) == b"x"
+    del again
     assert memory.view(17 << 20).nbytes == 17 << 20
+
+
+def test_a_bucket_that_was_deleted_meanwhile_is_not_taken_for_an_empty_one(moto: str) -> None:
+    client = boto3.client(
+        "s3",
+        endpoint_url=moto,
+        region_name="us-east-1",
+        aws_access_key_id=_SECRETS["access_key_id"],
+        aws_secret_access_key=_SECRETS["secret_access_key"],
+    )
+    client.create_bucket(Bucket="short-lived")
+    store = _store(moto, bucket="short-lived")
+    store.put("a", b"1")
+    store.delete(["a"])
+    client.delete_bucket(Bucket="short-lived")
+    with pytest.raises(StoreRefused, match="no such bucket"):
+        store.read("a")
+
+
+def test_closing_lets_go_of_the_connections_of_signed_reads(sink: S3Sink) -> None:
+    _blob(sink)
+    store = _store(sink.endpoint)
+    store.read("blob", length=2 * _MIB)
+    store._clients.clear()  # the client's own connections are not meant
+    assert _until(lambda: len(sink.connections) == 1)
+    store.close()
+    assert _until(lambda: not sink.connections)
+
+
+def test_where_each_object_is_deleted_by_itself_what_is_gone_does_not_keep_the_rest(tmp_path: Path) -> None:
+    deadline = Deadline.after(timedelta(seconds=10))
+    store = ObstoreStore(lambda _limit: LocalStore(tmp_path), deadline=deadline)
+    for path in ("a", "b", "c"):
+        store.put(path, b"1")
+    store.delete(["never/there", "a", "gone", "c"])
+    assert [listed.path for listed in store.list("")] == ["b"]
