@@ -260,5 +260,5 @@ TestTrial.settings = settings(
 @pytest.mark.timeout(3600)
 class TestTrialDeeply(Trial.TestCase):  # type: ignore[misc, valid-type]  # Hypothesis makes it at run time
     settings = settings(
-        max_examples=3000, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=1500, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

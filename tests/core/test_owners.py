@@ -66,18 +66,9 @@ def test_three_owners_in_random_orders_of_everything_they_do_break_no_promise(re
 
 @pytest.mark.deep
 @pytest.mark.timeout(3600)
-def test_three_owners_at_every_decision_break_no_promise(record_property: Record) -> None:
-    acts = [save, takes_over, takes_over]
-    explored = meet_in_every_order(old_owner(), acts, at_decisions, limit=200_000)
-    explored.tell(record_property, "orders of three owners, every one")
-    assert explored.broken == []
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("checkpoints", [0, 1, 3])
 def test_many_random_orders_of_four_owners_break_no_promise(checkpoints: int, record_property: Record) -> None:
     acts = [save, takes_over_and_saves, takes_over_and_saves, takes_over_and_saves]
-    explored = meet_at_random(old_owner(checkpoints), acts, range(2000))
+    explored = meet_at_random(old_owner(checkpoints), acts, range(1000))
     explored.tell(record_property, "orders of four owners, at random")
     assert explored.broken == []
