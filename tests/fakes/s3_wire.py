@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from urllib.parse import unquote
 
 __all__ = ["Chunked", "Source", "Wire", "parsed_head"]
@@ -48,6 +49,7 @@ class Wire(Source):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
         self.sock = sock
+        self._all = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
         self._scratch = memoryview(bytearray(1 << 18))
         self._begin = self._end = 0
 
@@ -59,7 +61,7 @@ class Wire(Source):
         while have < len(view):
             left = len(view) - have
             if self._begin == self._end and left >= len(self._scratch):
-                got = self.sock.recv_into(view[have:], 0, socket.MSG_WAITALL)
+                got = self.sock.recv_into(view[have:], 0, self._all)
             else:
                 piece = self._next(left)
                 got = len(piece)
