@@ -181,7 +181,7 @@ def test_a_create_is_done_once_whatever_passes(chaos: ChaosS3, kind: Chaos) -> N
 def test_a_refusal_is_told_as_one_by_every_act(chaos: ChaosS3, kind: Chaos) -> None:
     _furnish(chaos)
     chaos.always(kind)
-    with _obstore(chaos.endpoint, seconds=20) as store:
+    with _obstore(chaos.endpoint, seconds=40, request_seconds=20) as store:
         outcomes = _outcomes(store)
     if kind is Chaos.NO_BUCKET:
         assert isinstance(outcomes.pop("delete"), StoreRefused | None)  # a batch delete's 404 has no say
@@ -191,7 +191,7 @@ def test_a_refusal_is_told_as_one_by_every_act(chaos: ChaosS3, kind: Chaos) -> N
 
 def test_credentials_that_expire_midway_refuse_and_keep_what_was_written(chaos: ChaosS3) -> None:
     chaos.script([None, None], then=Chaos.EXPIRE_403)
-    with _obstore(chaos.endpoint, seconds=20) as store:
+    with _obstore(chaos.endpoint, seconds=40, request_seconds=20) as store:
         store.put("a", DATA)
         store.put("b", DATA)
         with pytest.raises(StoreRefused, match="expired"):
@@ -222,7 +222,7 @@ def test_half_a_range_that_is_called_the_whole_is_not_believed(chaos: ChaosS3) -
 @pytest.mark.parametrize("kind", [Chaos.STORE_HALF, Chaos.STORE_NOTHING], ids=lambda kind: kind.name)
 def test_what_the_server_only_pretends_to_keep_shows_in_its_size(chaos: ChaosS3, kind: Chaos) -> None:
     chaos.script([kind])
-    with _obstore(chaos.endpoint, seconds=20) as store:
+    with _obstore(chaos.endpoint, seconds=40, request_seconds=20) as store:
         store.put("a", DATA)
         assert store.size("a") == (len(DATA) // 2 if kind is Chaos.STORE_HALF else None)
         store.put("a", DATA)
@@ -230,7 +230,7 @@ def test_what_the_server_only_pretends_to_keep_shows_in_its_size(chaos: ChaosS3,
 
 
 def test_a_stale_listing_shows_what_was_and_a_size_what_is(chaos: ChaosS3) -> None:
-    with _obstore(chaos.endpoint, seconds=20) as store:
+    with _obstore(chaos.endpoint, seconds=40, request_seconds=20) as store:
         store.put("old", b"1")
         chaos.freeze_listing()
         store.put("new", b"22")
