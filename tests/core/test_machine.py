@@ -252,7 +252,7 @@ class Trial(RuleBasedStateMachine):
 
 TestTrial = Trial.TestCase
 TestTrial.settings = settings(
-    max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

@@ -52,7 +52,7 @@ def test_two_owners_in_every_order_break_no_promise(
 
 def test_three_owners_in_every_order_break_no_promise(record_property: Record) -> None:
     acts = [save, takes_over, takes_over]
-    explored = meet_in_every_order(old_owner(), acts, at_creates, limit=20_000)
+    explored = meet_in_every_order(old_owner(1), acts, at_creates, limit=20_000)
     explored.tell(record_property, "orders of three owners, every one")
     assert explored.broken == []
 
