@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextvars import copy_context
@@ -17,6 +19,7 @@ __all__ = ["interruptible"]
 _T = TypeVar("_T")
 # What is left to write once the trial has ended or its grace is over: its last journal entry.
 _LAST_WORDS = timedelta(seconds=3)
+_SLICE_SECONDS = 0.5
 
 
 def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) -> _T:
@@ -33,12 +36,23 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     done: Future[_T] = Future()
     try:
         _begin(work, stop, done)
-        wait([done])
+        _wait(done)
     except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
         stop.set()
         _wait_out(done, grace + _LAST_WORDS)
         raise
     return done.result()
+
+
+def _wait(done: Future[_T], seconds: float = math.inf) -> bool:
+    """Return whether it is done within `seconds`.
+
+    In slices: of a signal that arrives just before the thread falls asleep, Python is told at the next waking.
+    """
+    until = time.monotonic() + seconds
+    while not done.done() and (remaining := until - time.monotonic()) > 0:
+        wait([done], min(remaining, _SLICE_SECONDS))
+    return done.done()
 
 
 def _begin(work: Callable[[threading.Event], _T], stop: threading.Event, done: Future[_T]) -> None:
@@ -56,9 +70,9 @@ def _wait_out(done: Future[_T], patience: timedelta) -> None:
     log = get_run_logger()
     log.warning("asked to stop: the trial saves and ends")
     try:
-        ended, _ = wait([done], patience.total_seconds())
+        ended = _wait(done, patience.total_seconds())
     except TerminationSignal:
-        ended, _ = wait([done], patience.total_seconds())
+        ended = _wait(done, patience.total_seconds())
     if not ended:
         log.error("the trial did not end in time; a resume goes on from its last commit")
     elif error := done.exception():

@@ -48,5 +48,18 @@ def test_a_flow_that_times_out_has_its_trial_save_and_end_first(seconds: float) 
     assert ended.is_set()
 
 
+def test_a_signal_that_does_not_wake_the_main_thread_is_not_missed() -> None:
+    stopped = []
+
+    def work(stop: threading.Event) -> None:
+        time.sleep(0.1)  # the main thread sleeps by now
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # taken by this thread: nothing wakes the other
+        stopped.append(stop.wait(20))
+
+    with pytest.raises(FlowTimedOut):
+        interruptible(work, grace=timedelta(seconds=20))
+    assert stopped == [True]
+
+
 def test_what_is_not_interrupted_returns_what_it_returns() -> None:
     assert interruptible(lambda stop: stop.is_set(), grace=timedelta(0)) is False
