@@ -71,13 +71,13 @@ $(VENV)/.venv:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# --no-deps and --no-build-isolation: nothing is installed that the lock does not name.
+# --no-deps and --no-build-isolation: nothing is installed, or even looked at, that the lock does not name.
 $(VENV)/.demo: $(VENV)/.venv requirements/demo.txt pyproject.toml
-	$(PIP_INSTALL) --require-hashes -r requirements/demo.txt
+	$(PIP_INSTALL) --no-deps --require-hashes -r requirements/demo.txt
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.venv requirements/dev.txt pyproject.toml
-	$(PIP_INSTALL) --require-hashes -r requirements/dev.txt
+	$(PIP_INSTALL) --no-deps --require-hashes -r requirements/dev.txt
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
