@@ -1,0 +1,51 @@
+"""What an experiment is good at: one metric or several, each to be small or large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from pydantic import model_validator
+
+from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.values import Value
+
+__all__ = ["Mode", "Objective"]
+
+Mode: TypeAlias = Literal["min", "max"]
+
+
+class Objective(Value):
+    """The reported metrics that trials are compared by; the first one is what a scheduler goes by."""
+
+    metrics: tuple[str, ...]
+    modes: tuple[Mode, ...]
+
+    @model_validator(mode="after")
+    def _one_mode_for_each(self) -> Objective:
+        if not self.metrics or len(self.metrics) != len(self.modes):
+            raise ValueError(f"expected one mode for each metric, found {self.metrics} and {self.modes}")
+        return self
+
+    def loss(self, metrics: Mapping[str, object], where: str) -> float:
+        """Return the first metric so that smaller is better.
+
+        Raises:
+            BadMetric: it was not reported, or is not a finite number; `where` says by whom.
+        """
+        return self.losses(metrics, where)[0]
+
+    def losses(self, metrics: Mapping[str, object], where: str) -> tuple[float, ...]:
+        """Return every metric so that smaller is better. Raises as `loss`."""
+        return tuple(
+            (1 if mode == "min" else -1) * _number(metrics, name, where)
+            for name, mode in zip(self.metrics, self.modes, strict=True)
+        )
+
+
+def _number(metrics: Mapping[str, object], name: str, where: str) -> float:
+    value = metrics.get(name)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise BadMetric(f"{where}: expected a number for metric {name!r}, found {value!r}; reported were {sorted(metrics)}")

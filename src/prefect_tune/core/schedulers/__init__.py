@@ -1,0 +1,1 @@
+"""Which trials go on, and which do not: pure functions of what was reported."""

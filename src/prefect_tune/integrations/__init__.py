@@ -1,0 +1,1 @@
+"""Other libraries, each an extra: what trains, what searches, what shows results."""
