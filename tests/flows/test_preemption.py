@@ -116,6 +116,7 @@ def test_a_terminated_flow_does_not_wait_for_a_hung_target_beyond_its_grace(
     with TcpProxy(s3_port) as proxy:
         preempted = _Preempted(drivers, s3_at(proxy.port), tmp_path)
         preempted.options |= {"grace_period_seconds": 3, "sync": SyncConfig(commit="async")}
+        preempted.config |= {"save_seconds": 1.0, "slow_from_step": 8}  # time to cut the line before step 10 is sent
         driver = preempted.start()
         preempted.until_at("begin", 8)
         until(lambda: preempted.committed() == 5, seconds=30, what=lambda: driver.log)
