@@ -12,21 +12,25 @@ from prefect_tune.core.events import (
     Cause,
     CheckpointRef,
     Committed,
+    Decided,
     Finished,
     GaveUp,
     OneTrialsEvent,
+    Paused,
     Pinned,
     Quarantined,
     Reported,
     Requeued,
+    Resumed,
     Retired,
     Started,
 )
 from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.schedulers.scheduler import Continue
 from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint, newest_key, with_adopted
 from prefect_tune.core.values import StepReport
 
-PENDING, RUNNING, FINISHED, ERRORED = Status.PENDING, Status.RUNNING, Status.FINISHED, Status.ERRORED
+PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Status
 SAVED = CheckpointRef(step=3, sequence=7, metrics={"loss": 0.5}, trained_seconds=30.0)
 BASE = Trial(trial="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), trained_seconds=50.0)
 
@@ -41,6 +45,9 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "gave-up": GaveUp(trial="t", cause=Cause.USER, message="spent"),
     "finished": Finished(trial="t", reason="enough", returned=True),
     "requeued": Requeued(trial="t", reason="more"),
+    "paused": Paused(trial="t", reason="rung 3"),
+    "resumed": Resumed(trial="t"),
+    "decided": Decided(trial="t", report=StepReport(step=3, metrics={"loss": 0.5}), decision=Continue()),
 }
 LEGAL = {
     (PENDING, "started"): RUNNING,
@@ -53,7 +60,12 @@ LEGAL = {
     (RUNNING, "finished"): FINISHED,
     (FINISHED, "requeued"): PENDING,
     (ERRORED, "requeued"): PENDING,
-    **{(status, event): status for status in Status for event in ("retired", "quarantined", "pinned")},
+    (PENDING, "requeued"): PENDING,
+    (RUNNING, "paused"): PAUSED,
+    (PAUSED, "resumed"): PENDING,
+    (PAUSED, "started"): RUNNING,
+    (PAUSED, "finished"): FINISHED,
+    **{(status, event): status for status in Status for event in ("retired", "quarantined", "pinned", "decided")},
 }
 
 

@@ -8,24 +8,29 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from prefect_tune.core.schedulers.scheduler import Decision
 from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value
 
 __all__ = [
+    "Absorbed",
     "Adopted",
     "AttemptEnded",
     "Cause",
     "CheckpointRef",
     "Committed",
+    "Decided",
     "Event",
     "Finished",
     "GaveUp",
     "OneTrialsEvent",
     "Opened",
     "Owner",
+    "Paused",
     "Pinned",
     "Quarantined",
     "Reported",
     "Requeued",
+    "Resumed",
     "Retired",
     "Started",
     "TrialAdded",
@@ -197,7 +202,52 @@ class Requeued(TrialEvent):
     reason: str
 
 
+class Paused(TrialEvent):
+    """The scheduler wants the slot for others: the trial saved what it could, and waits to be resumed."""
+
+    type: Literal["paused"] = "paused"
+    reason: str
+
+
+class Resumed(TrialEvent):
+    """The scheduler gives a paused trial a slot again."""
+
+    type: Literal["resumed"] = "resumed"
+
+
+class Decided(TrialEvent):
+    """The scheduler was asked at a milestone, and this is its answer: written before it is acted on."""
+
+    type: Literal["decided"] = "decided"
+    report: StepReport
+    decision: Decision
+
+
 OneTrialsEvent: TypeAlias = (
-    Started | Reported | Committed | Retired | Quarantined | Pinned | AttemptEnded | GaveUp | Finished | Requeued
+    Started
+    | Reported
+    | Committed
+    | Retired
+    | Quarantined
+    | Pinned
+    | AttemptEnded
+    | GaveUp
+    | Finished
+    | Requeued
+    | Paused
+    | Resumed
+    | Decided
 )
-Event: TypeAlias = Annotated[Opened | Adopted | TrialAdded | OneTrialsEvent, Field(discriminator="type")]
+_OwnEvent: TypeAlias = Annotated[Opened | Adopted | TrialAdded | OneTrialsEvent, Field(discriminator="type")]
+
+
+class Absorbed(TrialEvent):
+    """An entry of the trial's own journal, taken into the experiment's: what its supervisor wrote, word for word."""
+
+    type: Literal["absorbed"] = "absorbed"
+    number: int
+    """The entry's, there. None is left out."""
+    events: tuple[_OwnEvent, ...]
+
+
+Event: TypeAlias = Annotated[Opened | Adopted | TrialAdded | OneTrialsEvent | Absorbed, Field(discriminator="type")]

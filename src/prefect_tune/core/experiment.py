@@ -8,9 +8,20 @@ from typing import Literal
 from pydantic import Field
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt
-from prefect_tune.core.events import Adopted, Event, Opened, Owner, TrialAdded
-from prefect_tune.core.trial import Trial, after, with_adopted
-from prefect_tune.core.values import Digest, Value
+from prefect_tune.core.events import (
+    Absorbed,
+    Adopted,
+    Decided,
+    Event,
+    OneTrialsEvent,
+    Opened,
+    Owner,
+    Requeued,
+    Resumed,
+    TrialAdded,
+)
+from prefect_tune.core.trial import ENDED, Happening, Trial, after, with_adopted
+from prefect_tune.core.values import Digest, StepReport, Value
 
 __all__ = ["Entry", "Experiment", "apply", "nothing_yet"]
 
@@ -43,6 +54,8 @@ class Experiment(Value):
     """The entry by which the present owner opened the experiment."""
     settled_from: int = 0
     """Manifests whose sequence is below this and that no entry names were never commits."""
+    happened: int = 0
+    """How much search and scheduler have to be told again; see `Trial.past`."""
     trials: Mapping[str, Trial] = Field(default_factory=dict)
 
     def trial(self, trial: str) -> Trial:
@@ -89,9 +102,11 @@ def _after(experiment: Experiment, event: Event, entry: Entry) -> Experiment:
             return _adopted(experiment, event)
         case TrialAdded():
             return _added(experiment, event)
+        case Absorbed():
+            return _absorbed(experiment, event)
         case _:
             trial = _known(experiment, event.trial)
-            return _with(experiment, after(trial, event, entry.number))
+            return _noted(experiment, trial, event, after(trial, event, entry.number))
 
 
 def _opened(experiment: Experiment, event: Opened, entry: Entry) -> Experiment:
@@ -110,7 +125,51 @@ def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
 def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
     if event.trial in experiment.trials:
         raise IllegalTransition(f"trial {event.trial!r} was added before")
-    return _with(experiment, Trial(trial=event.trial, config=event.config, fingerprint=event.fingerprint))
+    new = Trial(trial=event.trial, config=event.config, fingerprint=event.fingerprint)
+    return _happened(experiment, new, Happening(order=experiment.happened + 1, what="added"))
+
+
+def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
+    """The trial's own journal begins with its configuration and its owner, which are known here."""
+    trial = _known(experiment, event.trial)
+    if event.number != trial.absorbed + 1:
+        raise IllegalTransition(
+            f"trial {trial.trial!r}: entry {event.number} of its journal is taken in after {trial.absorbed}"
+        )
+    for each in event.events:
+        trial = experiment.trial(trial.trial)
+        match each:
+            case Opened() | TrialAdded():
+                continue
+            case Adopted():
+                adopted = with_adopted(trial, each.checkpoints.get(trial.trial, ()))
+                experiment = _with(experiment, adopted)
+            case _:
+                experiment = _noted(experiment, trial, each, after(trial, each, event.number))
+    return _with(experiment, experiment.trial(trial.trial).model_copy(update={"absorbed": event.number}))
+
+
+def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Trial) -> Experiment:
+    """Keep what search and scheduler have to hear again."""
+    order = experiment.happened + 1
+    match event:
+        case Decided(report=report, decision=decision):
+            happening = Happening(order=order, what="decided", report=report, decision=decision)
+        case Resumed():
+            happening = Happening(order=order, what="resumed")
+        case Requeued() if before.status in ENDED:
+            happening = Happening(order=order, what="added")
+        case _ if now.status in ENDED and before.status not in ENDED:
+            last = StepReport(step=now.step, metrics=now.metrics, trained_seconds=now.trained_seconds)
+            happening = Happening(order=order, what="ended", report=last if now.step else None)
+        case _:
+            return _with(experiment, now)
+    return _happened(experiment, now, happening)
+
+
+def _happened(experiment: Experiment, trial: Trial, happening: Happening) -> Experiment:
+    past = (*trial.past, happening)
+    return _with(experiment, trial.model_copy(update={"past": past})).model_copy(update={"happened": happening.order})
 
 
 def _known(experiment: Experiment, trial: str) -> Trial:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import assert_never
+from typing import Literal, assert_never
 
 from pydantic import Field
 
@@ -14,20 +14,24 @@ from prefect_tune.core.events import (
     Cause,
     CheckpointRef,
     Committed,
+    Decided,
     Finished,
     GaveUp,
     OneTrialsEvent,
+    Paused,
     Pinned,
     Quarantined,
     Reported,
     Requeued,
+    Resumed,
     Retired,
     Started,
 )
 from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.schedulers.scheduler import Decision
 from prefect_tune.core.values import StepReport, Value
 
-__all__ = ["NEXT", "Status", "Trial", "after", "is_acceptable", "newest_checkpoint", "newest_key", "with_adopted"]
+__all__ = ["ENDED", "NEXT", "Happening", "Status", "Trial", "after", "is_acceptable", "newest_checkpoint", "newest_key", "with_adopted"]
 
 
 class Status(StrEnum):
@@ -35,10 +39,12 @@ class Status(StrEnum):
 
     PENDING = "pending"
     RUNNING = "running"
+    PAUSED = "paused"
     FINISHED = "finished"
     ERRORED = "errored"
 
 
+ENDED = frozenset({Status.FINISHED, Status.ERRORED})
 # The only place where statuses change. An event that is not here changes none.
 NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.PENDING, Started): Status.RUNNING,
@@ -49,10 +55,25 @@ NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.PENDING, GaveUp): Status.ERRORED,
     (Status.ERRORED, Requeued): Status.PENDING,
     (Status.FINISHED, Requeued): Status.PENDING,
+    (Status.PENDING, Requeued): Status.PENDING,  # the experiment's journal says so before the trial's own does
+    (Status.RUNNING, Paused): Status.PAUSED,
+    (Status.PAUSED, Resumed): Status.PENDING,
+    (Status.PAUSED, Started): Status.RUNNING,
+    (Status.PAUSED, Finished): Status.FINISHED,
 }
 _ONLY_WHILE_RUNNING = (Reported, Committed)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
 _CHANGES_STATUS = frozenset(event for _, event in NEXT)
+
+
+class Happening(Value):
+    """What search and scheduler heard of a trial, or said; `order` counts over all trials of the experiment."""
+
+    order: int
+    what: Literal["added", "decided", "resumed", "ended"]
+    report: StepReport | None = None
+    """With "decided": what was decided about; with "ended": the last one."""
+    decision: Decision | None = None
 
 
 class Trial(Value):
@@ -95,6 +116,10 @@ class Trial(Value):
     """What kind of death that was."""
     returned: bool = False
     """Whether the trainable ended by itself."""
+    absorbed: int = 0
+    """The last entry of its own journal that the experiment's journal has taken in."""
+    past: tuple[Happening, ...] = ()
+    """What search and scheduler have to be told again when the experiment is resumed, oldest first."""
 
 
 def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
@@ -165,6 +190,12 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
             return _failed(trial, event)
         case Finished():
             return trial.model_copy(update={"reason": event.reason, "returned": event.returned})
+        case Paused():
+            return trial.model_copy(update={"reason": event.reason})
+        case Resumed():
+            return trial
+        case Decided():
+            return trial  # the experiment keeps it in `past`
         case Requeued():
             return trial.model_copy(update={"reason": event.reason, **_FRESH_BUDGETS})
         case _:
