@@ -1,0 +1,241 @@
+"""What a configuration can hold in place of a value: the names that users type, and what they return."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate
+from numbers import Integral
+from typing import Any, TypeAlias
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.search.ranges import Float, Integer, Normal, Range, is_number
+
+__all__ = [
+    "Branch",
+    "Choice",
+    "Domain",
+    "Grid",
+    "SampleFrom",
+    "choice",
+    "frozen",
+    "grid_search",
+    "lograndint",
+    "loguniform",
+    "qlograndint",
+    "qloguniform",
+    "qrandint",
+    "qrandn",
+    "quniform",
+    "randint",
+    "randn",
+    "sample_from",
+    "uniform",
+]
+
+_NO_JSON = (
+    "a configuration is JSON: text, numbers, true, false, null, lists and objects. Name a class or function by a "
+    "text that the trainable looks up"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the options. An option that holds domains is a space of its own, drawn only when it is chosen."""
+
+    options: tuple[object, ...]
+    weights: tuple[float, ...] | None = None
+    """How likely each option is, relative to the others; None for all alike."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", _options(self.options, "choice"))
+        if any(map(has_grid, self.options)):
+            raise InvalidInput(
+                f"{self!r}: expected options without grid_search, since a grid is tried whole and a choice is drawn; "
+                "make the outer one a grid_search too, or the inner one a choice"
+            )
+        if self.weights is not None:
+            object.__setattr__(self, "weights", _weights(self))
+
+    def __repr__(self) -> str:
+        weights = "" if self.weights is None else f", weights={list(self.weights)}"
+        return f"choice({list(self.options)}{weights})"
+
+    def at(self, quantile: float) -> int:
+        """Return the index of the option at the share `quantile`, in [0, 1), of all draws."""
+        if self.weights is None:
+            return int(quantile * len(self.options))
+        ends = list(accumulate(self.weights))
+        last_with_weight = bisect_left(ends, ends[-1])
+        return min(bisect_right(ends, quantile * ends[-1]), last_with_weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Each of the options in turn, with each of every other grid. An option may be a space of its own."""
+
+    options: tuple[object, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", _options(self.options, "grid_search"))
+
+    def __repr__(self) -> str:
+        return f"grid_search({list(self.options)})"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFrom:
+    """What `function` returns for the configuration resolved so far."""
+
+    function: Callable[[Mapping[str, Any]], object]
+    path: str | None = None
+    """`package.module:name`, where it was given by its name."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise InvalidInput(f"sample_from: expected a function of the configuration, found {self.function!r}")
+
+    def __repr__(self) -> str:
+        return f"sample_from({self.path or getattr(self.function, '__qualname__', self.function)})"
+
+
+Branch: TypeAlias = Choice | Grid
+"""A domain of options: what is drawn is an index."""
+Domain: TypeAlias = Range | Branch
+
+
+def uniform(low: float, high: float) -> Float:
+    """Draw a number from [low, high), all alike."""
+    return Float(low, high)
+
+
+def quniform(low: float, high: float, q: float) -> Float:
+    """Draw a multiple of `q` from [low, high], all alike; both ends are multiples."""
+    return Float(low, high, q=_step(q, "quniform"))
+
+
+def loguniform(low: float, high: float) -> Float:
+    """Draw a number from [low, high) whose logarithm is uniform; `low` > 0."""
+    return Float(low, high, "log")
+
+
+def qloguniform(low: float, high: float, q: float) -> Float:
+    """Draw as `loguniform` and round to a multiple of `q`, from [low, high]; both ends are multiples."""
+    return Float(low, high, "log", _step(q, "qloguniform"))
+
+
+def randint(low: int, high: int) -> Integer:
+    """Draw a whole number from [low, high), all alike."""
+    return Integer(low, high)
+
+
+def qrandint(low: int, high: int, q: int = 1) -> Integer:
+    """Draw a multiple of `q` from [low, high], all alike; both ends are multiples."""
+    return Integer(low, high, q=_step(q, "qrandint"))
+
+
+def lograndint(low: int, high: int) -> Integer:
+    """Draw a number from [low, high) whose logarithm is uniform, and cut its fraction off; `low` > 0."""
+    return Integer(low, high, "log")
+
+
+def qlograndint(low: int, high: int, q: int = 1) -> Integer:
+    """Draw a number whose logarithm is uniform and round to a multiple of `q`, from [low, high]."""
+    return Integer(low, high, "log", _step(q, "qlograndint"))
+
+
+def randn(mean: float = 0.0, sd: float = 1.0) -> Normal:
+    """Draw a normally distributed number."""
+    return Normal(mean, sd)
+
+
+def qrandn(mean: float, sd: float, q: float) -> Normal:
+    """Draw a normally distributed number, rounded to a multiple of `q`."""
+    return Normal(mean, sd, _step(q, "qrandn"))
+
+
+def choice(options: Sequence[object], weights: Sequence[float] | None = None) -> Choice:
+    """Draw one of `options`, all alike or as `weights` say. An option that holds domains is a conditional space."""
+    return Choice(_sequence(options, "choice"), None if weights is None else _sequence(weights, "weights"))
+
+
+def grid_search(values: Sequence[object]) -> Grid:
+    """Try each of `values`, with each of every other grid, once per sample."""
+    return Grid(_sequence(values, "grid_search"))
+
+
+def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
+    """Compute a value from the others: `sample_from(lambda config: 2 * config["width"])`.
+
+    `config` is the whole configuration; what is asked of it is resolved first. Whatever is random belongs into
+    a domain of its own, which the function reads: then a resumed experiment sees the same.
+    """
+    return SampleFrom(function)
+
+
+def frozen(node: object, where: str) -> object:
+    """Return a copy of part of a space: domains as they are, everything else plain JSON.
+
+    Raises:
+        InvalidInput: it holds what JSON cannot say; `where` and the message tell where.
+    """
+    if isinstance(node, Domain | SampleFrom) or node is None or isinstance(node, bool):
+        return node
+    if isinstance(node, Mapping):
+        return {_key(key, where): frozen(value, f"{where}.{key}") for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [frozen(value, f"{where}[{index}]") for index, value in enumerate(node)]
+    if isinstance(node, str):
+        return str(node)
+    if isinstance(node, Integral):
+        return int(node)
+    if is_number(node):
+        return float(node)
+    raise InvalidInput(f"{where}: expected a value or a domain, found {node!r} ({type(node).__name__}): {_NO_JSON}")
+
+
+def has_grid(node: object) -> bool:
+    """Whether part of a space holds a grid."""
+    match node:
+        case Grid():
+            return True
+        case dict():
+            return any(map(has_grid, node.values()))
+        case list():
+            return any(map(has_grid, node))
+        case _:
+            return False  # a choice holds none
+
+
+def _key(key: object, where: str) -> str:
+    if isinstance(key, str):
+        return str(key)
+    raise InvalidInput(f"{where}: expected text for a key, as JSON has it, found {key!r}")
+
+
+def _options(options: Sequence[object], name: str) -> tuple[object, ...]:
+    if not options:
+        raise InvalidInput(f"{name}([]): expected at least one option")
+    return tuple(frozen(option, f"{name}: option {index}") for index, option in enumerate(options))
+
+
+def _weights(domain: Choice) -> tuple[float, ...]:
+    weights = domain.weights or ()
+    if len(weights) != len(domain.options) or not all(is_number(each) and each >= 0 for each in weights):
+        raise InvalidInput(f"{domain!r}: expected a weight >= 0 for each of {len(domain.options)} options")
+    if not 0 < sum(weights) < float("inf"):
+        raise InvalidInput(f"{domain!r}: expected weights with a finite sum above 0")
+    return tuple(map(float, weights))
+
+
+def _sequence(values: Sequence[Any], name: str) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__iter__"):
+        raise InvalidInput(f"{name}: expected a list, which has an order, found {values!r}")
+    return tuple(values)
+
+
+def _step(q: Any, name: str) -> Any:
+    if q is None:
+        raise InvalidInput(f"{name}: expected a step q > 0, found None; without a step the name has no q")
+    return q
