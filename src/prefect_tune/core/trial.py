@@ -31,7 +31,18 @@ from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.schedulers.scheduler import Decision
 from prefect_tune.core.values import StepReport, Value
 
-__all__ = ["ENDED", "NEXT", "Happening", "Status", "Trial", "after", "is_acceptable", "newest_checkpoint", "newest_key", "with_adopted"]
+__all__ = [
+    "ENDED",
+    "NEXT",
+    "Happening",
+    "Status",
+    "Trial",
+    "after",
+    "is_acceptable",
+    "newest_checkpoint",
+    "newest_key",
+    "with_adopted",
+]
 
 
 class Status(StrEnum):
@@ -188,16 +199,20 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
             return _pinned(trial, event)
         case AttemptEnded() | GaveUp():
             return _failed(trial, event)
+        case _:
+            return _given_reason(trial, event)
+
+
+def _given_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | Decided) -> Trial:
+    match event:
         case Finished():
             return trial.model_copy(update={"reason": event.reason, "returned": event.returned})
         case Paused():
             return trial.model_copy(update={"reason": event.reason})
-        case Resumed():
-            return trial
-        case Decided():
-            return trial  # the experiment keeps it in `past`
         case Requeued():
             return trial.model_copy(update={"reason": event.reason, **_FRESH_BUDGETS})
+        case Resumed() | Decided():
+            return trial  # the experiment keeps them in `past`
         case _:
             assert_never(event)
 
