@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -22,7 +22,10 @@ class Continue(Value):
 
 
 class Pause(Value):
-    """Save, and give the slot away until `Schedule.resume_next` names the trial."""
+    """Save, and give the slot away until `Schedule.resume_next` names the trial.
+
+    If it names this very trial as soon as it is asked, nothing is given away: `resumed`, and train on where it is.
+    """
 
     type: Literal["pause"] = "pause"
     reason: str
@@ -36,7 +39,10 @@ class Stop(Value):
 
 
 class Exploit(Value):
-    """Go on from the newest checkpoint of `source`, with this configuration (Jaderberg et al. 2017)."""
+    """Go on from the newest checkpoint of `source`, with this configuration (Jaderberg et al. 2017).
+
+    If that has none any more, the trial goes on from its own newest one, with this configuration all the same.
+    """
 
     type: Literal["exploit"] = "exploit"
     source: TrialId
@@ -53,6 +59,8 @@ class TrialReport:
 
     trial: TrialId
     report: StepReport
+    config: Mapping[str, object] | None = None
+    """What it trains with now; None where that is what it was added with or was last told to exploit."""
 
 
 class Scheduler(ABC):
@@ -70,15 +78,22 @@ class Scheduler(ABC):
 class Schedule(ABC):
     """The state of a scheduler: a function of what it was told, in that order, and of nothing else.
 
+    Whenever a slot is free, the driver ends who `stop_next` names, until it names nobody; then resumes who
+    `resume_next` names; and if that is nobody, and it is not `is_waiting`, starts a new trial. Once no trial
+    runs and `exhausted` was said, one of the two names a trial for as long as one is paused.
+
     A resumed experiment tells a new one everything that the journal holds, in the journal's order: each
     `added`, each `decide` (the answer is thrown away: the one in the journal was acted on), each `resumed`
     and `ended`. Then both are in the same state. It reads no clock and draws only from a generator seeded
     by the seed it was begun with.
     """
 
+    saves_first: ClassVar[bool] = False
+    """Whether a trial commits a checkpoint of the very step before `decide` is asked: others may go on from it."""
+
     @abstractmethod
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
-        """Hear of a new trial, before it starts."""
+        """Hear of a new trial, before it starts; or of one that had ended and is to go on."""
 
     @abstractmethod
     def milestone(self, trial: TrialId, step: int) -> int | None:
@@ -110,12 +125,24 @@ class Schedule(ABC):
         """Hear that a paused trial has been given a slot."""
         del trial
 
+    def stop_next(self) -> tuple[TrialId, Stop] | None:
+        """Return a paused trial that is to be stopped, since it will not be resumed; None if there is none.
+
+        It changes nothing: `ended` does.
+        """
+        return None
+
     def is_waiting(self) -> bool:
         """Whether a new trial would be too early, though there are slots: a bracket is full, or all wait for one."""
         return False
 
     def exhausted(self) -> None:
-        """Hear that there will be no new trial: who waits for more to compare with waits in vain."""
+        """Hear that there is no new trial to be had: who waits for more to compare with waits in vain.
+
+        Either the search has no more, or it waits for a trial to end while none runs. It changes what
+        `resume_next` and `stop_next` answer, and never a decision: it is not journaled, but said again after a
+        resume when it is found out again. A trial that is `added` takes it back.
+        """
         return
 
     @abstractmethod
