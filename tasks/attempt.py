@@ -10,13 +10,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished
-from prefect_tune.core.wire import Broke, FromTrial, Loaded, Saved, StepDone, StopAndSave, TrialEnded
+from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished, Paused
+from prefect_tune.core.wire import Broke, FromTrial, Loaded, Saved, StateSaved, StepDone, StopAndSave, TrialEnded
 from prefect_tune.tasks.ledger import USERS_FAULT, HandedOver, Ledger
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.trial_channel import TrialChannel
 
-__all__ = ["Done", "Failed", "Outcome", "events_of", "supervise"]
+__all__ = ["Done", "Failed", "Outcome", "Yielded", "events_of", "supervise"]
 
 _TICK = timedelta(seconds=0.1)
 _KILLS_PERIOD = timedelta(seconds=1)
@@ -41,7 +41,14 @@ class Failed:
     at_start: bool
 
 
-Outcome: TypeAlias = Done | Failed
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    """The trial gave its slot away, as the scheduler wanted."""
+
+    reason: str
+
+
+Outcome: TypeAlias = Done | Failed | Yielded
 
 
 def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
@@ -49,6 +56,8 @@ def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
     match outcome:
         case Done(reason=reason, returned=returned):
             return [Finished(trial=trial, reason=reason, returned=returned)]
+        case Yielded(reason=reason):
+            return [Paused(trial=trial, reason=reason)]
         case Failed(cause=cause, message=message, at_start=at_start):
             return [AttemptEnded(trial=trial, cause=cause, message=message, at_start=at_start)]
         case _:
@@ -100,8 +109,13 @@ class _Supervisor:
             case StepDone():
                 self._steps += 1
                 self._take_down(message)
+            case StateSaved(report=report, checkpoint=directory):
+                self._handed_over += 1
+                self._ledger.save_state(HandedOver(report, Path(directory), ours=True), self._saved)
             case TrialEnded(reason=reason, interrupted=True):
                 return self._failed(Cause.PREEMPTED, reason)
+            case TrialEnded(reason=reason, paused=True):
+                return Yielded(reason)
             case TrialEnded(reason=reason, returned=returned):
                 return Done(reason, returned)
             case Broke(cause=cause, message=why, traceback=trace):

@@ -91,6 +91,10 @@ class Ledger:
         self._waiting.append(handed_over.report)
         self._work.put(lambda: self._save(handed_over, committed))
 
+    def save_state(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+        """As `save`, of a step that was noted before."""
+        self._work.put(lambda: self._save(handed_over, committed))
+
     def close(self, events: Callable[[Trial], Sequence[Event]]) -> None:
         """Finish what was asked for, write the reports that are left and `events` of the trial as it is then.
 

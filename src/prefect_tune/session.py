@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.values import StepReport
-from prefect_tune.core.wire import FromTrial, Saved, Start, StepDone, StopAndSave, to_trial
+from prefect_tune.core.wire import FromTrial, GoOn, Leave, Saved, Start, StateSaved, StepDone, StopAndSave, to_trial
 from prefect_tune.trainable import TrialInfo
 
 if TYPE_CHECKING:
@@ -27,10 +27,11 @@ __all__ = ["TrialOver", "TrialSession", "send", "storable"]
 class TrialOver(BaseException):
     """Unwinds the user's function when the trial is to end; not an Exception, so that no broad except stops it."""
 
-    def __init__(self, reason: str, *, interrupted: bool = False) -> None:
+    def __init__(self, reason: str, *, interrupted: bool = False, paused: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.interrupted = interrupted
+        self.paused = paused
 
 
 class TrialSession:
@@ -46,6 +47,9 @@ class TrialSession:
         self._uploading: int | None = None
         self._want_save = False
         self._over: TrialOver | None = None
+        self._milestone = start.milestone
+        self._asking = False
+        self._leave: Leave | None = None
         self.step = start.from_step
         self.asked_to_stop = False
 
@@ -80,6 +84,7 @@ class TrialSession:
             self.hand_over(told, _copied(directory, self.new_directory()), "moved")
         else:
             self.hand_over(told, directory, "lent")
+        self.heed_milestone()
         self.end_if_due(saved=directory is not None)
 
     def count(self, metrics: Mapping[str, object]) -> StepReport:
@@ -89,6 +94,7 @@ class TrialSession:
         self._want_save = stored.pop("should_checkpoint", False) is True
         told = StepReport(step=self.step, metrics=stored, trained_seconds=self._trained_so_far().total_seconds())
         self._curve.append(told)
+        self._asking = self._milestone is not None and self.step >= self._milestone
         return told
 
     def wants_save(self) -> bool:
@@ -105,16 +111,37 @@ class TrialSession:
         return self._stopper.why_stop(self._curve)
 
     def tell(self, report: StepReport) -> None:
-        send(self._channel, StepDone(report=report))
+        send(self._channel, StepDone(report=report, asks=self._asking))
 
     def hand_over(self, report: StepReport, directory: Path, how: Literal["moved", "lent"]) -> None:
         """Have `directory` committed. A lent one is waited for; a moved one is the supervisor's from now on."""
         self._wait_for_upload()
         moved = how == "moved"
-        send(self._channel, StepDone(report=report, checkpoint=str(directory), handed_over=moved))
+        handed = StepDone(report=report, checkpoint=str(directory), handed_over=moved, asks=self._asking)
+        send(self._channel, handed)
         self._uploading = report.step
         if not (moved and self._start.overlap):
             self._wait_for_upload()
+
+    def hand_over_state(self, report: StepReport, directory: Path) -> None:
+        """Have the state after a step that was told already committed, and wait for it."""
+        self._wait_for_upload()
+        send(self._channel, StateSaved(report=report, checkpoint=str(directory)))
+        self._uploading = report.step
+        self._wait_for_upload()
+
+    def heed_milestone(self) -> None:
+        """Where the last step is a milestone, wait until it is decided, or until the trial is asked to stop."""
+        began = time.monotonic()
+        while self._asking and not self.asked_to_stop:
+            self._take_in()
+        self._asking = False
+        self._resumed_at += time.monotonic() - began  # waiting is not training
+
+    @property
+    def wants_state(self) -> bool:
+        """Whether whoever ends the trial now wants its state."""
+        return self.asked_to_stop or (self._leave is not None and self._leave.save)
 
     def new_directory(self) -> Path:
         """Return a new empty directory to hand over."""
@@ -128,12 +155,19 @@ class TrialSession:
         Raises:
             TrialOver: always, where it does not return.
         """
-        why = self.why_stop()
         self.listen()
-        if why or (saved and self.asked_to_stop):
+        over = self._why_over(saved=saved)
+        if over is not None:
             self.settle()
-            self._over = TrialOver(why or "saved, as asked", interrupted=why is None)
-            raise self._over
+            self._over = over
+            raise over
+
+    def _why_over(self, *, saved: bool) -> TrialOver | None:
+        if why := self.why_stop():
+            return TrialOver(why)
+        if self._leave is not None:
+            return TrialOver(self._leave.reason, paused=not self._leave.for_good)
+        return TrialOver("saved, as asked", interrupted=True) if saved and self.asked_to_stop else None
 
     @property
     def over(self) -> TrialOver | None:
@@ -165,6 +199,10 @@ class TrialSession:
                 self._uploading = None
             case StopAndSave():
                 self.asked_to_stop = True
+            case GoOn(milestone=milestone):
+                self._milestone, self._asking = milestone, False
+            case Leave() as leave:
+                self._leave, self._asking = leave, False
             case _:
                 pass
 

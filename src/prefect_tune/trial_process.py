@@ -106,14 +106,18 @@ def _run(session: TrialSession, trainable: object, start: Start, channel: Connec
         send(channel, Loaded(pid=os.getpid(), code=_code(function)))
         return _run_function(session, function, start)
     except TrialOver as over:
-        return TrialEnded(reason=over.reason, interrupted=over.interrupted)
+        return _ended(over)
+
+
+def _ended(over: TrialOver) -> TrialEnded:
+    return TrialEnded(reason=over.reason, interrupted=over.interrupted, paused=over.paused)
 
 
 def _run_function(session: TrialSession, function: TrainFunction, start: Start) -> TrialEnded:
     session.begin()
     returned = function(dict(start.config))
     if over := session.over:
-        return TrialEnded(reason=over.reason, interrupted=over.interrupted)  # another thread's, or a broad except's
+        return _ended(over)  # another thread's, or a broad except's
     if returned is not None:
         session.tell(session.count(returned))
     session.settle()
@@ -141,7 +145,12 @@ def _run_class(session: TrialSession, kind: type[Trainable], start: Start, chann
                 session.hand_over(report, directory, "moved")
             else:
                 session.tell(report)
-            session.end_if_due(saved=saves)
+            session.heed_milestone()
+            if not saves and session.wants_state:
+                directory = session.new_directory()
+                trainable.save_checkpoint(str(directory))
+                session.hand_over_state(report, directory)
+            session.end_if_due(saved=saves or session.wants_state)
     finally:
         trainable.cleanup()
 

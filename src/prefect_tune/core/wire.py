@@ -14,9 +14,12 @@ from prefect_tune.core.values import StepReport, Value
 __all__ = [
     "Broke",
     "FromTrial",
+    "GoOn",
+    "Leave",
     "Loaded",
     "Saved",
     "Start",
+    "StateSaved",
     "StepDone",
     "StopAndSave",
     "ToTrial",
@@ -52,6 +55,8 @@ class Start(Value):
     cadence: Cadence
     overlap: bool
     """Whether training goes on while a checkpoint is uploaded."""
+    milestone: int | None = None
+    """The step at which the trial asks whether to go on, and waits for the answer; None for never."""
 
 
 class Saved(Value):
@@ -65,6 +70,24 @@ class StopAndSave(Value):
     """End as soon as the state is saved."""
 
     type: Literal["stop-and-save"] = "stop-and-save"
+
+
+class GoOn(Value):
+    """The answer at a milestone: train on, and ask again at the next."""
+
+    type: Literal["go-on"] = "go-on"
+    milestone: int | None
+
+
+class Leave(Value):
+    """End now: the answer at a milestone, or without having been asked."""
+
+    type: Literal["leave"] = "leave"
+    reason: str
+    save: bool
+    """Whether the state is wanted, where the trainable can save it at any step."""
+    for_good: bool
+    """Whether the trial is done, or waits for a slot."""
 
 
 class Loaded(Value):
@@ -84,6 +107,16 @@ class StepDone(Value):
     checkpoint: str | None = None
     handed_over: bool = False
     """Whether the directory is the supervisor's now, to be removed once it is committed."""
+    asks: bool = False
+    """Whether the trial waits to be told whether to go on."""
+
+
+class StateSaved(Value):
+    """The state after a step that was told before, to be committed; the directory is the supervisor's."""
+
+    type: Literal["state-saved"] = "state-saved"
+    report: StepReport
+    checkpoint: str
 
 
 class TrialEnded(Value):
@@ -93,6 +126,8 @@ class TrialEnded(Value):
     reason: str
     returned: bool = False
     interrupted: bool = False
+    paused: bool = False
+    """Whether it only gave its slot away, as it was told to."""
 
 
 class Broke(Value):
@@ -104,7 +139,7 @@ class Broke(Value):
     traceback: str
 
 
-ToTrial: TypeAlias = Annotated[Start | Saved | StopAndSave, Field(discriminator="type")]
-FromTrial: TypeAlias = Annotated[Loaded | StepDone | TrialEnded | Broke, Field(discriminator="type")]
-to_trial: TypeAdapter[Start | Saved | StopAndSave] = TypeAdapter(ToTrial)
-from_trial: TypeAdapter[Loaded | StepDone | TrialEnded | Broke] = TypeAdapter(FromTrial)
+ToTrial: TypeAlias = Annotated[Start | Saved | StopAndSave | GoOn | Leave, Field(discriminator="type")]
+FromTrial: TypeAlias = Annotated[Loaded | StepDone | StateSaved | TrialEnded | Broke, Field(discriminator="type")]
+to_trial: TypeAdapter[Start | Saved | StopAndSave | GoOn | Leave] = TypeAdapter(ToTrial)
+from_trial: TypeAdapter[Loaded | StepDone | StateSaved | TrialEnded | Broke] = TypeAdapter(FromTrial)
