@@ -27,7 +27,7 @@ from prefect_tune.core.events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment import Experiment, nothing_yet
-from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.manifest import About, Manifest
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention, retired
@@ -36,9 +36,10 @@ from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint
 from prefect_tune.core.values import Stamp, StepReport
 from tests.fakes.memory_files import MemoryFiles, restored
 
-__all__ = ["KEY", "NAME", "Session", "Witness", "run_to"]
+__all__ = ["JOURNAL", "KEY", "NAME", "Session", "Witness", "run_to"]
 
 NAME = "e"
+JOURNAL = JournalKey(experiment=NAME)
 KEY = TrialKey(experiment=NAME, trial="t")
 BACKBONE = b"never changed, and shared by every checkpoint..."
 TRIES = 3

@@ -12,13 +12,12 @@ import pytest
 from prefect_tune.core import journal
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import journal_path
 from prefect_tune.core.manifest import BlobRef, Manifest, decode_manifest, encode_manifest
 from prefect_tune.core.restore import read_manifest, restore
 from prefect_tune.core.sealed import seal
 from prefect_tune.core.values import canonical_json, digest_of
 from prefect_tune.stores.staging import DirectorySink
-from tests.core.driver import NAME, Session, Witness
+from tests.core.driver import JOURNAL, NAME, Session, Witness
 from tests.core.test_save_and_restore import key, save
 from tests.fakes.memory_files import restored
 from tests.fakes.memory_store import MemoryStore
@@ -63,7 +62,7 @@ def cut(data: bytes) -> Iterator[bytes]:
 def with_entry(left: MemoryStore, number: int, data: bytes) -> MemoryStore:
     store = MemoryStore()
     store.objects.update(left.objects)
-    store.objects[journal_path(NAME, number)] = data
+    store.objects[JOURNAL.entry_path(number)] = data
     return store
 
 
@@ -90,10 +89,10 @@ def test_a_manifest_that_was_cut_anywhere_is_noticed(manifest: bytes, record_pro
 
 @pytest.mark.parametrize("number", [1, 5, 6])
 def test_every_flipped_bit_of_an_entry_is_noticed(left: MemoryStore, number: int, record_property: Record) -> None:
-    data = left.objects[journal_path(NAME, number)]
+    data = left.objects[JOURNAL.entry_path(number)]
     for altered in flipped(data):
         with pytest.raises((JournalCorrupt, UnknownVersion)):
-            journal._decode(altered, journal_path(NAME, number))
+            journal._decode(altered, JOURNAL.entry_path(number))
     record_property("figure: bits flipped in documents, all noticed", 8 * len(data))
     with pytest.raises(JournalCorrupt):
         load(with_entry(left, number, next(flipped(data))))
@@ -101,10 +100,10 @@ def test_every_flipped_bit_of_an_entry_is_noticed(left: MemoryStore, number: int
 
 @pytest.mark.parametrize("number", [1, 3, 6])
 def test_an_entry_that_was_cut_anywhere_is_noticed(left: MemoryStore, number: int, record_property: Record) -> None:
-    data = left.objects[journal_path(NAME, number)]
+    data = left.objects[JOURNAL.entry_path(number)]
     for torn in cut(data):
         with pytest.raises(JournalCorrupt):
-            journal._decode(torn, journal_path(NAME, number))
+            journal._decode(torn, JOURNAL.entry_path(number))
     record_property("figure: documents cut, all noticed", len(data))
     for torn in (b"", data[:1], data[:-1]):
         with pytest.raises(JournalCorrupt):
@@ -113,7 +112,7 @@ def test_an_entry_that_was_cut_anywhere_is_noticed(left: MemoryStore, number: in
 
 def test_a_document_in_another_documents_place_is_noticed(left: MemoryStore) -> None:
     manifests = [data for path, data in left.objects.items() if path.endswith("manifest.json")]
-    entry = left.objects[journal_path(NAME, 1)]
+    entry = left.objects[JOURNAL.entry_path(1)]
     with pytest.raises(CheckpointCorrupt):
         decode_manifest(entry, "here")
     with pytest.raises(JournalCorrupt):
@@ -124,7 +123,7 @@ def test_a_document_in_another_documents_place_is_noticed(left: MemoryStore) -> 
 
 @pytest.mark.parametrize("number", [1, 6])
 def test_an_entry_of_a_newer_version_is_refused_loudly(left: MemoryStore, number: int) -> None:
-    data = left.objects[journal_path(NAME, number)].replace(b'"version":1', b'"version":2')
+    data = left.objects[JOURNAL.entry_path(number)].replace(b'"version":1', b'"version":2')
     with pytest.raises(UnknownVersion, match="upgrade"):
         load(with_entry(left, number, data))
 
@@ -286,7 +285,7 @@ def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> No
 
 
 def test_an_entry_without_its_manifest_is_said_to_be_corruption(left: MemoryStore) -> None:
-    store = with_entry(left, 1, left.objects[journal_path(NAME, 1)])
+    store = with_entry(left, 1, left.objects[JOURNAL.entry_path(1)])
     gone = [path for path in store.objects if path.endswith("manifest.json")]
     store.delete(gone)
     session = Session(store, Witness(), owner="next")
@@ -297,7 +296,7 @@ def test_an_entry_without_its_manifest_is_said_to_be_corruption(left: MemoryStor
 
 
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_it_used(left: MemoryStore) -> None:
-    store = with_entry(left, 1, left.objects[journal_path(NAME, 1)])
+    store = with_entry(left, 1, left.objects[JOURNAL.entry_path(1)])
     session = Session(store, Witness(), owner="next")
     session.open()
     first, second = session.trial.checkpoints
@@ -327,7 +326,7 @@ def test_an_experiment_with_a_name_that_leads_out_is_never_looked_for() -> None:
 
 
 def test_a_snapshot_is_believed_only_as_far_as_the_journal_follows_from_it(left: MemoryStore) -> None:
-    store = with_entry(left, 1, left.objects[journal_path(NAME, 1)])
+    store = with_entry(left, 1, left.objects[JOURNAL.entry_path(1)])
     forged = load(left).model_copy(update={"number": 3, "digest": digest_of(b"forged"), "trials": {}})
     store.objects[f"{NAME}/snapshots/0000000003.json"] = seal(forged)
     with pytest.raises(JournalCorrupt, match="altered or brought from elsewhere"):

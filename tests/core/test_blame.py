@@ -19,9 +19,9 @@ from prefect_tune.core.events import (
 )
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, TryAgain, Verdict, verdict
-from prefect_tune.core.layout import journal_path
 from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint
 from prefect_tune.core.values import Stamp
+from tests.core.driver import JOURNAL
 from tests.fakes.memory_store import MemoryStore
 
 POLICY = FailurePolicy(max_failures=99)
@@ -122,6 +122,6 @@ def test_a_first_entry_needs_none_before_it_and_is_needed_by_the_second() -> Non
     store = MemoryStore()
     owner = Owner(name="me", host="here", pid=1)
     opened = journal.take_over(store, "e", owner, Stamp(write_id="w0", at="now"), side_by_side=map)
-    del store.objects[journal_path("e", 1)]
+    del store.objects[JOURNAL.entry_path(1)]
     with pytest.raises(StoreUnavailable):
         journal.append(store, opened, [Adopted()], Stamp(write_id="w1", at="now"))

@@ -28,10 +28,11 @@ from prefect_tune.core.events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment import Entry, Experiment, nothing_yet
-from prefect_tune.core.layout import journal_path, snapshot_path
+from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.sealed import seal
 from prefect_tune.core.store import Buffer, Listed
 from prefect_tune.core.values import Stamp, StepReport, digest_of
+from tests.core.driver import JOURNAL
 from tests.fakes.memory_store import MemoryStore
 
 ME = Owner(name="me", host="here", pid=1)
@@ -152,6 +153,35 @@ def test_who_lost_to_an_entry_that_opens_nothing_learns_the_epoch() -> None:
     journal.append(store, mine, [report(1)], stamp("the same owner, elsewhere"))
     with pytest.raises(Superseded, match="by epoch 1"):
         journal.append(store, mine, [report(1)], stamp("c"))
+
+
+def test_a_trial_has_a_journal_of_its_own_below_its_folder() -> None:
+    store, key = MemoryStore(), JournalKey(experiment="e", trial="t")
+    experiment = running(store)
+    own = journal.take_over(store, key, YOU, stamp("own"), side_by_side=map)
+    own = journal.append(store, own, [Adopted(), TrialAdded(trial="t", config={})], stamp("a"))
+    journal.write_snapshot(store, own)
+
+    assert sorted(path for path in store.objects if path.startswith("e/trials/")) == [
+        "e/trials/t/journal/0000000001.json",
+        "e/trials/t/journal/0000000002.json",
+        "e/trials/t/snapshots/0000000002.json",
+    ]
+    assert journal.load(store, key, side_by_side=map) == own
+    assert (own.key, own.name, own.owner) == (key, "e", YOU)
+    assert [entry.number for entry in journal.history(store, key, side_by_side=map)] == [1, 2]
+    assert load(store) == experiment
+    journal.take_over(store, key, ME, stamp("later"), side_by_side=map)
+    with pytest.raises(Superseded, match=r"trial 't' of experiment 'e': epoch 1 has ended"):
+        journal.append(store, own, [Started(trial="t", attempt=1, from_step=0)], stamp("b"))
+
+
+def test_the_journal_of_another_trial_is_not_read_as_this_ones() -> None:
+    store = MemoryStore()
+    journal.take_over(store, JournalKey(experiment="e", trial="t"), ME, stamp("own"), side_by_side=map)
+    store.objects["e/trials/other/journal/0000000001.json"] = store.objects["e/trials/t/journal/0000000001.json"]
+    with pytest.raises(JournalCorrupt, match="trial 'other' of experiment 'e', entry 1: it opens trial 't'"):
+        journal.load(store, JournalKey(experiment="e", trial="other"), side_by_side=map)
 
 
 def test_the_same_append_again_is_the_same_entry() -> None:
@@ -284,18 +314,20 @@ def test_a_damaged_snapshot_is_passed_over(damage: object) -> None:
     store = MemoryStore()
     experiment = with_steps(store, 2)
     journal.write_snapshot(store, experiment)
-    path = snapshot_path("e", experiment.number)
+    path = JOURNAL.snapshot_path(experiment.number)
     assert callable(damage)
     store.objects[path] = damage(store.objects[path])
     assert load(store) == experiment
 
 
-@pytest.mark.parametrize("other", [{"name": "another"}, {"number": 9}])
+@pytest.mark.parametrize(
+    "other", [{"key": JournalKey(experiment="another")}, {"key": JournalKey(experiment="e", trial="t")}, {"number": 9}]
+)
 def test_a_snapshot_from_elsewhere_is_passed_over(other: dict[str, object]) -> None:
     store = MemoryStore()
     experiment = with_steps(store, 2)
     foreign = experiment.model_copy(update=other)
-    store.objects[snapshot_path("e", experiment.number)] = seal(foreign)
+    store.objects[JOURNAL.snapshot_path(experiment.number)] = seal(foreign)
     assert load(store) == experiment
 
 
@@ -315,7 +347,7 @@ def test_a_snapshot_that_vanishes_after_it_was_listed_is_passed_over() -> None:
 def test_a_snapshot_of_a_newer_version_is_refused_loudly() -> None:
     store = MemoryStore()
     experiment = with_steps(store, 2)
-    store.objects[snapshot_path("e", 5)] = seal(experiment).replace(b'"version":1', b'"version":2')
+    store.objects[JOURNAL.snapshot_path(5)] = seal(experiment).replace(b'"version":1', b'"version":2')
     with pytest.raises(UnknownVersion, match="upgrade"):
         load(store)
 
@@ -352,7 +384,7 @@ def test_foreign_files_beside_the_entries_change_nothing(name: str, *, snapshot:
 def test_an_entry_that_is_missing_in_the_middle_is_said(number: int) -> None:
     store = MemoryStore()
     with_steps(store, 2)
-    del store.objects[journal_path("e", number)]
+    del store.objects[JOURNAL.entry_path(number)]
     with pytest.raises(JournalCorrupt, match=rf"{number:010d}\.json: entries after it exist, and it is missing"):
         load(store)
 
@@ -360,13 +392,13 @@ def test_an_entry_that_is_missing_in_the_middle_is_said(number: int) -> None:
 def test_a_file_named_like_the_last_possible_entry_is_not_believed() -> None:
     store = MemoryStore()
     with_steps(store, 2)
-    store.objects[journal_path("e", 9_999_999_999)] = b"{}"
+    store.objects[JOURNAL.entry_path(9_999_999_999)] = b"{}"
     with pytest.raises(JournalCorrupt, match=r"0000000006\.json: entries after it exist, and it is missing"):
         load(store)
 
 
 def entry_of(store: MemoryStore, at: int, changes: dict[str, object]) -> bytes:
-    path = journal_path("e", at)
+    path = JOURNAL.entry_path(at)
     entries = {each.number: each for each in journal.history(store, "e", side_by_side=map)}
     assert path in store.objects
     return seal(entries[at].model_copy(update=changes))
@@ -386,7 +418,7 @@ def entry_of(store: MemoryStore, at: int, changes: dict[str, object]) -> bytes:
 def test_an_entry_that_was_rewritten_is_found(changes: dict[str, object]) -> None:
     store = MemoryStore()
     with_steps(store, 2)
-    store.objects[journal_path("e", 3)] = entry_of(store, 3, changes)
+    store.objects[JOURNAL.entry_path(3)] = entry_of(store, 3, changes)
     with pytest.raises(JournalCorrupt):
         load(store)
 
@@ -424,6 +456,6 @@ def test_an_adoption_that_the_journal_knows_already_is_refused() -> None:
 def test_an_entry_knows_its_place() -> None:
     entry = Entry(number=1, epoch=1, write_id="w", at="now", previous="", events=())
     store = MemoryStore()
-    store.objects[journal_path("e", 1)] = seal(entry.model_copy(update={"number": 2}))
+    store.objects[JOURNAL.entry_path(1)] = seal(entry.model_copy(update={"number": 2}))
     with pytest.raises(JournalCorrupt, match=r"0000000001\.json: holds entry 2"):
         load(store)

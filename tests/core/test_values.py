@@ -14,13 +14,11 @@ from prefect_tune.core.layout import (
     CheckpointKey,
     TrialKey,
     blob_sequence,
-    journal_path,
     number_in,
-    snapshot_path,
 )
 from prefect_tune.core.sealed import as_read_back, seal, unseal
 from prefect_tune.core.values import Stamp, canonical_json, digest_of, parse, shown_size, valid_name
-from tests.core.driver import KEY
+from tests.core.driver import JOURNAL, KEY
 
 STAMP = Stamp(write_id="w", at="now")
 
@@ -141,8 +139,8 @@ def test_every_path_can_be_read_back() -> None:
 
     assert key.manifest_path == "e/trials/t/checkpoints/0000000012-0000000345/manifest.json"
     assert CheckpointKey.from_manifest_path(KEY, key.manifest_path) == key
-    assert number_in("e/journal", journal_path("e", 7)) == 7
-    assert number_in("e/snapshots", snapshot_path("e", 64)) == 64
+    assert number_in("e/journal", JOURNAL.entry_path(7)) == 7
+    assert number_in("e/snapshots", JOURNAL.snapshot_path(64)) == 64
     assert blob_sequence(KEY.blob_path(digest_of(b""), 345)) == 345
     assert KEY.artifacts == "e/trials/t/artifacts"
 

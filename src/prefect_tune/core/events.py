@@ -84,6 +84,8 @@ class Opened(Value):
 
     type: Literal["opened"] = "opened"
     experiment: ExperimentName
+    trial: TrialId | None = None
+    """Whose own journal is opened; None for the experiment's."""
     epoch: int
     owner: Owner
 

@@ -20,6 +20,7 @@ from prefect_tune.core.events import (
     Resumed,
     TrialAdded,
 )
+from prefect_tune.core.layout import JournalKey, journal_key
 from prefect_tune.core.trial import ENDED, Happening, Trial, after, with_adopted
 from prefect_tune.core.values import Digest, StepReport, Value
 
@@ -44,7 +45,8 @@ class Experiment(Value):
 
     format: Literal["prefect-tune/snapshot"] = "prefect-tune/snapshot"
     version: Literal[1] = 1
-    name: str
+    key: JournalKey
+    """Where its journal is."""
     number: int = 0
     digest: str = ""
     """The digest of the last entry."""
@@ -58,14 +60,19 @@ class Experiment(Value):
     """How much search and scheduler have to be told again; see `Trial.past`."""
     trials: Mapping[str, Trial] = Field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """The experiment's name, whether this is its journal or that of one of its trials."""
+        return self.key.experiment
+
     def trial(self, trial: str) -> Trial:
         """Return the trial, which must exist."""
         return self.trials[trial]
 
 
-def nothing_yet(name: str) -> Experiment:
+def nothing_yet(journal: JournalKey | str) -> Experiment:
     """Return the experiment of an empty journal: a fresh start is a resume from here."""
-    return Experiment(name=name)
+    return Experiment(key=journal_key(journal))
 
 
 def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
@@ -79,7 +86,7 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
         for event in entry.events:
             experiment = _after(experiment, event, entry)
     except IllegalTransition as impossible:
-        raise JournalCorrupt(f"experiment {experiment.name!r}, entry {entry.number}: {impossible}") from impossible
+        raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
     return experiment.model_copy(update={"number": entry.number, "digest": digest})
 
 
@@ -89,7 +96,7 @@ def _require_successor(experiment: Experiment, entry: Entry) -> None:
     found = (entry.number, entry.previous, entry.epoch)
     if found != expected:
         raise JournalCorrupt(
-            f"experiment {experiment.name!r}, entry {entry.number}: expected number, predecessor and epoch "
+            f"{experiment.key}, entry {entry.number}: expected number, predecessor and epoch "
             f"{expected}, found {found}: an entry was lost, altered or brought from elsewhere"
         )
 
@@ -110,8 +117,9 @@ def _after(experiment: Experiment, event: Event, entry: Entry) -> Experiment:
 
 
 def _opened(experiment: Experiment, event: Opened, entry: Entry) -> Experiment:
-    if (event.experiment, event.epoch) != (experiment.name, entry.epoch):
-        raise IllegalTransition(f"it opens {event.experiment!r} for epoch {event.epoch}")
+    opens = JournalKey(experiment=event.experiment, trial=event.trial)
+    if (opens, event.epoch) != (experiment.key, entry.epoch):
+        raise IllegalTransition(f"it opens {opens} for epoch {event.epoch}")
     return experiment.model_copy(update={"epoch": event.epoch, "owner": event.owner, "opened_at": entry.number})
 
 

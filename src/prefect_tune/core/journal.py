@@ -16,7 +16,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.events import Event, Opened, Owner
 from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
-from prefect_tune.core.layout import journal_folder, journal_path, number_in, snapshot_folder, snapshot_path
+from prefect_tune.core.layout import JournalKey, journal_key, number_in
 from prefect_tune.core.sealed import seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import Buffer, ObjectStore
@@ -28,7 +28,7 @@ SNAPSHOT_EVERY = 64
 _RACES = 16
 
 
-def load(store: ObjectStore, name: str, *, side_by_side: Mapper) -> Experiment:
+def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Experiment:
     """Return the experiment as its journal tells it; an empty journal gives the empty experiment.
 
     Reads the newest snapshot and the entries after it: two listings and at most
@@ -38,15 +38,15 @@ def load(store: ObjectStore, name: str, *, side_by_side: Mapper) -> Experiment:
         JournalCorrupt: an entry is missing, altered, or could not have happened.
         UnknownVersion: a newer prefect-tune wrote it.
     """
-    experiment = _newest_snapshot(store, name)
-    for entry, data in _entries(store, name, experiment.number, side_by_side):
+    experiment = _newest_snapshot(store, key := journal_key(journal))
+    for entry, data in _entries(store, key, experiment.number, side_by_side):
         experiment = apply(experiment, entry, digest_of(data))
     return experiment
 
 
-def history(store: ObjectStore, name: str, *, side_by_side: Mapper) -> Sequence[Entry]:
+def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Sequence[Entry]:
     """Return every entry from the first: for curves, timelines, and whoever wants to know why."""
-    return [entry for entry, _ in _entries(store, name, 0, side_by_side)]
+    return [entry for entry, _ in _entries(store, journal_key(journal), 0, side_by_side)]
 
 
 def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
@@ -70,7 +70,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
         at=stamp.at,
         events=tuple(events),
     )
-    path = journal_path(experiment.name, entry.number)
+    path = experiment.key.entry_path(entry.number)
     data = seal(entry)
     result = apply(experiment, unseal(Entry, data, path, InvalidInput), digest_of(data))
     _require_predecessor(store, experiment)
@@ -83,7 +83,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
 
 def _require_predecessor(store: ObjectStore, experiment: Experiment) -> None:
     """An unmounted disk or a deleted experiment accepts writes too, and what is acknowledged there is lost."""
-    before = experiment.number and journal_path(experiment.name, experiment.number)
+    before = experiment.number and experiment.key.entry_path(experiment.number)
     if before and store.size(before) is None:
         raise StoreUnavailable(
             f"{before}: the journal's last entry is gone, so nothing is written after it. Is the target still "
@@ -91,7 +91,9 @@ def _require_predecessor(store: ObjectStore, experiment: Experiment) -> None:
         )
 
 
-def take_over(store: ObjectStore, name: str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper) -> Experiment:
+def take_over(
+    store: ObjectStore, journal: JournalKey | str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper
+) -> Experiment:
     """Open the experiment for `owner`: a new epoch.
 
     Racing with an owner that still writes, or with another opener, it reads on and tries the next
@@ -100,61 +102,62 @@ def take_over(store: ObjectStore, name: str, owner: Owner, stamp: Stamp, *, side
     Raises:
         Superseded: others kept opening it first.
     """
+    key = journal_key(journal)
     lost: Superseded | None = None
     for _ in range(_RACES):
-        found = load(store, name, side_by_side=side_by_side)
+        found = load(store, key, side_by_side=side_by_side)
         if found.opened_at and _opened_by(store, found, stamp):
             return found  # an earlier try of this very call succeeded, and its reply was lost
-        opened = Opened(experiment=name, epoch=found.epoch + 1, owner=owner)
+        opened = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner)
         try:
             return append(store, found, [opened], stamp)
         except Superseded as race:
             lost = race
-    raise Superseded(f"experiment {name!r}: lost {_RACES} races to open it") from lost
+    raise Superseded(f"{key}: lost {_RACES} races to open it") from lost
 
 
 def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
-    path = journal_path(found.name, found.opened_at)
+    path = found.key.entry_path(found.opened_at)
     return _decode(store.read(path), path).write_id == stamp.write_id
 
 
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
     """Save the fold of all entries so far, so that opening reads little. Losing it costs only time."""
-    path = snapshot_path(experiment.name, experiment.number)
+    path = experiment.key.snapshot_path(experiment.number)
     with suppress(AlreadyExists):  # the fold of the same entries: what is there is what we would write
         create_or_recognize(store, path, seal(experiment))
 
 
-def _newest_snapshot(store: ObjectStore, name: str) -> Experiment:
+def _newest_snapshot(store: ObjectStore, key: JournalKey) -> Experiment:
     """The newest snapshot that verifies; the journal is the truth, so a damaged one is passed over."""
-    folder = snapshot_folder(name)
+    folder = key.snapshots
     numbers = (number_in(folder, each.path) for each in store.list(folder))
     for number in sorted((number for number in numbers if number), reverse=True):
         try:
-            return _read_snapshot(store, name, number)
+            return _read_snapshot(store, key, number)
         except (JournalCorrupt, ObjectNotFound):
             continue
-    return nothing_yet(name)
+    return nothing_yet(key)
 
 
-def _read_snapshot(store: ObjectStore, name: str, number: int) -> Experiment:
-    path = snapshot_path(name, number)
+def _read_snapshot(store: ObjectStore, key: JournalKey, number: int) -> Experiment:
+    path = key.snapshot_path(number)
     found = unseal(Experiment, store.read(path), path, JournalCorrupt)
-    if (found.name, found.number) != (name, number):
-        raise JournalCorrupt(f"{path}: holds the first {found.number} entries of {found.name!r}")
+    if (found.key, found.number) != (key, number):
+        raise JournalCorrupt(f"{path}: holds the first {found.number} entries of {found.key}")
     return found
 
 
-def _entries(store: ObjectStore, name: str, beyond: int, side_by_side: Mapper) -> Iterable[tuple[Entry, Buffer]]:
+def _entries(store: ObjectStore, key: JournalKey, beyond: int, side_by_side: Mapper) -> Iterable[tuple[Entry, Buffer]]:
     """Entries are read by number, up to the first that is absent: a listing that lags behind hides none."""
-    folder = journal_folder(name)
-    listed = store.list(folder, after=journal_path(name, beyond) if beyond else "")
+    folder = key.entries
+    listed = store.list(folder, after=key.entry_path(beyond) if beyond else "")
     last = max((beyond, *(number_in(folder, each.path) or 0 for each in listed)))
     # One by one: a foreign file named like the ten-billionth entry must not be believed.
-    paths = (journal_path(name, number) for number in range(beyond + 1, last + 1))
+    paths = (key.entry_path(number) for number in range(beyond + 1, last + 1))
     for path, data in side_by_side(lambda path: (path, _read_listed(store, path)), paths):
         yield _decode(data, path), data
-    while (late := _read_if_there(store, path := journal_path(name, last := last + 1))) is not None:
+    while (late := _read_if_there(store, path := key.entry_path(last := last + 1))) is not None:
         yield _decode(late, path), late
 
 
@@ -184,6 +187,6 @@ def _superseded(store: ObjectStore, experiment: Experiment, path: str) -> Supers
     opened = next((event for event in winner.events if isinstance(event, Opened)), None)
     by = str(opened.owner) if opened else f"epoch {winner.epoch}"
     return Superseded(
-        f"experiment {experiment.name!r}: epoch {experiment.epoch} has ended; it was taken over at "
+        f"{experiment.key}: epoch {experiment.epoch} has ended; it was taken over at "
         f"{winner.at} by {by}. Stop here: it goes on there, and everything that was committed is kept"
     )

@@ -2,6 +2,8 @@
 
 <experiment>/journal/0000000001.json
 <experiment>/snapshots/0000000064.json
+<experiment>/trials/<trial>/journal/0000000001.json
+<experiment>/trials/<trial>/snapshots/0000000064.json
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
 <experiment>/trials/<trial>/blobs/<digest>-<sequence>
@@ -16,37 +18,54 @@ from prefect_tune.core.values import Digest, Value, valid_name
 __all__ = [
     "MANIFEST",
     "CheckpointKey",
+    "JournalKey",
     "TrialKey",
     "blob_sequence",
-    "journal_folder",
-    "journal_path",
+    "journal_key",
     "number_in",
-    "snapshot_folder",
-    "snapshot_path",
 ]
 
 MANIFEST = "manifest.json"
 _DIGITS = 10
 
 
-def journal_folder(experiment: str) -> str:
-    """Return the folder of an experiment's numbered entries."""
-    return f"{valid_name(experiment)}/journal"
+class JournalKey(Value):
+    """Names a journal on a target: an experiment's, or the one that a trial of it has for itself."""
+
+    experiment: str
+    trial: str | None = None
+
+    def __str__(self) -> str:
+        experiment = f"experiment {self.experiment!r}"
+        return experiment if self.trial is None else f"trial {self.trial!r} of {experiment}"
+
+    @property
+    def folder(self) -> str:
+        if self.trial is None:
+            return valid_name(self.experiment)
+        return TrialKey(experiment=self.experiment, trial=self.trial).folder
+
+    @property
+    def entries(self) -> str:
+        """The folder of the numbered entries."""
+        return f"{self.folder}/journal"
+
+    @property
+    def snapshots(self) -> str:
+        return f"{self.folder}/snapshots"
+
+    def entry_path(self, number: int) -> str:
+        """Return the path of entry `number` (from 1)."""
+        return f"{self.entries}/{number:0{_DIGITS}d}.json"
+
+    def snapshot_path(self, number: int) -> str:
+        """Return the path of the snapshot of the first `number` entries."""
+        return f"{self.snapshots}/{number:0{_DIGITS}d}.json"
 
 
-def journal_path(experiment: str, number: int) -> str:
-    """Return the path of entry `number` (from 1)."""
-    return f"{journal_folder(experiment)}/{number:0{_DIGITS}d}.json"
-
-
-def snapshot_folder(experiment: str) -> str:
-    """Return the folder of an experiment's snapshots."""
-    return f"{valid_name(experiment)}/snapshots"
-
-
-def snapshot_path(experiment: str, number: int) -> str:
-    """Return the path of the snapshot of the first `number` entries."""
-    return f"{snapshot_folder(experiment)}/{number:0{_DIGITS}d}.json"
+def journal_key(journal: JournalKey | str) -> JournalKey:
+    """Return the key of a journal; a name alone is that of an experiment."""
+    return journal if isinstance(journal, JournalKey) else JournalKey(experiment=journal)
 
 
 def number_in(folder: str, path: str) -> int | None:
