@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -19,8 +20,10 @@ __all__ = [
     "Grid",
     "SampleFrom",
     "choice",
+    "domains_in",
     "frozen",
     "grid_search",
+    "has_grid",
     "lograndint",
     "loguniform",
     "qlograndint",
@@ -82,6 +85,10 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"grid_search({list(self.options)})"
+
+    def at(self, quantile: float) -> int:
+        """Return an index as a choice would, for a search that draws from grids too."""
+        return int(quantile * len(self.options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +202,25 @@ def frozen(node: object, where: str) -> object:
     raise InvalidInput(f"{where}: expected a value or a domain, found {node!r} ({type(node).__name__}): {_NO_JSON}")
 
 
+def domains_in(node: object) -> Iterator[Domain | SampleFrom]:
+    """Every domain in part of a space, those of options included."""
+    match node:
+        case dict():
+            yield from chain.from_iterable(map(domains_in, node.values()))
+        case list():
+            yield from chain.from_iterable(map(domains_in, node))
+        case Choice() | Grid():
+            yield node
+            yield from chain.from_iterable(map(domains_in, node.options))
+        case Float() | Integer() | Normal() | SampleFrom():
+            yield node
+        case _:
+            return
+
+
 def has_grid(node: object) -> bool:
     """Whether part of a space holds a grid."""
-    match node:
-        case Grid():
-            return True
-        case dict():
-            return any(map(has_grid, node.values()))
-        case list():
-            return any(map(has_grid, node))
-        case _:
-            return False  # a choice holds none
+    return any(isinstance(each, Grid) for each in domains_in(node))
 
 
 def _key(key: object, where: str) -> str:
@@ -230,7 +245,7 @@ def _weights(domain: Choice) -> tuple[float, ...]:
 
 
 def _sequence(values: Sequence[Any], name: str) -> tuple[Any, ...]:
-    if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__iter__"):
+    if isinstance(values, str | bytes | Mapping | AbstractSet) or not hasattr(values, "__iter__"):
         raise InvalidInput(f"{name}: expected a list, which has an order, found {values!r}")
     return tuple(values)
 

@@ -1,0 +1,74 @@
+"""The points of a grid, counted without listing them: nested and conditional grids are numbers of mixed base.
+
+The first parameter, in the order of the alphabet, changes fastest: the order does not hang on how the space was
+written, or on what a journal made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from prefect_tune.core.search.domains import Grid, has_grid
+from prefect_tune.core.search.reading import agrees
+from prefect_tune.core.search.space import below, option
+
+__all__ = ["choices_at", "point_count", "points_of"]
+
+
+def point_count(node: object) -> int:
+    """Return how many points the grids in part of a space span: 1 without any."""
+    if isinstance(node, Grid):
+        return sum(map(point_count, node.options))
+    count = 1
+    for _, child in _children(node):
+        count *= point_count(child)
+    return count
+
+
+def choices_at(point: int, node: object, name: str = "") -> Iterator[tuple[str, int]]:
+    """Return the name of each grid that point number `point` decides, and the index of its option."""
+    if isinstance(node, Grid):
+        index, first = next(each for each in reversed(list(enumerate(_firsts(node)))) if each[1] <= point)
+        yield name, index
+        yield from choices_at(point - first, node.options[index], option(name, index))
+    for key, child in _children(node):
+        point, inner = divmod(point, point_count(child))
+        yield from choices_at(inner, child, below(name, key))
+
+
+def points_of(value: object, node: object) -> list[int]:
+    """Return the numbers of the points that give `value`: mostly one, and none if it is not of this grid."""
+    if isinstance(node, Grid):
+        pairs = zip(_firsts(node), node.options, strict=True)
+        return [first + point for first, each in pairs if agrees(each, value) for point in points_of(value, each)]
+    points, base = [0], 1
+    for key, child in _children(node):
+        inner = [each for held in _held(value, key) for each in points_of(held, child)]
+        points = [point + base * each for each in inner for point in points]
+        base *= point_count(child)
+    return points
+
+
+def _firsts(grid: Grid) -> list[int]:
+    """The number of the first point of each option."""
+    return list(accumulate(map(point_count, grid.options[:-1]), initial=0))
+
+
+def _children(node: object) -> Iterator[tuple[str | int, object]]:
+    """The parts of a part of a space that hold grids."""
+    match node:
+        case dict():
+            yield from ((key, node[key]) for key in sorted(node) if has_grid(node[key]))
+        case list():
+            yield from ((index, child) for index, child in enumerate(node) if has_grid(child))
+        case _:
+            return
+
+
+def _held(value: object, key: str | int) -> Iterator[object]:
+    """What a configuration has there, if anything."""
+    if isinstance(key, str) and isinstance(value, Mapping) and key in value:
+        yield value[key]
+    if isinstance(key, int) and isinstance(value, list | tuple) and key < len(value):
+        yield value[key]

@@ -1,0 +1,108 @@
+"""Random search and grid search in one: each point of the grid, `num_samples` times, the rest drawn anew each time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prefect_tune.core import draws
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.search.domains import Domain, domains_in, frozen
+from prefect_tune.core.search.grid import choices_at, point_count, points_of
+from prefect_tune.core.search.reading import Found, Misfit, holds, read
+from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.search.space import resolve, valid_space
+
+__all__ = ["ENDLESS", "RandomSearch"]
+
+ENDLESS = -1
+"""As `num_samples`: until something else ends the experiment."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomSearch(Search):
+    """Try every point of the grid `num_samples` times; without a grid, `num_samples` configurations.
+
+    A draw hangs on the seed, the trial's number and the parameter's name only, so whoever resumes proposes the
+    same, and the draws of a parameter stay when others come or go. What was tried already counts: of the grid the
+    points come next that were tried least often, also after `num_samples` or the grid has grown, and with earlier
+    trials from elsewhere. Results change nothing.
+    """
+
+    num_samples: int = 1
+    """How often each point of the grid is tried; -1 for without end."""
+    points_to_evaluate: Sequence[Mapping[str, object]] = ()
+    """Configurations that come first, and count as samples. What one leaves out is drawn, or next in the grid."""
+
+    def __post_init__(self) -> None:
+        count: object = self.num_samples
+        if not isinstance(count, int) or isinstance(count, bool) or (count < 1 and count != ENDLESS):
+            raise InvalidInput(f"num_samples: expected 1 or more, or -1 for without end, found {count!r}")
+        points = tuple(_point(each, index) for index, each in enumerate(self.points_to_evaluate))
+        object.__setattr__(self, "points_to_evaluate", points)
+
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+        """Return the proposals for `space`; no objective is needed.
+
+        Raises:
+            InvalidInput: the space is none, or a point to evaluate does not lie in it.
+        """
+        del objective
+        return _RandomProposals(self, valid_space(space), seed)
+
+
+class _RandomProposals(Proposals):
+    """Which points are still to come. A proposal is told to itself as a recalled one is: both leave the same."""
+
+    def __init__(self, search: RandomSearch, space: dict[str, object], seed: int) -> None:
+        self._space = space
+        self._seed = seed
+        self._waiting = [(point, _fixed_by(point, space)) for point in search.points_to_evaluate]
+        self._points = point_count(space)
+        self._samples = search.num_samples
+        self._times: Counter[int] = Counter()  # how often each point of the grid was tried
+        self._next = 0  # the place in the list of all points, repeated for ever
+
+    def suggest(self, number: int) -> Suggestion:
+        if not self._waiting and self._next >= self._points * self._samples > 0:
+            return Exhausted(f"{self._samples} samples of each of {self._points} grid points")
+        given = self._waiting[0][1] if self._waiting else {}
+        fixed = {**dict(choices_at(self._next % self._points, self._space)), **given}
+        config = resolve(self._space, lambda name, domain: self._draw(number, name, domain), fixed)
+        self.recall(number, config)
+        return Proposed(config)
+
+    def recall(self, number: int, config: Mapping[str, object]) -> None:
+        del number  # what was tried counts, not when
+        given = (index for index, (point, _) in enumerate(self._waiting) if holds(config, point))
+        if (index := next(given, None)) is not None:
+            del self._waiting[index]
+        if points := points_of(config, self._space):
+            self._times[min(points, key=lambda point: (self._times[point], point))] += 1
+        while self._times[self._next % self._points] > self._next // self._points:
+            self._next += 1
+
+    def _draw(self, number: int, name: str, domain: Domain) -> float:
+        return domain.at(draws.uniform(self._seed, "space", number, name))
+
+
+def _point(point: object, index: int) -> dict[str, object]:
+    where = f"points_to_evaluate[{index}]"
+    copied = frozen(point, where)
+    if isinstance(copied, dict) and not any(domains_in(copied)):
+        return copied
+    raise InvalidInput(f"{where}: expected a configuration of plain values, found {point!r}")
+
+
+def _fixed_by(point: Mapping[str, object], space: Mapping[str, object]) -> dict[str, object]:
+    """Return what the point decides, by the names of the parameters."""
+    readings = list(read(space, point))
+    for each in readings:
+        if isinstance(each, Misfit):
+            raise InvalidInput(
+                f"points_to_evaluate: {each.name}: expected {each.expected}, found {each.found!r}, "
+                f"in {dict(point)!r}; correct the point, or widen the space"
+            )
+    return {each.name: each.drawn for each in readings if isinstance(each, Found)}

@@ -1,0 +1,172 @@
+"""From a space to a configuration, and back.
+
+A parameter has a name, which says where in the space it stands: `lr`, `model.depth`, `layers[0].units`, and
+`model?1.depth` for what is drawn only if the choice `model` takes its option 1. Whoever proposes brings a
+function that draws by name; what is drawn when, and what depends on what, is known here only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias, overload
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.search.domains import Branch, Choice, Domain, Grid, SampleFrom, domains_in, frozen
+from prefect_tune.core.search.ranges import Float, Integer, Normal
+
+__all__ = ["Draw", "below", "option", "resolve", "valid_space"]
+
+Draw: TypeAlias = Callable[[str, Domain], float]
+"""Draws for a parameter, by name: a value of a range, or the index of an option of a choice or a grid."""
+
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_NOTHING: Mapping[str, object] = {}
+
+
+def valid_space(space: object) -> dict[str, object]:
+    """Return a copy of a space in which everything but domains is plain JSON.
+
+    Raises:
+        InvalidInput: it is no object, or holds what a configuration cannot.
+    """
+    copied = frozen(space, "space")
+    if isinstance(copied, dict):
+        return copied
+    raise InvalidInput(f"space: expected an object of parameters, such as {{'lr': uniform(0, 1)}}, found {space!r}")
+
+
+def resolve(space: Mapping[str, object], draw: Draw, fixed: Mapping[str, object] = _NOTHING) -> dict[str, object]:
+    """Return a configuration of a valid `space`: each parameter that it needs is drawn once.
+
+    What `fixed` has under a parameter's name is taken instead: a value, or the index of an option.
+
+    Raises:
+        InvalidInput: a function of `sample_from` reads what is not there or depends on itself, or returns no JSON.
+    """
+    resolution = _Resolution(space, draw, fixed)
+    return {key: resolution.value(node, below("", key)) for key, node in space.items()}
+
+
+def below(name: str, key: str | int) -> str:
+    """Return the name of what stands under `key`, or at an index, in the part of the space called `name`."""
+    if isinstance(key, int):
+        return f"{name}[{key}]"
+    shown = key if _PLAIN_KEY.fullmatch(key) else json.dumps(key)
+    return f"{name}.{shown}" if name else shown
+
+
+def option(name: str, index: int) -> str:
+    """Return the name of an option of the choice or grid called `name`."""
+    return f"{name}?{index}"
+
+
+class _Resolution:
+    """One configuration while it is being resolved."""
+
+    def __init__(self, space: Mapping[str, object], draw: Draw, fixed: Mapping[str, object]) -> None:
+        self._space = space
+        self._draw = draw
+        self._known = dict(fixed)  # by name: drawn, computed, or fixed beforehand
+        self._computing: list[str] = []
+
+    def value(self, node: object, name: str) -> object:
+        """Return what stands in the configuration for a part of the space."""
+        match node:
+            case dict():
+                return {key: self.value(child, below(name, key)) for key, child in node.items()}
+            case list():
+                return [self.value(child, below(name, index)) for index, child in enumerate(node)]
+            case Choice() | Grid():
+                return self.value(*self.chosen(node, name))
+            case Float() | Integer() | Normal():
+                return self._drawn(node, name)
+            case SampleFrom():
+                return self._computed(node, name)
+            case _:
+                return node
+
+    @property
+    def reader(self) -> str:
+        """The name of the value whose function runs now."""
+        return self._computing[-1]
+
+    def chosen(self, node: object, name: str) -> tuple[object, str]:
+        """Return the option that a choice or a grid takes, and its name; other nodes as they are."""
+        while isinstance(node, Branch):
+            index = int(self._drawn(node, name))
+            node, name = node.options[index], option(name, index)
+        return node, name
+
+    def _drawn(self, domain: Domain, name: str) -> float:
+        if name not in self._known:
+            self._known[name] = self._draw(name, domain)
+        value = self._known[name]
+        assert isinstance(value, int | float), name  # noqa: S101 - what is fixed was read from the same space
+        return value
+
+    def _computed(self, node: SampleFrom, name: str) -> object:
+        if name not in self._known:
+            self._known[name] = self._call(node, name)
+        return self._known[name]
+
+    def _call(self, node: SampleFrom, name: str) -> object:
+        if name in self._computing:
+            circle = " -> ".join([*self._computing[self._computing.index(name) :], name])
+            raise InvalidInput(f"sample_from at {name}: it depends on itself, {circle}: compute one from other values")
+        self._computing.append(name)
+        try:
+            returned = node.function(_Config(self, self._space, ""))
+        except Exception as error:
+            error.add_note(f"in the function of sample_from at {name}")
+            raise
+        finally:
+            self._computing.pop()
+        return _value(returned, f"sample_from at {name}")
+
+
+class _Config(Mapping[str, object]):
+    """The configuration as a function of `sample_from` sees it: what is asked for is resolved then."""
+
+    def __init__(self, resolution: _Resolution, node: Mapping[str, object], name: str) -> None:
+        self._resolution = resolution
+        self._node = node
+        self._name = name
+
+    def __getitem__(self, key: str) -> object:
+        if key not in self._node:
+            raise InvalidInput(
+                f"sample_from at {self._resolution.reader}: there is no {below(self._name, key)}, only "
+                f"{sorted(self._node)}; what only some choices have is asked for with config.get(...)"
+            )
+        node, name = self._resolution.chosen(self._node[key], below(self._name, key))
+        return _Config(self._resolution, node, name) if isinstance(node, dict) else self._resolution.value(node, name)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._node
+
+    @overload
+    def get(self, key: str, /) -> object: ...
+
+    @overload
+    def get(self, key: str, /, default: object) -> object: ...
+
+    def get(self, key: str, /, default: object = None) -> object:
+        return self[key] if key in self._node else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._node)
+
+    def __len__(self) -> int:
+        return len(self._node)
+
+
+def _value(returned: object, where: str) -> object:
+    value = frozen(returned, where)
+    if any(domains_in(value)):
+        raise InvalidInput(
+            f"{where}: expected a value, found {returned!r}: draw in a parameter of its own, such as uniform(0, 1), "
+            "and compute from that"
+        )
+    return value
