@@ -13,7 +13,20 @@ from prefect_tune.core.search.domains import Grid, has_grid
 from prefect_tune.core.search.reading import agrees
 from prefect_tune.core.search.space import below, option
 
-__all__ = ["choices_at", "point_count", "points_of"]
+__all__ = ["choices_at", "grids_of", "point_count", "points_of"]
+
+
+def grids_of(node: object) -> object:
+    """Return part of a space without what holds no grid: all that the other functions here look at."""
+    match node:
+        case dict():
+            return {key: grids_of(node[key]) for key in sorted(node) if has_grid(node[key])}
+        case list() if has_grid(node):
+            return [grids_of(child) for child in node]
+        case Grid():
+            return node
+        case _:
+            return None
 
 
 def point_count(node: object) -> int:
@@ -41,7 +54,9 @@ def points_of(value: object, node: object) -> list[int]:
     """Return the numbers of the points that give `value`: mostly one, and none if it is not of this grid."""
     if isinstance(node, Grid):
         pairs = zip(_firsts(node), node.options, strict=True)
-        return [first + point for first, each in pairs if agrees(each, value) for point in points_of(value, each)]
+        return [
+            first + point for first, each in pairs if agrees(each, value) for point in points_of(value, grids_of(each))
+        ]
     points, base = [0], 1
     for key, child in _children(node):
         inner = [each for held in _held(value, key) for each in points_of(held, child)]
@@ -56,12 +71,12 @@ def _firsts(grid: Grid) -> list[int]:
 
 
 def _children(node: object) -> Iterator[tuple[str | int, object]]:
-    """The parts of a part of a space that hold grids."""
+    """The parts of a part of a space, in the order of the grid."""
     match node:
         case dict():
-            yield from ((key, node[key]) for key in sorted(node) if has_grid(node[key]))
+            yield from sorted(node.items())
         case list():
-            yield from ((index, child) for index, child in enumerate(node) if has_grid(child))
+            yield from enumerate(node)
         case _:
             return
 

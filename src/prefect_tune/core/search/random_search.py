@@ -10,7 +10,7 @@ from prefect_tune.core import draws
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.search.domains import Domain, domains_in, frozen
-from prefect_tune.core.search.grid import choices_at, point_count, points_of
+from prefect_tune.core.search.grid import choices_at, grids_of, point_count, points_of
 from prefect_tune.core.search.reading import Found, Misfit, holds, read
 from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.space import resolve, valid_space
@@ -60,7 +60,8 @@ class _RandomProposals(Proposals):
         self._space = space
         self._seed = seed
         self._waiting = [(point, _fixed_by(point, space)) for point in search.points_to_evaluate]
-        self._points = point_count(space)
+        self._grids = grids_of(space)
+        self._points = point_count(self._grids)
         self._samples = search.num_samples
         self._times: Counter[int] = Counter()  # how often each point of the grid was tried
         self._next = 0  # the place in the list of all points, repeated for ever
@@ -69,7 +70,7 @@ class _RandomProposals(Proposals):
         if not self._waiting and self._next >= self._points * self._samples > 0:
             return Exhausted(f"{self._samples} samples of each of {self._points} grid points")
         given = self._waiting[0][1] if self._waiting else {}
-        fixed = {**dict(choices_at(self._next % self._points, self._space)), **given}
+        fixed = {**dict(choices_at(self._next % self._points, self._grids)), **given}
         config = resolve(self._space, lambda name, domain: self._draw(number, name, domain), fixed)
         self.recall(number, config)
         return Proposed(config)
@@ -79,7 +80,7 @@ class _RandomProposals(Proposals):
         given = (index for index, (point, _) in enumerate(self._waiting) if holds(config, point))
         if (index := next(given, None)) is not None:
             del self._waiting[index]
-        if points := points_of(config, self._space):
+        if points := points_of(config, self._grids):
             self._times[min(points, key=lambda point: (self._times[point], point))] += 1
         while self._times[self._next % self._points] > self._next // self._points:
             self._next += 1

@@ -43,8 +43,13 @@ class Float:
             _check_step(self.q, max(abs(self.low), abs(self.high)), self)
             _check_multiples(self, _is_multiple(self.low, self.q) and _is_multiple(self.high, self.q))
 
+    @property
+    def call(self) -> tuple[str, tuple[float, ...]]:
+        """The name and the arguments that make it."""
+        return _call("uniform", self.scale, (self.low, self.high), self.q)
+
     def __repr__(self) -> str:
-        return _shown("uniform", self.scale, (self.low, self.high), self.q)
+        return _shown(*self.call)
 
     def at(self, quantile: float) -> float:
         """Return the value below which the share `quantile`, in [0, 1), of all draws lies."""
@@ -83,8 +88,13 @@ class Integer:
             _check_step(self.q, 0, self)
             _check_multiples(self, self.low % self.q == 0 and self.high % self.q == 0)
 
+    @property
+    def call(self) -> tuple[str, tuple[float, ...]]:
+        """The name and the arguments that make it."""
+        return _call("randint", self.scale, (self.low, self.high), self.q)
+
     def __repr__(self) -> str:
-        return _shown("randint", self.scale, (self.low, self.high), self.q)
+        return _shown(*self.call)
 
     @property
     def step(self) -> int:
@@ -135,8 +145,13 @@ class Normal:
         if self.q is not None:
             _check_step(self.q, farthest, self)
 
+    @property
+    def call(self) -> tuple[str, tuple[float, ...]]:
+        """The name and the arguments that make it."""
+        return _call("randn", "linear", (self.mean, self.sd), self.q)
+
     def __repr__(self) -> str:
-        return _shown("randn", "linear", (self.mean, self.sd), self.q)
+        return _shown(*self.call)
 
     def at(self, quantile: float) -> float:
         """Return the value below which the share `quantile`, in [0, 1), of all draws lies."""
@@ -165,7 +180,8 @@ def _finite(domain: Range, name: str) -> float:
     value: object = getattr(domain, name)
     if is_number(value):
         return float(value)
-    raise InvalidInput(f"{domain!r}: expected a finite number for {name}, found {value!r}")
+    hint = "; YAML reads 1e-4 as text, and 1.0e-4 as a number" if isinstance(value, str) else ""
+    raise InvalidInput(f"{domain!r}: expected a finite number for {name}, found {value!r}{hint}")
 
 
 def _whole(domain: Range, name: str) -> int:
@@ -217,8 +233,10 @@ def _is_multiple(value: float, q: float) -> bool:
     return math.isclose(_multiple(value, q), value, rel_tol=_CLOSE, abs_tol=_CLOSE * q)
 
 
-def _shown(name: str, scale: Scale, numbers: tuple[object, ...], q: object) -> str:
-    """Return the call that makes the domain."""
-    arguments = numbers if q is None else (*numbers, q)
+def _call(name: str, scale: Scale, numbers: tuple[float, ...], q: float | None) -> tuple[str, tuple[float, ...]]:
     kind = ("" if q is None else "q") + ("log" if scale == "log" else "") + name
-    return f"{kind}({', '.join(map(repr, arguments))})"
+    return kind, numbers if q is None else (*numbers, q)
+
+
+def _shown(name: str, arguments: tuple[float, ...]) -> str:
+    return f"{name}({', '.join(map(repr, arguments))})"

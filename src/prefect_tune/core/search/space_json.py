@@ -1,0 +1,205 @@
+"""Spaces as JSON, for a form, a deployment, a file and a journal.
+
+    {"lr": {"loguniform": [0.0001, 0.1]}, "layers": {"choice": [1, 2, 3]}, "model": {"depth": {"randint": [1, 5]}}}
+
+An object with one key that names a domain is that domain; every other object is a space of its own. What looks like a
+domain and is none is wrapped: `{"constant": value}` keeps a value as it is, `{"space": {...}}` reads an object's
+keys as parameters. The outermost object is always one of parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeAlias, cast
+
+from prefect_tune.core.errors import InvalidInput, UnsafePayload
+from prefect_tune.core.search import domains
+from prefect_tune.core.search.domains import Branch, Choice, Domain, Grid, SampleFrom, frozen
+from prefect_tune.core.search.ranges import Float, Integer, Normal
+from prefect_tune.core.search.space import below, option, valid_space
+from prefect_tune.core.values import Json
+
+__all__ = ["FunctionLoader", "space_from_json", "space_to_json"]
+
+Function: TypeAlias = Callable[[Mapping[str, Any]], object]
+FunctionLoader: TypeAlias = Callable[[str], Function]
+"""Finds the function of a `sample_from` by `package.module:name`. It imports code: only for whom the user trusts."""
+
+_RANGES: Mapping[str, Callable[..., Domain]] = {
+    each.__name__: each
+    for each in (
+        domains.uniform,
+        domains.quniform,
+        domains.loguniform,
+        domains.qloguniform,
+        domains.randint,
+        domains.qrandint,
+        domains.lograndint,
+        domains.qlograndint,
+        domains.randn,
+        domains.qrandn,
+    )
+}
+_FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_FORMS = {
+    "choice": '{"choice": [option, ...]} or {"choice": {"options": [...], "weights": [...]}}',
+    "grid_search": '{"grid_search": [value, ...]}',
+    "sample_from": '{"sample_from": "package.module:name"}',
+    "constant": '{"constant": value}',
+    "space": '{"space": {...}}',
+    **{name: f'{{"{name}": [{", ".join(inspect.signature(make).parameters)}]}}' for name, make in _RANGES.items()},
+}
+"""How each domain is written."""
+_SIMILAR = 0.8
+_NOTHING: Mapping[str, object] = {}
+
+
+def space_from_json(document: Mapping[str, object], load: FunctionLoader | None = None) -> dict[str, object]:
+    """Return the space that `document` describes. Domains that stand in it already are left as they are.
+
+    `load` finds the functions of `sample_from`; without it none is allowed, since finding one runs code.
+
+    Raises:
+        InvalidInput: it describes none; the message says where.
+        UnsafePayload: it names a function, and there is no `load`.
+    """
+    if not isinstance(document, Mapping):
+        raise InvalidInput(f'space: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}, found {document!r}')
+    return valid_space(_Reader(load).parameters(document, ""))
+
+
+def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
+    """Return the document from which `space_from_json` makes the same space.
+
+    Raises:
+        InvalidInput: it is no space, or a function of `sample_from` has no name to find it by.
+    """
+    return {key: _written(node, below("", key)) for key, node in valid_space(space).items()}
+
+
+class _Reader:
+    """Reads one document; `where` is the name of the parameter, as in messages."""
+
+    def __init__(self, load: FunctionLoader | None) -> None:
+        self._load = load
+
+    def parameters(self, node: Mapping[str, object], where: str) -> dict[str, object]:
+        return {key: self.node(child, below(where, str(key))) for key, child in node.items()}
+
+    def node(self, node: object, where: str) -> object:
+        match node:
+            case Mapping():
+                keyword = _keyword(node)
+                return self._called(keyword, node[keyword], where) if keyword else self.parameters(node, where)
+            case list() | tuple():
+                return [self.node(child, below(where, index)) for index, child in enumerate(node)]
+            case _:
+                return frozen(node, where)
+
+    def _called(self, keyword: str, argument: object, where: str) -> object:
+        match keyword, argument:
+            case "constant", _:
+                return frozen(argument, where)
+            case "space", Mapping():
+                return self.parameters(argument, where)
+            case "sample_from", str():
+                return SampleFrom(self._function(argument, where), argument)
+            case "grid_search", list() | tuple():
+                return _made(where, domains.grid_search, [self._options(argument, where)])
+            case "choice", list() | tuple():
+                return _made(where, domains.choice, [self._options(argument, where)])
+            case "choice", {"options": list() | tuple() as options, "weights": list() | tuple() as weights}:
+                return _made(where, domains.choice, [self._options(options, where), weights])
+            case _, list() | tuple() if keyword in _RANGES:
+                return _made(where, _RANGES[keyword], argument)
+            case _, Mapping() if keyword in _RANGES:
+                return _made(where, _RANGES[keyword], (), argument)
+            case _:
+                raise _misused(keyword, argument, where)
+
+    def _options(self, options: Sequence[object], where: str) -> list[object]:
+        return [self.node(each, option(where, index)) for index, each in enumerate(options)]
+
+    def _function(self, path: str, where: str) -> Function:
+        if not _FUNCTION_PATH.fullmatch(path):
+            raise InvalidInput(f"{where}: sample_from: expected 'package.module:name', found {path!r}")
+        if self._load is None:
+            raise UnsafePayload(
+                f"{where}: sample_from {path!r}: finding a function by its name runs code, and nobody allowed it here; "
+                "pass a `load` if the document is yours"
+            )
+        return self._load(path)
+
+
+def _keyword(node: Mapping[Any, object]) -> str | None:
+    """Return the only key of an object if it names a domain, or nearly does."""
+    if len(node) != 1:
+        return None
+    key, argument = next(iter(node.items()))
+    if key in _FORMS:
+        return str(key)
+    is_call = isinstance(key, str) and isinstance(argument, list)
+    return key if is_call and get_close_matches(key, _FORMS, 1, _SIMILAR) else None
+
+
+def _misused(keyword: str, argument: object, where: str) -> InvalidInput:
+    near = get_close_matches(keyword, _FORMS, 1, _SIMILAR)[0]
+    return InvalidInput(
+        f"{where}: expected {_FORMS[near]}, found {{{keyword!r}: {argument!r}}}; if {keyword!r} "
+        f'is a name in your configuration, write {{"space": {{"{keyword}": ...}}}}'
+    )
+
+
+def _made(
+    where: str,
+    make: Callable[..., Domain],
+    arguments: Sequence[object],
+    named: Mapping[str, object] = _NOTHING,
+) -> Domain:
+    try:
+        inspect.signature(make).bind(*arguments, **named)
+    except TypeError as error:
+        raise _misused(make.__name__, named or list(arguments), where) from error
+    try:
+        return make(*arguments, **named)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from error
+
+
+def _written(node: object, where: str) -> Json:
+    match node:
+        case Float() | Integer() | Normal():
+            keyword, arguments = node.call
+            return {keyword: list(arguments)}
+        case Grid():
+            return {"grid_search": _written_options(node, where)}
+        case Choice(weights=None):
+            return {"choice": _written_options(node, where)}
+        case Choice():
+            return {"choice": {"options": _written_options(node, where), "weights": list(node.weights or ())}}
+        case SampleFrom():
+            return {"sample_from": _path(node, where)}
+        case dict():
+            written = {key: _written(child, below(where, key)) for key, child in node.items()}
+            return {"space": written} if _keyword(node) else written
+        case list():
+            return [_written(child, below(where, index)) for index, child in enumerate(node)]
+        case _:
+            return cast("Json", node)
+
+
+def _written_options(node: Branch, where: str) -> list[Json]:
+    return [_written(each, option(where, index)) for index, each in enumerate(node.options)]
+
+
+def _path(node: SampleFrom, where: str) -> str:
+    found = node.path or f"{getattr(node.function, '__module__', '')}:{getattr(node.function, '__qualname__', '')}"
+    if _FUNCTION_PATH.fullmatch(found) and not found.startswith("__main__:"):
+        return found
+    raise InvalidInput(
+        f"{where}: {node!r} has no name to find it by: move the function to the top of a module that is importable "
+        "where the experiment runs"
+    )
