@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +32,8 @@ from prefect_tune.tasks.attempt import Failed
 from prefect_tune.tasks.bulletin import show_once
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.interruption import interruptible
-from prefect_tune.tasks.plan import TrialPlan, payload
+from prefect_tune.tasks.line import SoloLine
+from prefect_tune.tasks.plan import Orders, TrialPlan, payload
 from prefect_tune.tasks.run_trial import curve_up_to
 from prefect_tune.tasks.stamp import new_stamp, this_owner
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
@@ -141,7 +143,8 @@ def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, poli
 
 def _attempt(plan: TrialPlan, state: Experiment, policy: FailurePolicy, stop: threading.Event) -> Experiment:
     """Run one attempt, then decide what its end means."""
-    attempt = run_trial(plan, state.epoch, stop)
+    with closing(SoloLine(plan, stop)) as line:
+        attempt = run_trial(plan, Orders(epoch=state.epoch), line)
     outcome, after = attempt.outcome, attempt.experiment
     if not isinstance(outcome, Failed):
         return after

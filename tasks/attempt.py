@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TypeAlias, assert_never
 from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished, Paused
 from prefect_tune.core.wire import Broke, FromTrial, Loaded, Saved, StateSaved, StepDone, StopAndSave, TrialEnded
 from prefect_tune.tasks.ledger import USERS_FAULT, HandedOver, Ledger
+from prefect_tune.tasks.line import Answer, Line
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.trial_channel import TrialChannel
 
@@ -64,21 +64,23 @@ def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
             assert_never(outcome)
 
 
-def supervise(channel: TrialChannel, ledger: Ledger, plan: TrialPlan, stop: threading.Event) -> Outcome:
-    """Serve the trial until it ends, dies, falls silent, or `stop` is set and the grace period is over."""
-    return _Supervisor(channel, ledger, plan, stop).run()
+def supervise(channel: TrialChannel, ledger: Ledger, plan: TrialPlan, line: Line) -> Outcome:
+    """Serve the trial until it ends, dies, falls silent, or `line.stop` is set and the grace period is over."""
+    return _Supervisor(channel, ledger, plan, line).run()
 
 
 class _Supervisor:
-    def __init__(self, channel: TrialChannel, ledger: Ledger, plan: TrialPlan, stop: threading.Event) -> None:
+    def __init__(self, channel: TrialChannel, ledger: Ledger, plan: TrialPlan, line: Line) -> None:
         self._channel = channel
         self._ledger = ledger
         self._plan = plan
-        self._stop = stop
+        self._line = line
         self._steps = 0
         self._handed_over = 0  # counted by this thread
         self._committed = 0  # counted by the ledger's
         self._heard_at: float | None = None  # until it is loaded, silence is no sign
+        self._asks = False
+        line.connect(self._answer)
         self._asked_at: float | None = None
         self._kills_seen = (time.monotonic(), _out_of_memory_kills())
 
@@ -130,6 +132,13 @@ class _Supervisor:
         else:
             self._handed_over += 1
             self._ledger.save(HandedOver(done.report, Path(done.checkpoint), done.handed_over), self._saved)
+        self._asks = done.asks
+        self._line.told(done.report, asks=done.asks)
+
+    def _answer(self, answer: Answer) -> None:
+        self._heard_at = time.monotonic()
+        self._asks = False
+        self._channel.tell(answer)
 
     def _saved(self, step: int) -> None:
         self._channel.tell(Saved(step=step))
@@ -140,10 +149,10 @@ class _Supervisor:
         """What the clock, the ledger and whoever wants the trial to stop have to say."""
         if self._ledger.error is not None:
             return self._not_written(self._ledger.error)
-        if self._stop.is_set():
+        if self._line.stop.is_set():
             return self._ask_to_stop()
-        if self._committed < self._handed_over:
-            return None  # it may be waiting for the target, which has a deadline of its own
+        if self._committed < self._handed_over or self._asks:
+            return None  # it may be waiting for the target, which has a deadline of its own, or for an answer
         if self._plan.silence is None or self._heard_at is None:
             return None
         silent = timedelta(seconds=time.monotonic() - self._heard_at)

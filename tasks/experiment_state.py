@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 from prefect import task
@@ -11,6 +12,7 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, TargetCheck
 from prefect_tune.core.adopt import adopt
+from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import (
     CommitUnknown,
     JournalCorrupt,
@@ -22,12 +24,24 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.events import Event, Owner
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import SNAPSHOT_EVERY, append, load, take_over, write_snapshot
+from prefect_tune.core.layout import JournalKey, journal_key
+from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Stamp
 from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tasks.book import Listener
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING, unseen
+from prefect_tune.tasks.transient import RETRYING, retrying, unseen
 
-__all__ = ["check_target", "read_experiment", "restore_experiment_state", "sync_experiment_state", "write_entry"]
+__all__ = [
+    "Opening",
+    "check_target",
+    "open_journal",
+    "read_experiment",
+    "restore_experiment_state",
+    "sync_experiment_state",
+    "write_directly",
+    "write_entry",
+]
 
 _TIMEOUT_SECONDS = 120.0
 
@@ -70,15 +84,53 @@ def restore_experiment_state(
         StoreUnavailable, CommitUnknown: the retries are spent.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
-        try:
-            opened = take_over(store, experiment, owner, stamp, side_by_side=transfers)
-            if opened.settled_from == opened.opened_at:
-                return opened
-            return append(store, opened, adopt(store, opened, side_by_side=transfers), _second(stamp))
-        except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
-            raise ResumeFailed(
-                f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started afresh, nothing is lost"
-            ) from error
+        return _opened(store, journal_key(experiment), target, Opening(owner, stamp), transfers)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Who opens a journal, what the entry that does so says besides, and who hears of the entries."""
+
+    owner: Owner
+    stamp: Stamp
+    also: Callable[[Experiment], Sequence[Event]] = lambda _: ()
+    listener: Listener = lambda _events, _experiment: None
+
+
+def _opened(
+    store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: Mapper
+) -> Experiment:
+    said: list[Event] = []
+
+    def also(found: Experiment) -> Sequence[Event]:
+        said[:] = opening.also(found)
+        return said
+
+    try:
+        opened = take_over(store, key, opening.owner, opening.stamp, side_by_side=transfers, also=also)
+        opening.listener([opened.opened_by(), *said], opened)
+        if opened.settled_from == opened.opened_at:
+            return opened
+        adopted = adopt(store, opened, side_by_side=transfers)
+        after = append(store, opened, adopted, _second(opening.stamp))
+    except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
+        raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started afresh, nothing is lost") from error
+    opening.listener(adopted, after)
+    return after
+
+
+def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Experiment:
+    """Open the journal that a trial has for itself, as `restore_experiment_state` opens the experiment's.
+
+    It is part of the task that runs the trial, and raises what that one raises.
+    """
+
+    def open_it() -> Experiment:
+        timeout = timedelta(seconds=_TIMEOUT_SECONDS)
+        with target.open(timeout=timeout) as store, side_by_side() as transfers:
+            return _opened(store, key, target, opening, transfers)
+
+    return retrying(open_it)
 
 
 def _second(stamp: Stamp) -> Stamp:
@@ -102,11 +154,15 @@ def sync_experiment_state(
         StoreUnavailable, CommitUnknown: the retries are spent.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
-        after = append(store, experiment, events, stamp)
-        if after.number % SNAPSHOT_EVERY == 0:
-            with suppress(StoreUnavailable, CommitUnknown):  # it only saves time, and the entry is written
-                write_snapshot(store, after)
-        return after
+        return _appended(store, experiment, events, stamp)
+
+
+def _appended(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
+    after = append(store, experiment, events, stamp)
+    if after.number % SNAPSHOT_EVERY == 0:
+        with suppress(StoreUnavailable, CommitUnknown):  # it only saves time, and the entry is written
+            write_snapshot(store, after)
+    return after
 
 
 def write_entry(
@@ -114,6 +170,19 @@ def write_entry(
 ) -> Experiment:
     """Run `sync_experiment_state`, with a stamp of its own unless one is given. Raises what it raises."""
     return sync_experiment_state(target, unseen(experiment), unseen(events), stamp or new_stamp())
+
+
+def write_directly(
+    target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
+) -> Experiment:
+    """As `write_entry`, within the task that calls it: a search writes too often for a task run each time."""
+    once = stamp or new_stamp()
+
+    def write() -> Experiment:
+        with target.open(timeout=timedelta(seconds=_TIMEOUT_SECONDS)) as store:
+            return _appended(store, experiment, events, once)
+
+    return retrying(write)
 
 
 def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:

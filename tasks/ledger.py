@@ -27,9 +27,8 @@ from prefect_tune.core.manifest import About
 from prefect_tune.core.retention import retired
 from prefect_tune.core.trial import Trial, newest_key
 from prefect_tune.core.values import Stamp, StepReport, shown_size
-from prefect_tune.tasks.bulletin import Bulletin, trial_markdown
+from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, find_leftovers, save_checkpoint
-from prefect_tune.tasks.experiment_state import write_entry
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import unseen
@@ -53,22 +52,21 @@ class HandedOver:
 
 
 class Ledger:
-    """The experiment as one attempt writes it.
+    """The journal as one attempt writes it.
 
     The attempt's thread notes reports and asks for saves; a thread of the ledger's own carries them
     out in that order, in the context of the task that made it, so that its work shows under that task.
     """
 
-    def __init__(self, plan: TrialPlan, experiment: Experiment, artifacts: TrialArtifacts, log: Log) -> None:
+    def __init__(self, plan: TrialPlan, book: Book, artifacts: TrialArtifacts, log: Log) -> None:
         self._plan = plan
-        self._experiment = experiment
+        self._book = book
         self._artifacts = artifacts
         self._log = log
         self._waiting: list[StepReport] = []
         self._unsettled: tuple[Sequence[Event], Stamp] | None = None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._synced_at = time.monotonic()
-        self._bulletin = Bulletin(plan.trial.experiment)
         self.code = ""
         """The digest of the trainable's source, once the trial has told it."""
         self.error: BaseException | None = None
@@ -80,7 +78,7 @@ class Ledger:
     @property
     def experiment(self) -> Experiment:
         """The experiment after the last entry that was written. Read it once the ledger is closed."""
-        return self._experiment
+        return self._book.experiment
 
     def note(self, report: StepReport) -> None:
         """Take down a step; it is journaled with the next commit, or when `sync_period` is over."""
@@ -112,7 +110,6 @@ class Ledger:
         if error is not None and not isinstance(error, Superseded):
             self._end_all_the_same(events)
         self._artifacts.settle()
-        self._bulletin.close()
         if error is not None and not isinstance(error, USERS_FAULT):
             raise error
 
@@ -139,7 +136,7 @@ class Ledger:
 
     @property
     def _trial(self) -> Trial:
-        return self._experiment.trial(self._plan.trial.trial)
+        return self.experiment.trial(self._plan.trial.trial)
 
     def _sync(self) -> None:
         """Journal the reports that wait. A target that is away now is written to at the next occasion."""
@@ -153,7 +150,7 @@ class Ledger:
 
     def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
         reports = self._take_reports(handed_over.report.step)
-        key = CheckpointKey(trial=self._plan.trial, step=handed_over.report.step, sequence=self._experiment.number)
+        key = CheckpointKey(trial=self._plan.trial, step=handed_over.report.step, sequence=self.experiment.number)
         saved = save_checkpoint(
             self._plan.target,
             key,
@@ -203,9 +200,8 @@ class Ledger:
         """Write the entry that is due. One whose outcome is not known is written again as it was, and so recognized."""
         if self._unsettled is not None:
             entry, stamp = self._unsettled
-            self._experiment = write_entry(self._plan.target, self._experiment, entry, stamp)
+            self._book.write(entry, stamp)
             self._unsettled = None
-            self._bulletin.post(trial_markdown(self._experiment, self._trial, self._plan.target.uri))
 
     def _take_reports(self, up_to: int | None) -> Sequence[StepReport]:
         taken = [report for report in self._waiting if up_to is None or report.step <= up_to]
@@ -217,7 +213,7 @@ class Ledger:
         trial = self._trial
         return About(
             attempt=trial.attempt,
-            epoch=self._experiment.epoch,
+            epoch=self.experiment.epoch,
             write_id=stamp.write_id,
             created_at=stamp.at,
             parent=parent.name if (parent := newest_key(self._plan.trial, self._trial)) else None,
@@ -229,7 +225,7 @@ class Ledger:
 
     def _delete_leftovers(self) -> None:
         """Go on with what an earlier owner could not delete any more."""
-        settled_from = self._experiment.settled_from
+        settled_from = self.experiment.settled_from
         try:
             doomed = find_leftovers(self._plan.target, self._plan.trial, self._trial, settled_from)
         except TuneError as error:

@@ -12,10 +12,11 @@ import cloudpickle
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.events import Quarantined
+from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.retention import Retention
 
-__all__ = ["TrialPlan", "payload"]
+__all__ = ["Orders", "TrialPlan", "payload"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,31 @@ class TrialPlan:
     """How long a trial that is asked to stop may take to save."""
     silence: timedelta | None = None
     """How long a trial may train without a report before it is taken for hung."""
+    apart: bool = False
+    """Whether the trial has a journal of its own, beside the experiment's."""
+
+    @property
+    def journal(self) -> JournalKey:
+        """The journal that an attempt writes."""
+        return JournalKey(experiment=self.trial.experiment, trial=self.trial.trial if self.apart else None)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What is said to one attempt of a trial."""
+
+    epoch: int | None = None
+    """In which the caller owns the journal; None: the attempt opens the trial's own journal itself."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """For a trial that begins a journal of its own."""
+    milestone: int | None = None
+    """The step at which the trial asks whether to go on."""
+    saves_first: bool = False
+    """Whether it commits a checkpoint of that step before it asks."""
+    puts_aside: tuple[Quarantined, ...] = ()
+    """Checkpoints that are not to be used, since they kill the trainable."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the trial's process, such as the devices it may use."""
 
 
 def payload(thing: object) -> str:

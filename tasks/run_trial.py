@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,19 +13,32 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.core.curve import curve
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, Superseded
-from prefect_tune.core.events import AttemptEnded, Cause, CheckpointRef, Event, Quarantined, Started
+from prefect_tune.core.events import (
+    Adopted,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Event,
+    Quarantined,
+    Requeued,
+    Started,
+    TrialAdded,
+)
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import history
-from prefect_tune.core.trial import Status, newest_checkpoint, newest_key
+from prefect_tune.core.trial import ENDED, Status, newest_checkpoint, newest_key
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start
 from prefect_tune.stores.scratch import scratch_directory
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.attempt import Failed, Outcome, events_of, supervise
+from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import restore_checkpoint
-from prefect_tune.tasks.experiment_state import read_experiment, write_entry
+from prefect_tune.tasks.experiment_state import Opening, open_journal, read_experiment, write_directly, write_entry
 from prefect_tune.tasks.ledger import Ledger
-from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.line import Line
+from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.stamp import new_stamp, this_owner
 from prefect_tune.tasks.transient import RETRYING
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 from prefect_tune.tasks.trial_channel import Log, trial_in_place, trial_process
@@ -43,81 +55,100 @@ class AttemptResult:
 
 
 @task(name="run-trial", task_run_name="train {plan.trial.trial}", **RETRYING)
-def run_trial(plan: TrialPlan, epoch: int, stop: threading.Event) -> AttemptResult:
+def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
     It remembers nothing: state is read from the target, so a retry of the task is an attempt more.
     Every checkpoint the trial hands over is persisted, then committed, then acknowledged to it.
 
     Args:
-        epoch: the epoch in which the caller owns the experiment.
-        stop: set it to have the trial save and end within `plan.grace`.
+        plan: what is fixed about the trial.
+        orders: what is said to this attempt.
+        line: to whoever runs the experiment; `line.stop` has the trial save and end within `plan.grace`.
 
     Raises:
-        Superseded: the experiment belongs to somebody else; the trial's process is gone.
+        Superseded: the journal belongs to somebody else; the trial's process is gone.
         ResumeFailed: there are checkpoints, and none of them can be used.
         StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
     """
     log = get_run_logger()
-    experiment = _owned(plan, epoch)
-    if stop.is_set():
-        return AttemptResult(Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), experiment)
+    book = _book(plan, orders, line)
+    if line.stop.is_set():
+        return AttemptResult(Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), book.experiment)
     with scratch_directory() as scratch:
         for folder in ("staging", "artifacts", "temporary"):
             (scratch / folder).mkdir()
         artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
-        experiment, restored = _restore_newest(plan, experiment, scratch / "restored", log)
-        experiment, start = _begin(plan, experiment, scratch, restored)
+        restored = _restore_newest(plan, book, scratch / "restored", log)
+        start = _begin(plan, orders, book, scratch, restored)
         if start.attempt > 1:
             artifacts.bring_back(start.attempt)
-        ledger = Ledger(plan, experiment, artifacts, log)
+        ledger = Ledger(plan, book, artifacts, log)
         open_channel = trial_process if plan.isolation == "process" else trial_in_place
         with open_channel(start, log) as channel:
-            outcome = supervise(channel, ledger, plan, stop)
+            outcome = supervise(channel, ledger, plan, line)
             channel.end()
             # Before the channel closes: a save that is under way still tells the trial, dead or not.
             ledger.close(lambda trial: events_of(trial.trial, outcome))
     return AttemptResult(outcome, ledger.experiment)
 
 
-def _owned(plan: TrialPlan, epoch: int) -> Experiment:
-    """The experiment as the journal has it, with an attempt that a retried task left unfinished closed."""
+def _book(plan: TrialPlan, orders: Orders, line: Line) -> Book:
+    """The journal as it stands, ours, with an attempt that nobody ended closed."""
+    if orders.epoch is None:
+        return _own_book(plan, orders, line)
     experiment = read_experiment(plan.target, plan.trial.experiment)
-    if experiment.epoch != epoch:
-        raise Superseded(
-            f"experiment {experiment.name!r}: epoch {epoch} has ended; it was taken over by {experiment.owner}"
-        )
-    trial = experiment.trial(plan.trial.trial)
-    if trial.status is not Status.RUNNING:
-        return experiment
-    lost = AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, message="its supervisor failed, and was retried")
-    return _write(plan, experiment, [lost])
+    if experiment.epoch != orders.epoch:
+        raise Superseded(f"{plan.journal}: epoch {orders.epoch} has ended; it was taken over by {experiment.owner}")
+    book = Book(plan.target, experiment, write_entry, line.wrote)
+    if experiment.trial(plan.trial.trial).status is Status.RUNNING:
+        lost = "its supervisor failed, and was retried"
+        book.write([AttemptEnded(trial=plan.trial.trial, cause=Cause.MACHINE, message=lost)])
+    return book
 
 
-def _restore_newest(
-    plan: TrialPlan, experiment: Experiment, destination: Path, log: Log
-) -> tuple[Experiment, Path | None]:
+def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book:
+    """The trial's own journal, taken over from whoever wrote it before."""
+    trial = plan.trial.trial
+
+    def first(found: Experiment) -> Sequence[Event]:
+        added = TrialAdded(trial=trial, config=orders.config, fingerprint=plan.fingerprint)
+        return () if trial in found.trials else (Adopted(), added)
+
+    opening = Opening(this_owner(), new_stamp(), first, line.wrote)
+    book = Book(plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote)
+    state = book.experiment.trial(trial)
+    known = {each.sequence for each in state.checkpoints}
+    events: list[Event] = [each for each in orders.puts_aside if each.sequence in known]
+    if state.status in ENDED:
+        events.append(Requeued(trial=trial, reason="it goes on"))
+    if events:
+        book.write(events)
+    return book
+
+
+def _restore_newest(plan: TrialPlan, book: Book, destination: Path, log: Log) -> Path | None:
     """Restore the newest checkpoint that verifies; those that do not are put aside, in the journal and aloud."""
-    while (key := newest_key(plan.trial, experiment.trial(plan.trial.trial))) is not None:
+    name = plan.trial.trial
+    while (key := newest_key(plan.trial, book.experiment.trial(name))) is not None:
         try:
             timeout = plan.sync.sync_timeout_seconds
-            return experiment, restore_checkpoint(plan.target, key, destination, timeout_seconds=timeout)
+            return restore_checkpoint(plan.target, key, destination, timeout_seconds=timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as bad:
             log.error("step %d cannot be restored, and is put aside: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
             reason = f"{type(bad).__name__}: {bad}"
-            aside = Quarantined(trial=plan.trial.trial, sequence=key.sequence, reason=reason)
-            experiment = _write(plan, experiment, [aside])
-    if lost := experiment.trial(plan.trial.trial).lost_checkpoints:
+            book.write([Quarantined(trial=name, sequence=key.sequence, reason=reason)])
+    if lost := book.experiment.trial(name).lost_checkpoints:
         raise ResumeFailed(
-            f"trial {plan.trial.trial!r} of {experiment.name!r} at {plan.target.uri}: all its {lost} committed "
+            f"trial {name!r} of {plan.trial.experiment!r} at {plan.target.uri}: all its {lost} committed "
             "checkpoints are damaged or kill the trainable. Nothing was started afresh: mend what they need, "
             "or start again under another experiment name"
         )
-    return experiment, None
+    return None
 
 
-def _begin(plan: TrialPlan, experiment: Experiment, scratch: Path, restored: Path | None) -> tuple[Experiment, Start]:
-    trial = experiment.trial(plan.trial.trial)
+def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored: Path | None) -> Start:
+    trial = book.experiment.trial(plan.trial.trial)
     from_ref = newest_checkpoint(trial)
     told = curve_up_to(plan, from_ref)
     started = Started(
@@ -126,10 +157,9 @@ def _begin(plan: TrialPlan, experiment: Experiment, scratch: Path, restored: Pat
         from_step=from_ref.step if from_ref else 0,
         from_sequence=from_ref.sequence if from_ref else None,
     )
-    experiment = _write(plan, experiment, [started])
-    trial = experiment.trial(plan.trial.trial)
-    return experiment, Start(
-        experiment=experiment.name,
+    trial = book.write([started]).trial(plan.trial.trial)
+    return Start(
+        experiment=plan.trial.experiment,
         trial=trial.trial,
         attempt=trial.attempt,
         trainable=plan.trainable,
@@ -145,6 +175,8 @@ def _begin(plan: TrialPlan, experiment: Experiment, scratch: Path, restored: Pat
         curve=tuple(told),
         cadence=plan.cadence,
         overlap=plan.sync.commit == "async",
+        milestone=orders.milestone,
+        saves_first=orders.saves_first,
     )
 
 
@@ -156,9 +188,5 @@ def curve_up_to(plan: TrialPlan, start: CheckpointRef | None) -> Sequence[StepRe
     if not plan.needs_curve:
         return (last,)
     with plan.target.open(timeout=timedelta(minutes=5)) as store, side_by_side() as transfers:
-        told = curve(history(store, plan.trial.experiment, side_by_side=transfers), plan.trial.trial)
+        told = curve(history(store, plan.journal, side_by_side=transfers), plan.trial.trial)
     return [report for report in told if report.step <= start.step]
-
-
-def _write(plan: TrialPlan, experiment: Experiment, events: Sequence[Event]) -> Experiment:
-    return write_entry(plan.target, experiment, events)

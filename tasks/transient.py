@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from prefect.cache_policies import NO_CACHE
@@ -14,9 +17,11 @@ if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State, TaskRun
 
-__all__ = ["RETRYING", "is_transient", "unseen"]
+__all__ = ["RETRYING", "is_transient", "retrying", "unseen"]
 
 _Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
+_RETRIES = 5
 
 
 def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
@@ -28,6 +33,17 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
     return isinstance(error, StoreUnavailable | CommitUnknown)
 
 
+def retrying(act: Callable[[], _Result]) -> _Result:
+    """Return `act()`, tried again as a task of its own would be: for what is too small to be one."""
+    for pause_seconds in exponential_backoff(backoff_factor=1)(_RETRIES):
+        try:
+            return act()
+        except (StoreUnavailable, CommitUnknown) as error:
+            logging.getLogger("prefect_tune").warning("tried again in %g s: %s", pause_seconds, error)
+            time.sleep(pause_seconds)
+    return act()
+
+
 def unseen(argument: _Argument) -> _Argument:
     """Pass `argument` to a task without Prefect walking through all of it in search of futures."""
     return cast("_Argument", quote(argument))
@@ -37,7 +53,7 @@ def unseen(argument: _Argument) -> _Argument:
 RETRYING: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
-    "retries": 5,
+    "retries": _RETRIES,
     "retry_delay_seconds": exponential_backoff(backoff_factor=1),
     "retry_jitter_factor": 0.5,
     "retry_condition_fn": is_transient,

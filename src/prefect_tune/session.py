@@ -100,7 +100,7 @@ class TrialSession:
     def wants_save(self) -> bool:
         """Say whether the last step asked to be saved, or somebody asked the trial to stop."""
         self.listen()
-        return self._want_save or self.asked_to_stop
+        return self._want_save or self.asked_to_stop or (self._asking and self._start.saves_first)
 
     def why_stop(self) -> str | None:
         """Return why the trial is over after the last step, be it one before a resume; None to go on."""

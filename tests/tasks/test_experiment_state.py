@@ -13,7 +13,8 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.store import Buffer
 from prefect_tune.core.values import Stamp
-from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state
+from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_entry
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.run_trial import _restore_newest
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
@@ -119,8 +120,10 @@ def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(
         return state.model_copy(update={"trials": {"t": trial}})
 
     state = _with_quarantined(bucket, losing)
+    book = Book(plan.target, state, write_entry, lambda _events, _state: None)
     if lost:
         with pytest.raises(ResumeFailed, match="Nothing was started afresh"):
-            _restore_newest(plan, state, None, None)
+            _restore_newest(plan, book, None, None)
     else:
-        assert _restore_newest(plan, state, None, None) == (state, None)
+        assert _restore_newest(plan, book, None, None) is None
+        assert book.experiment == state

@@ -25,6 +25,7 @@ from prefect_tune.core.trial import Status, Trial
 from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.stores.posix import PosixStore, make_root
 from prefect_tune.tasks import ledger as module
+from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import sync_experiment_state
 from prefect_tune.tasks.ledger import HandedOver, Ledger
@@ -99,14 +100,9 @@ class NoArtifacts:
     def settle(self) -> None: ...
 
 
-class NoBulletin:
-    def __init__(self, experiment: str) -> None:
-        self.shown: list[str] = [experiment]
-
-    def post(self, markdown: str) -> None:
-        self.shown.append(markdown)
-
-    def close(self) -> None: ...
+def write(target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None) -> Experiment:
+    """Write an entry once: what is tried again is tried by the ledger."""
+    return sync_experiment_state.fn(target, state, events, stamp or new_stamp())
 
 
 @dataclass
@@ -135,7 +131,8 @@ class Desk:
                 from_sequence=new.sequence if new else None,
             )
             state = append(store, state, [started], new_stamp())
-        return Ledger(self.plan, state, NoArtifacts(), getLogger("ledger"))
+        book = Book(self.plan.target, state, write, lambda _events, _state: None)
+        return Ledger(self.plan, book, NoArtifacts(), getLogger("ledger"))
 
     @staticmethod
     def _runs(state: Experiment) -> bool:
@@ -175,17 +172,9 @@ def ended(cause: Cause, message: str) -> Callable[[Trial], Sequence[Event]]:
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """Tasks are called as the functions that they are: no server, and no retries."""
-
-    def write(
-        target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None = None
-    ) -> Experiment:
-        return sync_experiment_state.fn(target, state, events, stamp or new_stamp())
-
-    monkeypatch.setattr(module, "write_entry", write)
     monkeypatch.setattr(module, "save_checkpoint", save_checkpoint.fn)
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
     monkeypatch.setattr(module, "unseen", lambda argument: argument)
-    monkeypatch.setattr(module, "Bulletin", NoBulletin)
     target = WeatheredTarget(path=str(tmp_path / "target"))
     plan = TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
     yield Desk(plan, tmp_path)

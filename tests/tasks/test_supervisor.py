@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from prefect_tune.core.wire import FromTrial, Loaded, Saved, StepDone, StopAndSa
 from prefect_tune.tasks import attempt
 from prefect_tune.tasks.attempt import Done, Failed, Outcome, supervise
 from prefect_tune.tasks.ledger import HandedOver
+from prefect_tune.tasks.line import DirectLine
 from prefect_tune.tasks.plan import TrialPlan
 
 LOADED = Loaded(pid=1, code="")
@@ -90,10 +90,14 @@ def step(number: int, *, saves: bool = False) -> StepDone:
     return StepDone(report=report, checkpoint="/tmp/none" if saves else None, handed_over=saves)
 
 
+def line() -> DirectLine:
+    return DirectLine("t", lambda _: None)
+
+
 def outcome_of(
     plan: TrialPlan, says: Sequence[FromTrial | float], became: str = "", ledger: FakeLedger | None = None
 ) -> Outcome:
-    return supervise(FakeChannel(says, became), ledger or FakeLedger(), plan, threading.Event())
+    return supervise(FakeChannel(says, became), ledger or FakeLedger(), plan, line())
 
 
 # ----------------------------------------------------------------------------------------- whose doing it was
@@ -152,7 +156,7 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
     monkeypatch.setattr(attempt, "_out_of_memory_kills", lambda: kills[0])
     says = [LOADED, step(1), *([seconds_before, 0.0] if seconds_before else [])]
     patient = replace(plan, silence=None)
-    found = supervise(Channel(says, KILLED), FakeLedger(), patient, threading.Event())
+    found = supervise(Channel(says, KILLED), FakeLedger(), patient, line())
     assert isinstance(found, Failed)
     assert found.cause is cause
 
@@ -193,7 +197,7 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
 
     channel = Channel([LOADED, step(1, saves=True), 0.4, 0.0])
     began = time.monotonic()
-    found = supervise(channel, ledger, plan, threading.Event())
+    found = supervise(channel, ledger, plan, line())
     assert time.monotonic() - began >= 0.4 + 0.3
     assert channel.told == [Saved(step=1)]
     assert isinstance(found, Failed)
@@ -206,10 +210,10 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
 def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing(
     plan: TrialPlan, saves: bool, said: str
 ) -> None:
-    stop = threading.Event()
-    stop.set()
+    asked = line()
+    asked.stop.set()
     channel = FakeChannel([LOADED, step(1, saves=saves)])
-    found = supervise(channel, FakeLedger(), plan, stop)
+    found = supervise(channel, FakeLedger(), plan, asked)
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
     assert found.message.endswith(said)

@@ -65,6 +65,12 @@ class Experiment(Value):
         """The experiment's name, whether this is its journal or that of one of its trials."""
         return self.key.experiment
 
+    def opened_by(self) -> Opened:
+        """Return what the present owner opened the journal with."""
+        if self.owner is None:
+            raise IllegalTransition(f"{self.key}: nobody has opened it yet")
+        return Opened(experiment=self.key.experiment, trial=self.key.trial, epoch=self.epoch, owner=self.owner)
+
     def trial(self, trial: str) -> Trial:
         """Return the trial, which must exist."""
         return self.trials[trial]

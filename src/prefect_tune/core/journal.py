@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from prefect_tune.core.commit import Mapper
@@ -91,10 +91,16 @@ def _require_predecessor(store: ObjectStore, experiment: Experiment) -> None:
         )
 
 
-def take_over(
-    store: ObjectStore, journal: JournalKey | str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper
+def take_over(  # noqa: PLR0913  the last is for those who have more to say in the same entry
+    store: ObjectStore,
+    journal: JournalKey | str,
+    owner: Owner,
+    stamp: Stamp,
+    *,
+    side_by_side: Mapper,
+    also: Callable[[Experiment], Sequence[Event]] = lambda _: (),
 ) -> Experiment:
-    """Open the experiment for `owner`: a new epoch.
+    """Open the experiment for `owner`: a new epoch. The same entry holds what `also` says of the state it opens.
 
     Racing with an owner that still writes, or with another opener, it reads on and tries the next
     number: the last to open is the owner, and every other's next write fails.
@@ -110,7 +116,7 @@ def take_over(
             return found  # an earlier try of this very call succeeded, and its reply was lost
         opened = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner)
         try:
-            return append(store, found, [opened], stamp)
+            return append(store, found, [opened, *also(found)], stamp)
         except Superseded as race:
             lost = race
     raise Superseded(f"{key}: lost {_RACES} races to open it") from lost

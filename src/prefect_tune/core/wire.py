@@ -22,11 +22,21 @@ __all__ = [
     "StateSaved",
     "StepDone",
     "StopAndSave",
+    "Surroundings",
     "ToTrial",
     "TrialEnded",
     "from_trial",
     "to_trial",
 ]
+
+
+class Surroundings(Value):
+    """What a process that was forked, or has served another trial, makes its own before it starts."""
+
+    type: Literal["surroundings"] = "surroundings"
+    environment: Mapping[str, str]
+    """The whole of it; each character stands for a byte (Latin-1)."""
+    working_directory: str
 
 
 class Start(Value):
@@ -57,6 +67,8 @@ class Start(Value):
     """Whether training goes on while a checkpoint is uploaded."""
     milestone: int | None = None
     """The step at which the trial asks whether to go on, and waits for the answer; None for never."""
+    saves_first: bool = False
+    """Whether a class trainable saves there before it asks."""
 
 
 class Saved(Value):
@@ -128,6 +140,8 @@ class TrialEnded(Value):
     interrupted: bool = False
     paused: bool = False
     """Whether it only gave its slot away, as it was told to."""
+    waits: bool = False
+    """Whether the process, and the trainable in it, wait to become another trial."""
 
 
 class Broke(Value):
@@ -139,7 +153,7 @@ class Broke(Value):
     traceback: str
 
 
-ToTrial: TypeAlias = Annotated[Start | Saved | StopAndSave | GoOn | Leave, Field(discriminator="type")]
+ToTrial: TypeAlias = Annotated[Surroundings | Start | Saved | StopAndSave | GoOn | Leave, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[Loaded | StepDone | StateSaved | TrialEnded | Broke, Field(discriminator="type")]
-to_trial: TypeAdapter[Start | Saved | StopAndSave | GoOn | Leave] = TypeAdapter(ToTrial)
+to_trial: TypeAdapter[Surroundings | Start | Saved | StopAndSave | GoOn | Leave] = TypeAdapter(ToTrial)
 from_trial: TypeAdapter[Loaded | StepDone | StateSaved | TrialEnded | Broke] = TypeAdapter(FromTrial)

@@ -1,0 +1,117 @@
+"""What ties an attempt to whoever runs the experiment: reports and journal entries go up, answers come down."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from prefect_tune.core.events import Event
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.values import StepReport
+from prefect_tune.core.wire import GoOn, Leave
+from prefect_tune.tasks.bulletin import Bulletin, trial_markdown
+from prefect_tune.tasks.plan import TrialPlan
+
+__all__ = ["Answer", "DirectLine", "Heard", "Line", "SoloLine", "Told", "Wrote"]
+
+Answer: TypeAlias = GoOn | Leave
+
+
+class Line(Protocol):
+    """The attempt's end of it."""
+
+    @property
+    def stop(self) -> threading.Event:
+        """Set when the trial is to save and end."""
+        ...
+
+    def connect(self, tell: Callable[[Answer], None]) -> None:
+        """Have the answers told to the trial, those that came before among them."""
+        ...
+
+    def told(self, report: StepReport, *, asks: bool) -> None:
+        """Hear of a step that was trained; where it `asks`, the trial waits for an answer. Never blocks."""
+        ...
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        """Hear what was just written to the attempt's journal, and the state after it. Never blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A step was trained."""
+
+    trial: str
+    report: StepReport
+    asks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """An entry of the trial's own journal."""
+
+    trial: str
+    number: int
+    events: tuple[Event, ...]
+
+
+Heard: TypeAlias = Told | Wrote
+
+
+class DirectLine:
+    """A line within one process: what goes up it is given to `hear`, in the thread that says it."""
+
+    def __init__(self, trial: str, hear: Callable[[Heard], None]) -> None:
+        self.trial = trial
+        self.stop = threading.Event()
+        self._hear = hear
+        self._guard = threading.Lock()
+        self._early: list[Answer] = []
+        self._tell: Callable[[Answer], None] | None = None
+
+    def connect(self, tell: Callable[[Answer], None]) -> None:
+        with self._guard:
+            self._tell = tell
+            for answer in self._early:
+                tell(answer)
+
+    def answer(self, answer: Answer) -> None:
+        """Say it to the trial, now or as soon as it can hear."""
+        with self._guard:
+            if self._tell is None:
+                self._early.append(answer)
+            else:
+                self._tell(answer)
+
+    def told(self, report: StepReport, *, asks: bool) -> None:
+        self._hear(Told(self.trial, report, asks))
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        self._hear(Wrote(self.trial, experiment.number, tuple(events)))
+
+
+class SoloLine:
+    """The line of a trial that is all there is: nobody is asked, and what is written is shown in the UI."""
+
+    def __init__(self, plan: TrialPlan, stop: threading.Event) -> None:
+        self.stop = stop
+        self._plan = plan
+        self._bulletin = Bulletin(plan.trial.experiment)
+
+    def connect(self, tell: Callable[[Answer], None]) -> None:
+        del tell
+
+    def told(self, report: StepReport, *, asks: bool) -> None:
+        del report, asks
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        del events
+        trial = experiment.trial(self._plan.trial.trial)
+        self._bulletin.post(trial_markdown(experiment, trial, self._plan.target.uri))
+
+    def close(self) -> None:
+        """Show what is still to be shown."""
+        self._bulletin.close()
