@@ -65,6 +65,9 @@ LEGAL = {
     (PAUSED, "resumed"): PENDING,
     (PAUSED, "started"): RUNNING,
     (PAUSED, "finished"): FINISHED,
+    (PENDING, "paused"): PAUSED,
+    (PENDING, "resumed"): PENDING,
+    (RUNNING, "resumed"): RUNNING,
     **{(status, event): status for status in Status for event in ("retired", "quarantined", "pinned", "decided")},
 }
 

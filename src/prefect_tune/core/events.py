@@ -112,6 +112,8 @@ class TrialAdded(TrialEvent):
     type: Literal["trial-added"] = "trial-added"
     config: Mapping[str, object]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
+    apart: bool = False
+    """Whether the trial has a journal of its own, which this one takes in."""
 
 
 class Started(TrialEvent):

@@ -24,7 +24,7 @@ from prefect_tune.core.layout import JournalKey, journal_key
 from prefect_tune.core.trial import ENDED, Happening, Trial, after, with_adopted
 from prefect_tune.core.values import Digest, StepReport, Value
 
-__all__ = ["Entry", "Experiment", "apply", "nothing_yet"]
+__all__ = ["Entry", "Experiment", "after_event", "apply", "nothing_yet"]
 
 
 class Entry(Value):
@@ -90,7 +90,7 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
     _require_successor(experiment, entry)
     try:
         for event in entry.events:
-            experiment = _after(experiment, event, entry)
+            experiment = after_event(experiment, event, entry.number)
     except IllegalTransition as impossible:
         raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
     return experiment.model_copy(update={"number": entry.number, "digest": digest})
@@ -107,10 +107,15 @@ def _require_successor(experiment: Experiment, entry: Entry) -> None:
         )
 
 
-def _after(experiment: Experiment, event: Event, entry: Entry) -> Experiment:
+def after_event(experiment: Experiment, event: Event, number: int) -> Experiment:
+    """Return the experiment after `event`, which stands in entry `number`, or will.
+
+    Raises:
+        IllegalTransition: it cannot happen.
+    """
     match event:
         case Opened():
-            return _opened(experiment, event, entry)
+            return _opened(experiment, event, number)
         case Adopted():
             return _adopted(experiment, event)
         case TrialAdded():
@@ -119,14 +124,14 @@ def _after(experiment: Experiment, event: Event, entry: Entry) -> Experiment:
             return _absorbed(experiment, event)
         case _:
             trial = _known(experiment, event.trial)
-            return _noted(experiment, trial, event, after(trial, event, entry.number))
+            return _noted(experiment, trial, event, after(trial, event, number))
 
 
-def _opened(experiment: Experiment, event: Opened, entry: Entry) -> Experiment:
+def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
     opens = JournalKey(experiment=event.experiment, trial=event.trial)
-    if (opens, event.epoch) != (experiment.key, entry.epoch):
+    if (opens, event.epoch) != (experiment.key, experiment.epoch + 1):
         raise IllegalTransition(f"it opens {opens} for epoch {event.epoch}")
-    return experiment.model_copy(update={"epoch": event.epoch, "owner": event.owner, "opened_at": entry.number})
+    return experiment.model_copy(update={"epoch": event.epoch, "owner": event.owner, "opened_at": number})
 
 
 def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
@@ -139,7 +144,8 @@ def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
 def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
     if event.trial in experiment.trials:
         raise IllegalTransition(f"trial {event.trial!r} was added before")
-    new = Trial(trial=event.trial, config=event.config, fingerprint=event.fingerprint)
+    fields = event.model_dump(include={"trial", "config", "fingerprint", "apart"})
+    new = Trial.model_validate(fields)
     return _happened(experiment, new, Happening(order=experiment.happened + 1, what="added"))
 
 

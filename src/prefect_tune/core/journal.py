@@ -22,7 +22,7 @@ from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import Buffer, ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 
-__all__ = ["SNAPSHOT_EVERY", "append", "history", "load", "take_over", "write_snapshot"]
+__all__ = ["SNAPSHOT_EVERY", "append", "entries_beyond", "history", "load", "take_over", "write_snapshot"]
 
 SNAPSHOT_EVERY = 64
 _RACES = 16
@@ -47,6 +47,17 @@ def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper)
 def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Sequence[Entry]:
     """Return every entry from the first: for curves, timelines, and whoever wants to know why."""
     return [entry for entry, _ in _entries(store, journal_key(journal), 0, side_by_side)]
+
+
+def entries_beyond(
+    store: ObjectStore, journal: JournalKey | str, number: int, *, side_by_side: Mapper
+) -> Sequence[Entry]:
+    """Return the entries after `number`, for whoever has taken in those before.
+
+    Raises:
+        JournalCorrupt: an entry is missing or altered.
+    """
+    return [entry for entry, _ in _entries(store, journal_key(journal), number, side_by_side)]
 
 
 def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:

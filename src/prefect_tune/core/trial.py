@@ -71,6 +71,10 @@ NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.PAUSED, Resumed): Status.PENDING,
     (Status.PAUSED, Started): Status.RUNNING,
     (Status.PAUSED, Finished): Status.FINISHED,
+    # The experiment's journal hears of a start and an end later than it decides.
+    (Status.PENDING, Paused): Status.PAUSED,
+    (Status.PENDING, Resumed): Status.PENDING,
+    (Status.RUNNING, Resumed): Status.RUNNING,
 }
 _ONLY_WHILE_RUNNING = (Reported, Committed)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
@@ -93,6 +97,8 @@ class Trial(Value):
     trial: str
     config: Mapping[str, object]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
+    apart: bool = False
+    """Whether it has a journal of its own, which the experiment's takes in."""
     status: Status = Status.PENDING
     attempt: int = 0
     step: int = 0
