@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from prefect_tune.core import draws
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.objective import Objective
-from prefect_tune.core.search.domains import Domain, domains_in, frozen
+from prefect_tune.core.search.domains import Domain
 from prefect_tune.core.search.grid import choices_at, grids_of, point_count, points_of
-from prefect_tune.core.search.reading import Found, Misfit, holds, read
+from prefect_tune.core.search.points import fixed_by, valid_points
+from prefect_tune.core.search.reading import holds
 from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.space import resolve, valid_space
 
@@ -40,8 +41,7 @@ class RandomSearch(Search):
         count: object = self.num_samples
         if not isinstance(count, int) or isinstance(count, bool) or (count < 1 and count != ENDLESS):
             raise InvalidInput(f"num_samples: expected 1 or more, or -1 for without end, found {count!r}")
-        points = tuple(_point(each, index) for index, each in enumerate(self.points_to_evaluate))
-        object.__setattr__(self, "points_to_evaluate", points)
+        object.__setattr__(self, "points_to_evaluate", valid_points(self.points_to_evaluate))
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
         """Return the proposals for `space`; no objective is needed.
@@ -59,7 +59,7 @@ class _RandomProposals(Proposals):
     def __init__(self, search: RandomSearch, space: dict[str, object], seed: int) -> None:
         self._space = space
         self._seed = seed
-        self._waiting = [(point, _fixed_by(point, space)) for point in search.points_to_evaluate]
+        self._waiting = [(point, fixed_by(point, space)) for point in search.points_to_evaluate]
         self._grids = grids_of(space)
         self._points = point_count(self._grids)
         self._samples = search.num_samples
@@ -87,23 +87,3 @@ class _RandomProposals(Proposals):
 
     def _draw(self, number: int, name: str, domain: Domain) -> float:
         return domain.at(draws.uniform(self._seed, "space", number, name))
-
-
-def _point(point: object, index: int) -> dict[str, object]:
-    where = f"points_to_evaluate[{index}]"
-    copied = frozen(point, where)
-    if isinstance(copied, dict) and not any(domains_in(copied)):
-        return copied
-    raise InvalidInput(f"{where}: expected a configuration of plain values, found {point!r}")
-
-
-def _fixed_by(point: Mapping[str, object], space: Mapping[str, object]) -> dict[str, object]:
-    """Return what the point decides, by the names of the parameters."""
-    readings = list(read(space, point))
-    for each in readings:
-        if isinstance(each, Misfit):
-            raise InvalidInput(
-                f"points_to_evaluate: {each.name}: expected {each.expected}, found {each.found!r}, "
-                f"in {dict(point)!r}; correct the point, or widen the space"
-            )
-    return {each.name: each.drawn for each in readings if isinstance(each, Found)}

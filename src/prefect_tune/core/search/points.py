@@ -1,0 +1,46 @@
+"""Configurations that somebody wants tried first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.search.domains import domains_in, frozen
+from prefect_tune.core.search.reading import Found, Misfit, read
+
+__all__ = ["Point", "fixed_by", "valid_points"]
+
+Point = Mapping[str, object]
+
+
+def valid_points(points: Sequence[Point]) -> tuple[dict[str, object], ...]:
+    """Return a copy of `points_to_evaluate` in plain JSON.
+
+    Raises:
+        InvalidInput: one of them is no object of plain values.
+    """
+    return tuple(_point(each, index) for index, each in enumerate(points))
+
+
+def fixed_by(point: Point, space: Mapping[str, object]) -> dict[str, object]:
+    """Return what the point decides, by the names of the parameters.
+
+    Raises:
+        InvalidInput: it does not lie in the space.
+    """
+    readings = list(read(space, point))
+    for each in readings:
+        if isinstance(each, Misfit):
+            raise InvalidInput(
+                f"points_to_evaluate: {each.name}: expected {each.expected}, found {each.found!r}, "
+                f"in {dict(point)!r}; correct the point, or widen the space"
+            )
+    return {each.name: each.drawn for each in readings if isinstance(each, Found)}
+
+
+def _point(point: object, index: int) -> dict[str, object]:
+    where = f"points_to_evaluate[{index}]"
+    copied = frozen(point, where)
+    if isinstance(copied, dict) and not any(domains_in(copied)):
+        return copied
+    raise InvalidInput(f"{where}: expected a configuration of plain values, found {point!r}")
