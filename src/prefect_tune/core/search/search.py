@@ -74,6 +74,10 @@ class Proposals(ABC):
         """Hear what a running trial reported at a milestone."""
         del number, report
 
+    def stopped(self, number: int) -> None:
+        """Hear that the scheduler stops trial `number` before its time; that it `ended` follows."""
+        del number
+
     def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
         """Hear that a trial is over, and its last report; None if it never made one."""
         del number, last, failed

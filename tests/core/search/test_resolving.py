@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_tune.core import draws
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.search.domains import (
+    Choice,
+    Domain,
+    choice,
+    domains_in,
+    frozen,
+    grid_search,
+    has_grid,
+    qrandint,
+    randint,
+    sample_from,
+    uniform,
+)
+from prefect_tune.core.search.reading import Found, Misfit, Missing, Reading, agrees, holds, is_same, read
+from prefect_tune.core.search.space import Draw, resolve, valid_space
+from prefect_tune.core.values import canonical_json
+from tests.fakes.spaces import QUANTILES, spaces
+
+
+def seeded(seed: int) -> Draw:
+    return lambda name, domain: domain.at(draws.uniform(seed, name))
+
+
+def resolved(space: Mapping[str, object], **drawn: float) -> dict[str, object]:
+    """Resolve with these draws; a name that is not among them is not expected to be drawn."""
+    return resolve(valid_space(space), lambda name, _: drawn[name])
+
+
+# ------------------------------------------------------------------------------------------------------- choices
+
+
+@pytest.mark.parametrize(
+    ("domain", "shares"),
+    [
+        (choice(["a", "b", "c"]), [1 / 3, 1 / 3, 1 / 3]),
+        (choice(["a", "b", "c"], [1, 0, 3]), [0.25, 0, 0.75]),
+        (grid_search([1, 2]), [0.5, 0.5]),
+    ],
+    ids=repr,
+)
+def test_options_are_drawn_alike_or_by_their_weights(domain: Choice, shares: list[float]) -> None:
+    found = Counter(domain.at(draws.uniform(1, "options", number)) for number in range(2000))
+    assert [abs(found[index] / 2000 - share) < 0.035 for index, share in enumerate(shares)] == [True] * len(shares)
+    assert [found[index] > 0 for index in range(len(shares))] == [share > 0 for share in shares]
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=5).filter(any), QUANTILES)
+def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile: float) -> None:
+    assert weights[choice(range(len(weights)), weights).at(quantile)] > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: choice([]), r"choice\(\[\]\): expected at least one option"),
+        (lambda: grid_search([]), r"grid_search\(\[\]\): expected at least one option"),
+        (lambda: choice("abc"), "choice: expected a list, which has an order, found 'abc'"),
+        (lambda: choice({1, 2}), "expected a list, which has an order"),
+        (lambda: choice(3), "expected a list, which has an order, found 3"),
+        (lambda: choice([1, len]), r"choice: option 1: expected a value or a domain, found <built-in function len>"),
+        (lambda: choice([{"a": [float("nan")]}]), r"choice: option 0.a\[0\]: expected a value"),
+        (lambda: choice([{3: 4}]), "choice: option 0: expected text for a key, as JSON has it, found 3"),
+        (lambda: choice([1, 2], [1]), "expected a weight >= 0 for each of 2 options"),
+        (lambda: choice([1, 2], [1, -1]), "expected a weight >= 0 for each"),
+        (lambda: choice([1, 2], [1, "1"]), "expected a weight >= 0 for each"),
+        (lambda: choice([1, 2], 5), "weights: expected a list"),
+        (lambda: choice([1, 2], [0, 0]), "expected weights with a finite sum above 0"),
+        (lambda: choice([1, 2], [1e308, 1e308]), "expected weights with a finite sum above 0"),
+        (lambda: choice([{"a": grid_search([1])}]), "expected options without grid_search"),
+        (lambda: choice([[choice([1])], [[grid_search([1])]]]), "expected options without grid_search"),
+        (lambda: sample_from("lambda: 3"), "sample_from: expected a function of the configuration, found 'lambda: 3'"),
+        (lambda: valid_space([1]), "space: expected an object of parameters"),
+        (lambda: valid_space(uniform(0, 1)), "space: expected an object of parameters"),
+        (lambda: valid_space({"a": b"x"}), r"space.a: expected a value or a domain, found b'x' \(bytes\)"),
+    ],
+)
+def test_what_no_configuration_can_hold_is_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        make()
+
+
+def test_a_domain_shows_the_call_that_makes_it() -> None:
+    assert (
+        repr(choice([1, {"a": uniform(0, 1)}], [1, 2])) == "choice([1, {'a': uniform(0.0, 1.0)}], weights=[1.0, 2.0])"
+    )
+    assert repr(grid_search((1, None))) == "grid_search([1, None])"
+    assert repr(sample_from(seeded)) == "sample_from(seeded)"
+
+
+def test_a_domain_does_not_change_with_the_list_it_was_made_of() -> None:
+    options = [{"a": [1]}]
+    domain = choice(options)
+    options[0]["a"].append(2)
+    assert domain == choice([{"a": [1]}])
+
+
+def test_everything_but_domains_becomes_plain_json() -> None:
+    made = frozen({"t": (1, np.int64(2)), "f": np.float32(0.5), "b": True, "n": None, "s": np.str_("x")}, "here")
+    assert canonical_json(made) == b'{"b":true,"f":0.5,"n":null,"s":"x","t":[1,2]}'
+
+
+def test_every_domain_is_found_wherever_it_stands() -> None:
+    inner, function = uniform(0, 1), sample_from(len)
+    outer = choice([1, {"a": [inner]}])
+    grid = grid_search([function])
+    assert list(domains_in({"x": [outer, 3], "y": {"z": grid}})) == [outer, inner, grid, function]
+    assert has_grid([{"y": grid}])
+    assert not has_grid([outer])
+
+
+# ----------------------------------------------------------------------------------------------------- resolving
+
+
+def test_constants_lists_and_objects_stay_and_domains_are_drawn_by_name() -> None:
+    space = {
+        "lr": uniform(0, 1),
+        "fixed": "text",
+        "layers": [{"units": randint(1, 9)}, 3],
+        "odd key": {'"': uniform(0, 1)},
+    }
+    config = resolved(space, **{"lr": 0.5, "layers[0].units": 4, '"odd key"."\\""': 0.25})
+    assert config == {"lr": 0.5, "fixed": "text", "layers": [{"units": 4}, 3], "odd key": {'"': 0.25}}
+
+
+def test_names_tell_apart_what_looks_alike() -> None:
+    asked: list[str] = []
+    space = {"a.b": uniform(0, 1), "a": {"b": uniform(0, 1)}, "c": [uniform(0, 1)], "c[0]": uniform(0, 1)}
+    resolve(valid_space(space), lambda name, _: asked.append(name) or 0.5)
+    assert len(set(asked)) == 4
+
+
+@pytest.mark.parametrize(
+    ("chosen", "config"),
+    [
+        ({"model": 0, "model?0.depth": 3}, {"kind": "mlp", "depth": 3}),
+        ({"model": 1, "model?1": 0, "model?1?0.width": 8}, {"kind": "cnn", "width": 8}),
+        ({"model": 1, "model?1": 1}, "none"),
+        ({"model": 2, "model?2": 0.5}, 0.5),
+    ],
+)
+def test_only_what_the_chosen_option_needs_is_drawn(chosen: dict[str, float], config: object) -> None:
+    inner = choice([{"kind": "cnn", "width": qrandint(8, 16, 8)}, "none"])
+    space = {"model": choice([{"kind": "mlp", "depth": randint(1, 5)}, inner, uniform(0, 1)])}
+    assert resolved(space, **chosen) == {"model": config}
+
+
+def test_what_is_fixed_is_not_drawn() -> None:
+    space = valid_space({"a": choice([1, uniform(0, 1)]), "b": sample_from(lambda config: config["a"] + 1)})
+    assert resolve(space, lambda name, _: {"a?1": 0.25}[name], {"a": 1}) == {"a": 0.25, "b": 1.25}
+    assert resolve(space, lambda name, _: {"a": 0}[name], {"b": 7}) == {"a": 1, "b": 7}
+
+
+# ---------------------------------------------------------------------------------------- functions of the others
+
+
+def test_a_function_reads_what_is_resolved_wherever_it_stands() -> None:
+    space = {
+        "a": sample_from(lambda config: config["b"] * 2),
+        "b": sample_from(lambda config: config["model"]["depth"] + config["list"][1]),
+        "model": choice([{"depth": randint(1, 5)}]),
+        "list": [uniform(0, 1), 10],
+        "copy": sample_from(lambda config: {**config["model"], "twice": [config["a"]] * 2}),
+    }
+    config = resolved(space, **{"model": 0, "model?0.depth": 3, "list[0]": 0.5})
+    assert config["a"] == 26
+    assert config["copy"] == {"depth": 3, "twice": [26, 26]}
+
+
+def test_a_function_is_called_once_per_configuration_and_what_it_reads_is_drawn_once() -> None:
+    calls: list[str] = []
+    space = valid_space(
+        {
+            "a": sample_from(lambda config: config["b"]),
+            "b": sample_from(lambda config: calls.append("b") or config["c"]),
+            "c": uniform(0, 1),
+        }
+    )
+    assert resolve(space, lambda name, _: calls.append(name) or 0.5) == {"a": 0.5, "b": 0.5, "c": 0.5}
+    assert calls == ["b", "c"]
+
+
+def test_a_function_asks_for_what_only_some_options_have() -> None:
+    space = {
+        "model": choice([{"depth": 2}, {"width": 3}]),
+        "size": sample_from(lambda config: (config["model"].get("depth", 0), config["model"].get("nothing"))),
+        "has": sample_from(lambda config: ["depth" in config["model"], sorted(config["model"]), len(config)]),
+    }
+    assert resolved(space, model=0) == {"model": {"depth": 2}, "size": [2, None], "has": [True, ["depth"], 3]}
+    assert resolved(space, model=1) == {"model": {"width": 3}, "size": [0, None], "has": [False, ["width"], 3]}
+
+
+def test_a_function_cannot_change_what_others_get() -> None:
+    space = {"list": [1], "a": sample_from(lambda config: config["list"].append(2) or config["list"])}
+    assert resolved(space)["list"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        (
+            {"a": sample_from(lambda config: config["b"]), "b": sample_from(lambda config: config["a"])},
+            "sample_from at a: it depends on itself, a -> b -> a",
+        ),
+        (
+            {"c": sample_from(lambda config: config["a"]), "a": sample_from(lambda config: config["a"])},
+            "sample_from at a: it depends on itself, a -> a: ",
+        ),
+        ({"a": sample_from(lambda config: config["lr"])}, r"sample_from at a: there is no lr, only \['a'\]"),
+        (
+            {"a": {"b": sample_from(lambda config: config["a"]["x"])}},
+            r"sample_from at a.b: there is no a.x, only \['b'\]",
+        ),
+        ({"a": sample_from(lambda _: len)}, "sample_from at a: expected a value or a domain, found <built-in"),
+        ({"a": sample_from(lambda _: [uniform(0, 1)])}, r"sample_from at a: expected a value, found \[uniform"),
+    ],
+)
+def test_a_function_that_cannot_be_answered_says_which_and_why(space: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        resolved(space)
+
+
+def test_an_error_of_the_function_says_whose_it_is() -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        resolved({"a": {"b": sample_from(lambda _: 1 / 0)}})
+    assert raised.value.__notes__ == ["in the function of sample_from at a.b"]
+
+
+def test_a_function_that_failed_can_be_asked_again() -> None:
+    answers = iter([ZeroDivisionError, 2])
+
+    def fails_once(_: Mapping[str, object]) -> object:
+        if (answer := next(answers)) is ZeroDivisionError:
+            raise ZeroDivisionError
+        return answer
+
+    def patient(config: Mapping[str, object]) -> object:
+        with pytest.raises(ZeroDivisionError):
+            config["b"]
+        return config["b"]
+
+    assert resolved({"a": sample_from(patient), "b": sample_from(fails_once)}) == {"a": 2, "b": 2}
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+@given(spaces(), st.integers(0, 3))
+def test_what_was_drawn_is_read_back_from_the_configuration(space: dict[str, object], seed: int) -> None:
+    whole = valid_space(space)
+    config = resolve(whole, seeded(seed))
+    readings = list(read(whole, config))
+    assert [each for each in readings if not isinstance(each, Found)] == []
+    again = resolve(whole, refuse, {each.name: each.drawn for each in readings})
+    assert is_same(again, config)
+
+
+def refuse(name: str, domain: Domain) -> float:
+    raise AssertionError(f"{name} is drawn from {domain!r} though it is known")
+
+
+MODELS = choice([{"kind": "mlp", "depth": randint(1, 5)}, {"kind": "cnn"}, {"kind": "cnn", "width": randint(1, 9)}])
+
+
+@pytest.mark.parametrize(
+    ("node", "value", "readings"),
+    [
+        (uniform(0, 1), 1, [Found("p", uniform(0, 1), 1.0)]),
+        (uniform(0, 1), 2, [Misfit("p", "uniform(0.0, 1.0)", 2)]),
+        (randint(0, 5), 3.0, [Found("p", randint(0, 5), 3)]),
+        (randint(0, 5), "3", [Misfit("p", "randint(0, 5)", "3")]),
+        ("a", "a", []),
+        ("a", "b", [Misfit("p", "'a'", "b")]),
+        (1, True, [Misfit("p", "1", True)]),
+        ({"a": 1, "b": 2}, {"a": 1, "c": 3}, [Missing("p.b"), Misfit("p.c", "one of ['a', 'b']", 3)]),
+        ({"a": 1}, [1], [Misfit("p", "{'a': 1}", [1])]),
+        ([1, uniform(0, 1)], [1, 0.5], [Found("p[1]", uniform(0, 1), 0.5)]),
+        ([1, uniform(0, 1)], [1], [Misfit("p", "[1, uniform(0.0, 1.0)]", [1])]),
+        (choice([1, 2]), 2, [Found("p", choice([1, 2]), 1)]),
+        (choice([1, 2]), 3, [Misfit("p", "choice([1, 2])", 3)]),
+        (grid_search([1, 2]), 2, [Found("p", grid_search([1, 2]), 1)]),
+    ],
+    ids=repr,
+)
+def test_what_does_not_fit_or_is_left_out_is_told_by_name(node: object, value: object, readings: list[Reading]) -> None:
+    assert list(read({"p": node}, {"p": value})) == readings
+    assert agrees(node, value) is not any(isinstance(each, Misfit) for each in readings)
+
+
+@pytest.mark.parametrize(
+    ("value", "index"),
+    [({"kind": "cnn"}, 1), ({"kind": "cnn", "width": 3}, 2), ({"depth": 2}, 0), ({"width": 3}, 2), ({}, 0)],
+)
+def test_the_option_is_taken_that_gives_exactly_this_or_else_the_first_that_can(value: object, index: int) -> None:
+    first = next(read({"model": MODELS}, {"model": value}))
+    assert first == Found("model", MODELS, index)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (1, 1.0, True),
+        (1, True, False),
+        (0, False, False),
+        (True, True, True),
+        ([1, {"a": 2}], (1, {"a": 2.0}), True),
+        ([1], [1, 2], False),
+        ({"a": 1}, {"a": True}, False),
+        ({"a": 1}, {"b": 1}, False),
+        ({"a": 1}, [1], False),
+        ([True], [1], False),
+        ("a", "a", True),
+        (None, False, False),
+    ],
+)
+def test_two_values_are_the_same_when_json_says_so(one: object, other: object, same: bool) -> None:
+    assert is_same(one, other) is same
+    assert is_same(other, one) is same
+
+
+def test_a_configuration_holds_what_a_part_of_it_says() -> None:
+    whole = {"a": 1, "b": {"c": [{"d": 1, "e": 2}], "f": 3}}
+    assert holds(whole, {})
+    assert holds(whole, {"b": {"c": [{"e": 2}]}})
+    assert not holds(whole, {"b": {"c": [{"e": 3}]}})
+    assert not holds(whole, {"b": {"c": []}})
+    assert not holds(whole, {"a": 1, "x": None})
+    assert not holds(whole, {"a": {}})
