@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Protocol, TypeAlias
+from types import MappingProxyType
+from typing import Protocol
 
 from prefect_tune.core.wire import FromTrial, Start, ToTrial, from_trial
+from prefect_tune.tasks.trial_output import Log, TrialOutput
 
-__all__ = ["Log", "TrialChannel", "trial_in_place", "trial_process"]
+__all__ = ["AS_IT_IS", "Log", "TrialChannel", "became", "trial_in_place", "trial_process"]
 
-Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
-_LAST_WORDS = 20
+AS_IT_IS: Mapping[str, str] = MappingProxyType({})
+"""No variable but this process's own."""
 _GOODBYE = timedelta(seconds=5)
 
 
@@ -43,6 +42,11 @@ class TrialChannel:
         self._connection = connection
         self._body = body
         self._sending = threading.Lock()
+
+    def go_over_to(self, connection: Connection, body: _Body) -> None:
+        """Speak with another process from now on."""
+        with self._sending:
+            self._connection, self._body = connection, body
 
     def tell(self, message: ToTrial) -> None:
         """Say it; a trial that is gone need not hear it, since `receive` tells."""
@@ -82,8 +86,12 @@ class TrialChannel:
 
 
 @contextmanager
-def trial_process(start: Start, log: Log) -> Iterator[TrialChannel]:
-    """Train in a child process of its own session. Leaving the block kills what is left of it."""
+def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+    """Train in a child process of its own session. Leaving the block kills what is left of it.
+
+    Args:
+        environment: variables of this trial, beside or in place of this process's own.
+    """
     ours, theirs = socket.socketpair()
     hold, lifeline = _pipe()
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.trial_process"]
@@ -92,16 +100,15 @@ def trial_process(start: Start, log: Log) -> Iterator[TrialChannel]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
         # What it leaves in its temporary directory goes with the scratch directory, however it ends.
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": start.temporary},
+        env={**os.environ, **environment, "PYTHONUNBUFFERED": "1", "TMPDIR": start.temporary},
         pass_fds=(theirs.fileno(), lifeline),
         start_new_session=True,
     )
     theirs.close()
     os.close(lifeline)
     body = _Process(child, log)
+    body.start()
     connection = Connection(ours.detach())
     channel = TrialChannel(connection, body)
     try:
@@ -153,14 +160,15 @@ class _Thread:
 class _Process:
     """A child process, its output passed on to the log line by line."""
 
-    def __init__(self, child: subprocess.Popen[str], log: Log) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], log: Log) -> None:
         self._child = child
-        self._said: deque[str] = deque(maxlen=_LAST_WORDS)
-        # In the task's context: it says which server the log goes to.
-        pass_on = (self._pass_on, child.stdout or (), log)
-        self._pump = threading.Thread(target=copy_context().run, args=pass_on, daemon=True)
-        self._pump.start()
+        self._output = TrialOutput(log)
         self._became = ""
+
+    def start(self) -> None:
+        if self._child.stdout is not None:
+            with self._child.stdout:
+                self._output.start(self._child.stdout.fileno())
 
     def is_alive(self) -> bool:
         return self._child.poll() is None
@@ -172,19 +180,16 @@ class _Process:
                 self._child.wait(0.2)
             with suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
-            self._pump.join(_GOODBYE.total_seconds())
-            self._became = _became(self._child.returncode, self._said)
+            self._became = became(self._child.wait(), self._output.stop())
         return self._became
 
-    def _pass_on(self, output: Iterable[str], log: Log) -> None:
-        for line in output:
-            text = line.rstrip("\n")
-            self._said.append(text)
-            log.info("%s", text)
+
+def became(code: int, last_words: str) -> str:
+    """Say how a process ended, from its exit code as Python has it, and what it said last."""
+    how = f"ended by {_name_of_signal(-code)}" if code < 0 else f"exited with code {code}"
+    return f"{how}; last output:\n{last_words}" if last_words else how
 
 
-def _became(code: int, said: deque[str]) -> str:
-    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    words = "\n".join(said)
-    return f"{how}; last output:\n{words}" if words else how
+def _name_of_signal(number: int) -> str:
+    """Those of real time have no names."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

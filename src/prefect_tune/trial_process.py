@@ -17,20 +17,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.events import Cause
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.values import digest_of
-from prefect_tune.core.wire import Broke, Loaded, Start, TrialEnded, to_trial
+from prefect_tune.core.wire import Broke, Loaded, Start, Surroundings, TrialEnded, to_trial
 from prefect_tune.session import TrialOver, TrialSession, send
+from prefect_tune.surroundings import settle_in
 from prefect_tune.trainable import Trainable, enter
 
-__all__ = ["load_trainable", "train"]
+__all__ = ["load_trainable", "serve", "train"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
@@ -40,12 +43,25 @@ class _NotLoaded(Exception):
     """The trainable could not be imported: another attempt would fare no better."""
 
 
+class _Declined(Exception):
+    """The trainable of the trial before cannot become this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SetUp:
+    """A class trainable, ready for a checkpoint or its first step."""
+
+    trainable: Trainable
+    code: str
+    """As it was when it was imported."""
+
+    def can_become_another(self) -> bool:
+        return type(self.trainable).reset_config is not Trainable.reset_config
+
+
 def main(channel_fd: int, lifeline_fd: int) -> None:
     """Serve one attempt on the inherited descriptors."""
-    # A group-wide SIGTERM (SLURM, a terminal) must not end training before the supervisor has asked for
-    # the state; a handler, unlike SIG_IGN, is not inherited by what the trainable starts.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+    _be_deaf_to_the_group()
     _be_killed_with_the_supervisor()
     threading.Thread(target=_die_with_supervisor, args=(lifeline_fd,), daemon=True).start()
     train(Connection(channel_fd), whole_process=True)
@@ -54,13 +70,20 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
 def train(channel: Connection, *, whole_process: bool) -> None:
     """Run the attempt that the channel's first message describes, and say on the channel how it ended."""
     start = cast("Start", to_trial.validate_json(channel.recv_bytes()))
-    try:
-        session, trainable = _prepare(channel, start)
-        enter(session, whole_process=whole_process)
-        ended: TrialEnded | Broke = _run(session, trainable, start, channel)
-    except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
-        ended = _broke(error)
-    send(channel, ended)
+    _Attempts(channel, whole_process=whole_process, may_wait=False).run(start)
+
+
+def serve(channel: Connection) -> None:
+    """Run one attempt after the other, as long as the trainable of the last can become the next trial.
+
+    Returns as well, without a word, when it declines the next one, and when nobody needs it any more.
+    """
+    _be_deaf_to_the_group()
+    attempts = _Attempts(channel, whole_process=True, may_wait=True)
+    with suppress(_Declined):
+        while (start := _next_start(channel)) is not None and attempts.run(start):
+            pass
+    attempts.clean_up()
 
 
 def load_trainable(name: str) -> object:
@@ -86,27 +109,105 @@ def load_trainable(name: str) -> object:
     return found
 
 
-def _prepare(channel: Connection, start: Start) -> tuple[TrialSession, object]:
+def _next_start(channel: Connection) -> Start | None:
+    """Return the next trial to serve; None when there will be none."""
+    while True:
+        try:
+            message = to_trial.validate_json(channel.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return None
+        match message:
+            case Start():
+                return message
+            case Surroundings():
+                settle_in(message)
+            case _:
+                pass  # said to the trial before, that had ended meanwhile
+
+
+class _Attempts:
+    """The attempts of one process, and the trainable that goes from one to the next."""
+
+    def __init__(self, channel: Connection, *, whole_process: bool, may_wait: bool) -> None:
+        self._channel = channel
+        self._whole_process = whole_process
+        self._may_wait = may_wait
+        self._kept: _SetUp | None = None
+
+    def run(self, start: Start) -> bool:
+        """Run an attempt, and say how it ended; return whether another may follow.
+
+        Raises:
+            _Declined: the trainable cannot become this trial; nothing was said.
+        """
+        try:
+            ended: TrialEnded | Broke = self._run(start)
+        except _Declined:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
+            ended = _broke(error)
+        send(self._channel, ended)
+        return isinstance(ended, TrialEnded) and ended.waits
+
+    def clean_up(self) -> None:
+        """Let the trainable let go, where it waits for a trial that does not come."""
+        if self._kept is not None:
+            self._kept.trainable.cleanup()
+
+    def _run(self, start: Start) -> TrialEnded:
+        kept = self._kept
+        session, trainable = _prepare(self._channel, start, kept)
+        enter(session, whole_process=self._whole_process)
+        if why := session.why_stop():
+            return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, and its end was not
+        try:
+            if isinstance(trainable, type):
+                return self._run_class(session, _set_up(cast("type[Trainable]", trainable), start), start)
+            if isinstance(trainable, _SetUp):
+                return self._run_class(session, _reset(trainable, start), start)
+            function = cast("TrainFunction", trainable)
+            send(self._channel, Loaded(pid=os.getpid(), code=_code(function)))
+            return _run_function(session, function, start)
+        except TrialOver as over:
+            return _ended(over)
+
+    def _run_class(self, session: TrialSession, ready: _SetUp, start: Start) -> TrialEnded:
+        self._kept = None
+        send(self._channel, Loaded(pid=os.getpid(), code=ready.code))
+        trainable = ready.trainable
+        if start.restored:
+            trainable.load_checkpoint(start.restored)
+        try:
+            _train_until_over(session, trainable, start)
+        except TrialOver as over:
+            if self._may_wait and not over.interrupted and ready.can_become_another():
+                self._kept = ready
+            return _ended(over).model_copy(update={"waits": self._kept is not None})
+        finally:
+            if self._kept is None:
+                trainable.cleanup()
+
+
+def _prepare(channel: Connection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
     sys.path[:] = [*start.import_path, *(entry for entry in sys.path if entry not in start.import_path)]
     try:
-        trainable = load_trainable(start.trainable)
+        trainable = kept or load_trainable(start.trainable)
         stopper = cast("Stopper", load_trainable(start.stopper))
     except Exception as error:
         raise _NotLoaded(f"{type(error).__name__}: {error}") from error
     return TrialSession(channel, start, stopper), trainable
 
 
-def _run(session: TrialSession, trainable: object, start: Start, channel: Connection) -> TrialEnded:
-    if why := session.why_stop():
-        return TrialEnded(reason=why)  # its last step was committed, and its end was not
-    try:
-        if isinstance(trainable, type):
-            return _run_class(session, cast("type[Trainable]", trainable), start, channel)
-        function = cast("TrainFunction", trainable)
-        send(channel, Loaded(pid=os.getpid(), code=_code(function)))
-        return _run_function(session, function, start)
-    except TrialOver as over:
-        return _ended(over)
+def _set_up(kind: type[Trainable], start: Start) -> _SetUp:
+    trainable = kind()
+    trainable.setup(dict(start.config))
+    return _SetUp(trainable, _code(kind))
+
+
+def _reset(kept: _SetUp, start: Start) -> _SetUp:
+    if not kept.trainable.reset_config(dict(start.config)):
+        raise _Declined
+    return kept
 
 
 def _ended(over: TrialOver) -> TrialEnded:
@@ -124,35 +225,27 @@ def _run_function(session: TrialSession, function: TrainFunction, start: Start) 
     return TrialEnded(reason="the trainable returned", returned=True)
 
 
-def _run_class(session: TrialSession, kind: type[Trainable], start: Start, channel: Connection) -> TrialEnded:
-    trainable = kind()
-    trainable.setup(dict(start.config))
-    send(channel, Loaded(pid=os.getpid(), code=_code(kind)))
-    if start.restored:
-        trainable.load_checkpoint(start.restored)
-    try:
-        session.begin()
-        saved_step, saved_at = session.step, time.monotonic()
-        while True:
-            report = session.count(trainable.step())
-            why = session.why_stop()
-            steps, elapsed = session.step - saved_step, timedelta(seconds=time.monotonic() - saved_at)
-            at_end = why is not None and start.cadence.at_end
-            if saves := session.wants_save() or at_end or start.cadence.due(steps, elapsed):
-                saved_step, saved_at = session.step, time.monotonic()
-                directory = session.new_directory()
-                trainable.save_checkpoint(str(directory))
-                session.hand_over(report, directory, "moved")
-            else:
-                session.tell(report)
-            session.heed_milestone()
-            if not saves and session.wants_state:
-                directory = session.new_directory()
-                trainable.save_checkpoint(str(directory))
-                session.hand_over_state(report, directory)
-            session.end_if_due(saved=saves or session.wants_state)
-    finally:
-        trainable.cleanup()
+def _train_until_over(session: TrialSession, trainable: Trainable, start: Start) -> NoReturn:
+    session.begin()
+    saved_step, saved_at = session.step, time.monotonic()
+    while True:
+        report = session.count(trainable.step())
+        why = session.why_stop()
+        steps, elapsed = session.step - saved_step, timedelta(seconds=time.monotonic() - saved_at)
+        at_end = why is not None and start.cadence.at_end
+        if saves := session.wants_save() or at_end or start.cadence.due(steps, elapsed):
+            saved_step, saved_at = session.step, time.monotonic()
+            directory = session.new_directory()
+            trainable.save_checkpoint(str(directory))
+            session.hand_over(report, directory, "moved")
+        else:
+            session.tell(report)
+        session.heed_milestone()
+        if not saves and session.wants_state:
+            directory = session.new_directory()
+            trainable.save_checkpoint(str(directory))
+            session.hand_over_state(report, directory)
+        session.end_if_due(saved=saves or session.wants_state)
 
 
 def _code(trainable: type | TrainFunction) -> str:
@@ -181,6 +274,15 @@ def _cause(error: BaseException) -> Cause:
             return Cause.BAD_METRIC
         case _:
             return Cause.USER
+
+
+def _be_deaf_to_the_group() -> None:
+    """A group-wide SIGTERM (SLURM, a terminal) must not end training before the supervisor has asked for the state.
+
+    A handler, unlike SIG_IGN, is not inherited by what the trainable starts.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
 
 
 def _be_killed_with_the_supervisor() -> None:

@@ -1,0 +1,272 @@
+"""The process that trials' processes are forked from: `python -m prefect_tune.nursery`, without Prefect.
+
+It has imported what every trial needs and nothing of the user's, and it has one thread, so that a fork of it is
+whole whatever the supervisor is doing. Between it and each trial's process stands a nanny:
+
+    supervisor <- nursery <- nanny <- trial's process <- whatever that starts
+
+The nanny ends the trial's process when the supervisor says so or is gone, kills what it has left running, in
+sessions of its own too, and says how it ended. A nursery that dies takes nobody along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle  # noqa: F401 - for the trials: there is hardly one that does not need it
+
+from prefect_tune import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
+from prefect_tune.trial_process import serve
+
+__all__: list[str] = []
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+# Sent to all processes of a job by schedulers and terminals, to tell the training something: not these two.
+_NOT_FOR_US = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+_STRAYS_DIE_WITHIN = timedelta(seconds=2)
+_libc = ctypes.CDLL(None)
+_Handlers = Mapping[signal.Signals, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a supervisor sends along with its wish for a process."""
+
+    channel: int
+    output: int
+    status: int
+    """A socket on which the nanny says `born <nanny> <trial>`, then `ended <wait status>`; or else `failed <errno>`."""
+
+
+def main(control_fd: int, supervisor: int) -> None:
+    """Fork a nanny for each message on `control_fd`, until its other side is closed or the supervisor is gone."""
+    _be_called(b"trial-nursery")
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # of what a killed nanny was to look after
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
+    deaths, alive = _bell_for_deaths(), _while_alive(supervisor)
+    if os.getppid() != supervisor:
+        return  # it died before the line above
+    control = socket.socket(fileno=control_fd)
+    nannies: set[int] = set()
+    gc.freeze()  # what all children share is not touched, and so not copied, by their collections
+    while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
+        if deaths in rung:
+            _bury(deaths, nannies)
+        if control_fd in rung:
+            message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
+            if not message:
+                return
+            nannies |= _engaged(_Asked(*descriptors), alive, before)
+
+
+def _engaged(asked: _Asked, alive: Collection[int], before: _Handlers) -> set[int]:
+    """Fork a nanny; return its number."""
+    try:
+        nanny = os.fork()
+    except OSError as error:
+        _say(asked.status, f"failed {error.errno}")
+        nanny = -1
+    if nanny == 0:
+        _run_and_exit(lambda: _nanny(asked, alive, before))
+    for descriptor in (asked.channel, asked.output, asked.status):
+        os.close(descriptor)
+    return {nanny} - {-1}
+
+
+def _bury(deaths: int, nannies: set[int]) -> None:
+    """Forget the nannies that have ended; where one did not end in order, kill what it was to look after."""
+    os.read(deaths, 4096)
+    with suppress(ChildProcessError):
+        while (death := os.waitpid(-1, os.WNOHANG))[0]:
+            nannies.discard(death[0])
+            if death[1] != 0:
+                _kill(_children() - nannies)
+
+
+# ---------------------------------------------------------------------------------------------------- the nanny
+
+
+def _nanny(asked: _Asked, alive: Collection[int], before: _Handlers) -> None:
+    """Fork the trial's process, see to it that it and all it has started end, and say how."""
+    _keep_only(asked.channel, asked.output, asked.status, *alive)
+    _be_called(b"trial-nanny")
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    deaths = _bell_for_deaths()
+    nanny = os.getpid()
+    try:
+        trial = os.fork()
+    except OSError as error:
+        _say(asked.status, f"failed {error.errno}")
+        return
+    if trial == 0:
+        _run_and_exit(lambda: _trial(asked, nanny, before))
+    os.close(asked.channel)
+    os.close(asked.output)
+    _say(asked.status, f"born {nanny} {trial}")
+    _wait_for_the_end(trial, deaths, [asked.status, *alive])
+    _say(asked.status, f"ended {_end(trial)}")
+
+
+def _wait_for_the_end(trial: int, deaths: int, ends: Collection[int]) -> None:
+    """Return when the trial's process is dead, or one of `ends` rings: no word ever comes on them."""
+    while (dead := _first_dead()) != trial:
+        if dead is not None:
+            os.waitpid(dead, 0)  # an orphan of the trial's
+        elif _rung([deaths, *ends]).intersection(ends):
+            return
+        else:
+            os.read(deaths, 4096)
+
+
+def _first_dead() -> int | None:
+    """Return a child that has died, and leave it: as long as it is not buried, its number is nobody else's."""
+    found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return found.si_pid if found else None
+
+
+def _end(trial: int) -> int:
+    """Kill the trial's process, its session, and what has left that; return the trial's wait status."""
+    os.kill(trial, signal.SIGKILL)  # changes nothing about one that is dead already
+    os.waitid(os.P_PID, trial, os.WEXITED | os.WNOWAIT)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(trial, signal.SIGKILL)
+    _, status = os.waitpid(trial, 0)
+    until = time.monotonic() + _STRAYS_DIE_WITHIN.total_seconds()
+    with suppress(ChildProcessError):  # none is left
+        while time.monotonic() < until:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                _kill(_children())
+                time.sleep(0.001)
+    return status
+
+
+# --------------------------------------------------------------------------------------------- the trial's process
+
+
+def _trial(asked: _Asked, nanny: int, before: _Handlers) -> None:
+    """Become a process like one that was started by itself, and serve."""
+    os.setsid()
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != nanny:
+        return  # it died before the line above
+    _be_called(b"trial")
+    os.dup2(asked.output, 1)
+    os.dup2(asked.output, 2)
+    _keep_only(asked.channel)
+    os.set_inheritable(asked.channel, False)  # noqa: FBT003 - its only way to be called
+    signal.set_wakeup_fd(-1)
+    for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
+        signal.signal(number, handler)
+    serve(Connection(asked.channel))
+
+
+def _run_and_exit(life: Callable[[], None]) -> NoReturn:
+    """A fork's whole life: it never goes back into what its parent was doing."""
+    code = 1
+    try:
+        life()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process's edge: its last words, and its exit code
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed, or nobody reads any more
+                stream.flush()
+        os._exit(code)
+
+
+# ----------------------------------------------------------------------------------------------------- the kernel
+
+
+def _be_called(name: bytes) -> None:
+    """What `ps` and `top` show, cut to 15 bytes."""
+    _libc.prctl(_PR_SET_NAME, name)
+
+
+def _bell_for_deaths() -> int:
+    """Return a descriptor that rings when a child dies."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    return reading
+
+
+def _while_alive(pid: int) -> list[int]:
+    """Return a descriptor that rings when the process dies; none where Linux is older than 5.3.
+
+    A socket's end says the same, unless a fork of that process holds it open.
+    """
+    try:
+        return [os.pidfd_open(pid)]
+    except OSError:
+        return []
+
+
+def _rung(bells: Collection[int]) -> set[int]:
+    """Wait until one rings; return those that do."""
+    poll = select.poll()
+    for bell in bells:
+        poll.register(bell, select.POLLIN)
+    return {bell for bell, _ in poll.poll()}
+
+
+def _keep_only(*descriptors: int) -> None:
+    """Close every other descriptor but the standard streams."""
+    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - names, not paths
+        if descriptor > 2 and descriptor not in descriptors:
+            with suppress(OSError):  # the listing's own
+                os.close(descriptor)
+
+
+def _children() -> set[int]:
+    """Return the processes whose parent this one is, be it because theirs has died."""
+    me = str(os.getpid())
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # it has ended
+                # pid (name) state parent ...; the name may hold anything
+                found |= (
+                    {int(entry.name)} if (entry / "stat").read_text().rpartition(")")[2].split()[1] == me else set()
+                )
+    return found
+
+
+def _kill(pids: Collection[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _say(status: int, words: str) -> None:
+    with suppress(OSError):  # whoever asked has gone
+        os.write(status, words.encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

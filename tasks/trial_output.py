@@ -1,0 +1,91 @@
+"""What a trial's process prints, passed on to the log of its task."""
+
+from __future__ import annotations
+
+import codecs
+import fcntl
+import io
+import logging
+import os
+import struct
+import termios
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import TypeAlias
+
+__all__ = ["Log", "TrialOutput"]
+
+Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
+_LAST_WORDS = 20
+_GOODBYE = timedelta(seconds=5)
+_CHUNK_BYTES = 64 * 1024
+
+
+class TrialOutput:
+    """Passes on, line by line, what arrives on a descriptor, until it is told to stop."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._begun: list[str] = []  # the pieces of a line whose end has not come yet
+        self._last: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._pump: threading.Thread | None = None
+        self._stop: int | None = None
+
+    def start(self, descriptor: int) -> None:
+        """Begin, in the caller's context: it says which server the log goes to."""
+        stopped, self._stop = os.pipe()
+        # The thread owns what it reads: if it ends late, that is not another's descriptor by then.
+        work = (self._pass_on, os.dup(descriptor), stopped)
+        self._pump = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
+        self._pump.start()
+
+    def stop(self) -> str:
+        """Pass on what has been printed up to now, and no more; return the last lines."""
+        if self._stop is not None and self._pump is not None:
+            os.close(self._stop)
+            self._stop = None
+            self._pump.join(_GOODBYE.total_seconds())
+        return "\n".join(self._last)
+
+    def _pass_on(self, output: int, stopped: int) -> None:
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+        with _closing(output, stopped):
+            while stopped not in wait([output, stopped]):
+                data = os.read(output, _CHUNK_BYTES)
+                self._take(decoder.decode(data))
+                if not data:
+                    break  # nobody can print any more
+            self._take(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
+        if rest := "".join(self._begun):
+            self._tell(rest)
+
+    def _take(self, text: str) -> None:
+        *whole, rest = text.split("\n")
+        for line in whole:
+            self._tell("".join([*self._begun, line]))
+            self._begun.clear()
+        if rest:
+            self._begun.append(rest)
+
+    def _tell(self, line: str) -> None:
+        self._last.append(line)
+        self._log.info("%s", line)
+
+
+@contextmanager
+def _closing(*descriptors: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _waiting_bytes(pipe: int) -> int:
+    (count,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))
+    return int(count)
