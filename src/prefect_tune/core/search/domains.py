@@ -246,7 +246,7 @@ def _weights(domain: Choice) -> tuple[float, ...]:
 
 def _sequence(values: Sequence[Any], name: str) -> tuple[Any, ...]:
     if isinstance(values, str | bytes | Mapping | AbstractSet) or not hasattr(values, "__iter__"):
-        raise InvalidInput(f"{name}: expected a list, which has an order, found {values!r}")
+        raise InvalidInput(f"{name}: expected a list, found {values!r}: a text is one value, and a set has no order")
     return tuple(values)
 
 

@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.search.domains import choice, grid_search, randint, sample_from, uniform
+from prefect_tune.core.search.grid import choices_at, grids_of, point_count, points_of
+from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
+from prefect_tune.core.search.reading import is_same
+from prefect_tune.core.search.search import Exhausted, Proposals, Proposed
+from prefect_tune.core.search.space import resolve, valid_space
+from tests.fakes.spaces import spaces
+
+Config = Mapping[str, object]
+
+
+def proposed_by(proposals: Proposals, first: int = 0, count: int = 100) -> Iterator[Config]:
+    for number in range(first, first + count):
+        match proposals.suggest(number):
+            case Proposed(config):
+                yield config
+            case _:
+                return
+
+
+def resumed(search: RandomSearch, space: Config, earlier: Sequence[Config], seed: int = 1) -> Proposals:
+    """Begin anew and tell what a journal kept: JSON, with its keys in another order."""
+    proposals = search.begin(space, None, seed)
+    for number, config in enumerate(json.loads(json.dumps(earlier, sort_keys=True))):
+        proposals.recall(number, config)
+        proposals.ended(number, None, failed=False)
+    return proposals
+
+
+def proposals_of(search: RandomSearch, space: Config, *, count: int = 100, seed: int = 1) -> list[Config]:
+    return list(proposed_by(search.begin(space, None, seed), count=count))
+
+
+def in_portions(search: RandomSearch, space: Config, portion: int, total: int) -> list[Config]:
+    earlier: list[Config] = []
+    while len(earlier) < total:
+        earlier += proposed_by(resumed(search, space, earlier), len(earlier), portion)
+    return earlier
+
+
+MODELS = [{"kind": "mlp", "depth": grid_search([1, 2])}, {"kind": "cnn", "width": randint(8, 65)}]
+SPACE = {
+    "model": grid_search(MODELS),
+    "lr": uniform(0, 1),
+    "batch": grid_search([32, 64]),
+    "twice": sample_from(lambda config: 2 * config["lr"]),
+    "dropout": choice([0, uniform(0, 0.5)]),
+}
+
+
+# ---------------------------------------------------------------------------------------------- samples and grids
+
+
+def test_without_a_grid_there_are_as_many_trials_as_samples() -> None:
+    search = RandomSearch(10).begin({"lr": uniform(0, 1)}, None, 1)
+    configs = list(proposed_by(search))
+    assert len({config["lr"] for config in configs}) == 10
+    assert search.suggest(10) == Exhausted("10 samples of each of 1 grid points")
+    assert search.suggest(10) == Exhausted("10 samples of each of 1 grid points")
+
+
+def test_a_grid_is_tried_whole_for_each_sample_and_the_rest_is_drawn_anew() -> None:
+    space = {"b": grid_search([1, 2, 3]), "a": grid_search(["x", "y"]), "lr": uniform(0, 1)}
+    configs = proposals_of(RandomSearch(2), space)
+    once = [("x", 1), ("y", 1), ("x", 2), ("y", 2), ("x", 3), ("y", 3)]
+    assert [(config["a"], config["b"]) for config in configs] == once * 2
+    assert len({config["lr"] for config in configs}) == 12
+
+
+def test_a_grid_of_spaces_has_the_points_of_each() -> None:
+    configs = proposals_of(RandomSearch(1), SPACE)
+    shown = [(config["batch"], config["model"]["kind"], config["model"].get("depth")) for config in configs]
+    models = [("mlp", 1), ("mlp", 2), ("cnn", None)]
+    assert shown == [(batch, *model) for model in models for batch in (32, 64)]
+
+
+def test_a_value_that_stands_twice_in_a_grid_is_tried_twice() -> None:
+    assert [config["a"] for config in proposals_of(RandomSearch(2), {"a": grid_search([1, 1, 2])})] == [1, 1, 2] * 2
+
+
+def test_options_of_a_grid_that_overlap_are_each_drawn_once_per_sample() -> None:
+    space = {"a": grid_search([uniform(0, 1), uniform(0, 2), uniform(0, 1)])}
+    configs = proposals_of(RandomSearch(3), space)
+    assert len(configs) == 9
+    assert configs == in_portions(RandomSearch(3), space, 1, 9)
+
+
+def test_a_grid_too_large_to_be_listed_is_tried_from_its_start() -> None:
+    space = {f"p{index}": grid_search(list(range(10))) for index in range(9)}
+    configs = proposals_of(RandomSearch(1), space, count=12)
+    assert [config["p0"] for config in configs] == [*range(10), 0, 1]
+    assert [config["p1"] for config in configs] == [0] * 10 + [1, 1]
+
+
+def test_endless_search_goes_on() -> None:
+    configs = proposals_of(RandomSearch(ENDLESS), {"a": grid_search([1, 2]), "lr": uniform(0, 1)}, count=500)
+    assert len({config["lr"] for config in configs}) == 500
+
+
+def test_a_space_of_constants_is_one_configuration() -> None:
+    assert proposals_of(RandomSearch(1), {"a": (1, 2)}) == [{"a": [1, 2]}]
+    assert proposals_of(RandomSearch(2), {}) == [{}, {}]
+
+
+def test_seeds_differ_and_one_seed_gives_the_same() -> None:
+    space = {"lr": uniform(0, 1)}
+    assert proposals_of(RandomSearch(5), space, seed=1) == proposals_of(RandomSearch(5), space, seed=1)
+    assert proposals_of(RandomSearch(5), space, seed=1) != proposals_of(RandomSearch(5), space, seed=2)
+
+
+# --------------------------------------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("portion", [20, 8, 1])
+def test_forty_trials_are_the_same_in_one_go_and_in_portions(portion: int) -> None:
+    search = RandomSearch(ENDLESS, points_to_evaluate=[{"lr": 0.5}, {"batch": 64, "lr": 0.25}, {"dropout": 0.125}])
+    assert in_portions(search, SPACE, portion, 40) == proposals_of(search, SPACE, count=40)
+
+
+@given(spaces(), st.integers(0, 9), st.integers(1, 3))
+def test_whoever_resumes_anywhere_proposes_the_same(space: dict[str, object], cut: int, samples: int) -> None:
+    whole = proposals_of(RandomSearch(samples), space, count=10)
+    earlier = whole[:cut]
+    assert [*earlier, *proposed_by(resumed(RandomSearch(samples), space, earlier), cut, 10 - len(earlier))] == whole
+    assert len(whole) == min(10, samples * point_count(space))
+
+
+def test_more_samples_go_on_where_fewer_ended() -> None:
+    ten, forty = RandomSearch(10), RandomSearch(40)
+    earlier = proposals_of(ten, {"lr": uniform(0, 1)})
+    more = [*earlier, *proposed_by(resumed(forty, {"lr": uniform(0, 1)}, earlier), 10)]
+    assert more == proposals_of(forty, {"lr": uniform(0, 1)})
+
+
+def test_draws_of_a_parameter_stay_when_others_come_and_go() -> None:
+    few = proposals_of(RandomSearch(9), {"lr": uniform(0, 1), "m": {"depth": randint(1, 99)}})
+    space = {"a": uniform(0, 1), "lr": uniform(0, 1), "m": {"width": randint(1, 99), "depth": randint(1, 99)}}
+    more = proposals_of(RandomSearch(9), space)
+    assert [(each["lr"], each["m"]["depth"]) for each in more] == [(each["lr"], each["m"]["depth"]) for each in few]
+
+
+def test_a_parameter_that_is_added_on_resume_leaves_what_counts_as_tried() -> None:
+    earlier = proposals_of(RandomSearch(2), {"a": grid_search([{"b": 1}, {"b": 2}]), "lr": uniform(0, 1)}, count=3)
+    space = {"a": grid_search([{"b": 1, "c": uniform(0, 1)}, {"b": 2}]), "lr": uniform(0, 1), "new": uniform(0, 1)}
+    rest = list(proposed_by(resumed(RandomSearch(2), space, earlier), 3))
+    assert [config["a"]["b"] for config in rest] == [2]
+
+
+def test_a_value_that_is_added_to_a_grid_is_all_that_is_tried_on_resume() -> None:
+    earlier = proposals_of(RandomSearch(1), {"a": grid_search([1, 2]), "b": grid_search(["x", "y"])})
+    space = {"a": grid_search([3, 1, 2]), "b": grid_search(["x", "y"])}
+    rest = list(proposed_by(resumed(RandomSearch(1), space, earlier), 4))
+    assert rest == [{"a": 3, "b": "x"}, {"a": 3, "b": "y"}]
+
+
+def test_a_grid_that_is_added_on_resume_is_tried_whole() -> None:
+    earlier = proposals_of(RandomSearch(1), {"a": grid_search([1, 2])})
+    rest = list(
+        proposed_by(resumed(RandomSearch(1), {"a": grid_search([1, 2]), "b": grid_search(["x", "y"])}, earlier), 2)
+    )
+    assert len(rest) == 4
+
+
+@pytest.mark.parametrize("foreign", [{"a": 7}, {"a": "1"}, {"b": 1}, {"a": {"c": 1}}, {}])
+def test_trials_of_another_space_take_nothing_from_the_grid(foreign: dict[str, object]) -> None:
+    search = resumed(RandomSearch(1), {"a": grid_search([1, 2])}, [foreign])
+    assert list(proposed_by(search, 1)) == [{"a": 1}, {"a": 2}]
+
+
+def test_what_was_tried_elsewhere_is_not_repeated() -> None:
+    search = resumed(RandomSearch(1), {"a": grid_search([1, 2, 3])}, [{"a": 2}])
+    assert list(proposed_by(search, 1)) == [{"a": 1}, {"a": 3}]
+
+
+def test_results_change_nothing() -> None:
+    search = RandomSearch(3).begin({"lr": uniform(0, 1)}, None, 1)
+    configs = []
+    for number in range(3):
+        configs += proposed_by(search, number, 1)
+        search.ended(number, None, failed=True)
+    assert configs == proposals_of(RandomSearch(3), {"lr": uniform(0, 1)})
+
+
+# --------------------------------------------------------------------------------------------- points to evaluate
+
+
+def test_points_come_first_and_count_as_samples() -> None:
+    points = [{"lr": 0.5, "depth": 3}, {"lr": 0.25}]
+    configs = proposals_of(RandomSearch(4, points), {"lr": uniform(0, 1), "depth": randint(1, 9)})
+    assert configs[0] == points[0]
+    assert configs[1]["lr"] == 0.25
+    assert 1 <= configs[1]["depth"] < 9
+    assert len(configs) == 4
+
+
+def test_points_are_tried_though_they_are_more_than_samples() -> None:
+    points = [{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.2}]
+    assert proposals_of(RandomSearch(1, points), {"lr": uniform(0, 1)}) == points
+
+
+def test_a_point_takes_its_place_in_the_grid_and_leaves_the_others() -> None:
+    space = {"a": grid_search([1, 2, 3]), "lr": uniform(0, 1)}
+    configs = proposals_of(RandomSearch(1, [{"a": 2}, {"lr": 0.5}]), space)
+    assert [config["a"] for config in configs] == [2, 1, 3]
+    assert configs[1]["lr"] == 0.5
+
+
+def test_a_point_can_choose_among_options_and_fix_what_they_draw() -> None:
+    points = [{"model": {"depth": 2}, "dropout": 0.25}, {"model": {"width": 9}, "twice": 7}]
+    first, second = proposals_of(RandomSearch(1, points), SPACE, count=2)
+    assert first["model"] == {"kind": "mlp", "depth": 2}
+    assert first["dropout"] == 0.25
+    assert second["model"] == {"kind": "cnn", "width": 9}
+    assert second["twice"] == 7
+
+
+def test_a_point_in_a_list_of_spaces_is_not_asked_for_again() -> None:
+    space = {"layers": [{"units": randint(1, 9), "name": "first"}]}
+    configs = proposals_of(RandomSearch(2, [{"layers": [{"units": 3}]}]), space)
+    assert configs[0] == {"layers": [{"units": 3, "name": "first"}]}
+    assert len(configs) == 2
+
+
+def test_a_point_of_another_branch_draws_from_the_grids_in_it() -> None:
+    space = {"a": grid_search([{"b": 1}, {"c": grid_search([5, 6]), "d": randint(0, 3)}])}
+    configs = proposals_of(RandomSearch(1, [{"a": {"d": 1}}]), space)
+    assert configs[0]["a"]["d"] == 1
+    assert sorted(config["a"].get("c", 0) for config in configs) == [0, 5, 6]
+
+
+@given(spaces(), st.integers(0, 9))
+def test_a_point_that_the_space_gives_is_proposed_as_it_is_and_once(space: dict[str, object], seed: int) -> None:
+    given_point = proposals_of(RandomSearch(1), space, seed=seed, count=5)[-1]
+    search = RandomSearch(1, [given_point]).begin(space, None, 0)
+    assert is_same(next(proposed_by(search)), given_point)
+    assert len(list(proposed_by(search, 1, count=20))) == min(20, point_count(space) - 1)
+
+
+def test_points_that_are_given_on_resume_come_next_unless_they_were_tried() -> None:
+    space = {"a": grid_search([1, 2, 3, 4])}
+    search = resumed(RandomSearch(1, [{"a": 1}, {"a": 4}]), space, [{"a": 1}])
+    assert list(proposed_by(search, 1)) == [{"a": 4}, {"a": 2}, {"a": 3}]
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        ({"lr": 2}, r"points_to_evaluate: lr: expected uniform\(0.0, 1.0\), found 2, in \{'lr': 2\}; correct"),
+        ({"lrr": 0.5}, r"points_to_evaluate: lrr: expected one of \['c', 'lr'\], found 0.5"),
+        ({"c": 4}, "points_to_evaluate: c: expected 3, found 4"),
+    ],
+)
+def test_a_point_outside_of_the_space_is_refused(point: Config, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        RandomSearch(1, [point]).begin({"lr": uniform(0, 1), "c": 3}, None, 1)
+
+
+@pytest.mark.parametrize("point", [{"lr": uniform(0, 1)}, {"lr": {1, 2}}, 3, [1]])
+def test_a_point_that_is_no_configuration_is_refused(point: object) -> None:
+    with pytest.raises(InvalidInput, match=r"points_to_evaluate\[1\]"):
+        RandomSearch(1, [{}, point])
+
+
+@pytest.mark.parametrize("count", [0, -2, 1.5, True, "3"])
+def test_a_number_of_samples_that_cannot_be_is_refused(count: object) -> None:
+    with pytest.raises(InvalidInput, match="num_samples: expected 1 or more, or -1 for without end, found"):
+        RandomSearch(count)
+
+
+def test_a_search_does_not_change_with_the_list_it_was_given() -> None:
+    points = [{"lr": 0.5}]
+    search = RandomSearch(1, points)
+    points[0]["lr"] = 7
+    assert search == RandomSearch(1, ({"lr": 0.5},))
+
+
+# ------------------------------------------------------------------------------------------------- grids as numbers
+
+
+@given(spaces())
+def test_every_point_of_a_grid_is_another_and_is_read_back(space: dict[str, object]) -> None:
+    whole = valid_space(space)
+    grids = grids_of(whole)
+    assert point_count(grids) == point_count(whole)
+    decided = [tuple(choices_at(point, grids)) for point in range(min(point_count(whole), 50))]
+    assert len(set(decided)) == len(decided)
+    for point, chosen in enumerate(decided):
+        config = resolve(whole, lambda _, domain: domain.at(0.3), dict(chosen))
+        assert point in points_of(config, grids)
