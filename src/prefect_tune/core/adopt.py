@@ -39,8 +39,8 @@ class _Found:
 def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: Mapper = map) -> Sequence[Event]:
     """Return what the owner that has just opened `experiment` journals before anything else.
 
-    For each trial that is still running, and has no journal of its own: the newest save of its present attempt that has a manifest
-    and no entry becomes a checkpoint, the reports that it carries count, and the attempt ends as a
+    For each trial that is still running, and has no journal of its own: the newest save of its present attempt
+    that has a manifest and no entry becomes a checkpoint, the reports that it carries count, and the attempt ends as a
     failure of the machine. A damaged manifest is quarantined and the one before it tried. Whatever
     is not adopted here was never a commit. Writes nothing: a crash before the entry changes nothing.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -21,7 +20,9 @@ from prefect_tune.core.events import (
     TrialAdded,
 )
 from prefect_tune.core.layout import JournalKey, journal_key
-from prefect_tune.core.trial import ENDED, Happening, Trial, after, with_adopted
+from prefect_tune.core.spans import boundaries, is_boundary
+from prefect_tune.core.trial import ENDED, Happening, Status, Trial, after, with_adopted
+from prefect_tune.core.trials import Trials
 from prefect_tune.core.values import Digest, StepReport, Value
 
 __all__ = ["Entry", "Experiment", "after_event", "apply", "nothing_yet"]
@@ -43,8 +44,6 @@ class Entry(Value):
 class Experiment(Value):
     """Everything that is known of an experiment after its first `number` entries."""
 
-    format: Literal["prefect-tune/snapshot"] = "prefect-tune/snapshot"
-    version: Literal[1] = 1
     key: JournalKey
     """Where its journal is."""
     number: int = 0
@@ -58,7 +57,10 @@ class Experiment(Value):
     """Manifests whose sequence is below this and that no entry names were never commits."""
     happened: int = 0
     """How much search and scheduler have to be told again; see `Trial.past`."""
-    trials: Mapping[str, Trial] = Field(default_factory=dict)
+    milestones: tuple[tuple[int, Digest], ...] = ()
+    """The digests of the entries that end the segments of its history; see `spans.boundaries`."""
+    trials: Trials = Field(default_factory=Trials.of)
+    """By name, in the order in which they were added."""
 
     @property
     def name(self) -> str:
@@ -93,7 +95,18 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
             experiment = after_event(experiment, event, entry.number)
     except IllegalTransition as impossible:
         raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
-    return experiment.model_copy(update={"number": entry.number, "digest": digest})
+    experiment = experiment.model_copy(update={"number": entry.number, "digest": digest})
+    return _at_boundary(experiment) if is_boundary(entry.number) else experiment
+
+
+def _at_boundary(experiment: Experiment) -> Experiment:
+    known = {**dict(experiment.milestones), experiment.number: experiment.digest}
+    return experiment.model_copy(
+        update={
+            "milestones": tuple((number, known[number]) for number in boundaries(experiment.number)),
+            "trials": experiment.trials.at_boundary(experiment.number),
+        }
+    )
 
 
 def _require_successor(experiment: Experiment, entry: Entry) -> None:
@@ -181,7 +194,8 @@ def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Tr
             happening = Happening(order=order, what="added")
         case _ if now.status in ENDED and before.status not in ENDED:
             last = StepReport(step=now.step, metrics=now.metrics, trained_seconds=now.trained_seconds)
-            happening = Happening(order=order, what="ended", report=last if now.step else None)
+            failed = now.status is Status.ERRORED
+            happening = Happening(order=order, what="ended", report=last if now.step else None, failed=failed)
         case _:
             return _with(experiment, now)
     return _happened(experiment, now, happening)
@@ -199,4 +213,4 @@ def _known(experiment: Experiment, trial: str) -> Trial:
 
 
 def _with(experiment: Experiment, trial: Trial) -> Experiment:
-    return experiment.model_copy(update={"trials": {**experiment.trials, trial.trial: trial}})
+    return experiment.model_copy(update={"trials": experiment.trials.with_trial(trial)})

@@ -89,6 +89,8 @@ class Happening(Value):
     report: StepReport | None = None
     """With "decided": what was decided about; with "ended": the last one."""
     decision: Decision | None = None
+    failed: bool = False
+    """With "ended": whether the trial errored."""
 
 
 class Trial(Value):

@@ -1,0 +1,111 @@
+"""Who is asked: the search what to try next, the scheduler who goes on. Told the same, they say the same."""
+
+from __future__ import annotations
+
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.schedulers.scheduler import Decision, Schedule, Stop, TrialReport
+from prefect_tune.core.search.search import Proposals, Proposed, Suggestion
+from prefect_tune.core.trial import Happening, Trial
+from prefect_tune.core.values import StepReport
+
+__all__ = ["Council", "number_of", "trial_id"]
+
+
+def trial_id(number: int) -> str:
+    """Return the name of the trial that was proposed as the `number`th, from 0."""
+    return f"{number:05d}"
+
+
+def number_of(trial: str) -> int:
+    """Return which proposal a trial is."""
+    return int(trial)
+
+
+class Council:
+    """The search and the scheduler of one experiment, kept at the journal's state.
+
+    What happens is told by `hear`, now or after a resume: there is one way to get there.
+    """
+
+    def __init__(self, proposals: Proposals, schedule: Schedule) -> None:
+        self._proposals = proposals
+        self._schedule = schedule
+        self._proposed = 0
+        self._suggested: int | None = None  # the search knows it already
+
+    @property
+    def proposed(self) -> int:
+        """How many trials there are."""
+        return self._proposed
+
+    @property
+    def saves_first(self) -> bool:
+        """Whether the scheduler wants a checkpoint before it is asked."""
+        return self._schedule.saves_first
+
+    def recall(self, experiment: Experiment) -> None:
+        """Tell both everything that the journal holds, in its order."""
+        told = [(happening, trial) for trial in experiment.trials.values() for happening in trial.past]
+        for happening, trial in sorted(told, key=lambda pair: pair[0].order):
+            if happening.what == "decided" and happening.report is not None:
+                self.decide(trial, happening.report)  # the answer is in the journal, and was acted on
+            else:
+                self.hear(trial, happening)
+
+    def suggest(self) -> Suggestion:
+        """Return the next configuration; it is taken when the journal tells of the trial."""
+        suggestion = self._proposals.suggest(self._proposed)
+        if isinstance(suggestion, Proposed):
+            self._suggested = self._proposed
+        return suggestion
+
+    def no_more(self) -> None:
+        """Tell the scheduler that no trial can be added now."""
+        self._schedule.exhausted()
+
+    def decide(self, trial: Trial, report: StepReport) -> Decision:
+        """Ask the scheduler what becomes of a trial at a milestone.
+
+        Raises:
+            BadMetric: the report lacks what the scheduler goes by.
+        """
+        self._proposals.reported(number_of(trial.trial), report)
+        return self._schedule.decide(TrialReport(trial.trial, report))
+
+    def milestone(self, trial: Trial) -> int | None:
+        """Return the step at which the trial asks next."""
+        asked = [each.report.step for each in trial.past if each.what == "decided" and each.report is not None]
+        return self._schedule.milestone(trial.trial, asked[-1] if asked else 0)
+
+    def resume_next(self) -> str | None:
+        """Return the paused trial that is to have the next slot."""
+        return self._schedule.resume_next()
+
+    def stop_next(self) -> tuple[str, Stop] | None:
+        """Return a paused trial that is not needed any more."""
+        return self._schedule.stop_next()
+
+    def is_waiting(self) -> bool:
+        """Whether the scheduler wants no new trial now."""
+        return self._schedule.is_waiting()
+
+    def hear(self, trial: Trial, happening: Happening) -> None:
+        """Hear what the journal has just been told, or was told once; `trial` is as it is afterwards."""
+        number = number_of(trial.trial)
+        match happening.what:
+            case "added":
+                self._added(trial, number)
+            case "resumed":
+                self._schedule.resumed(trial.trial)
+            case "ended":
+                self._schedule.ended(trial.trial)
+                self._proposals.ended(number, happening.report, failed=happening.failed)
+            case "decided":
+                pass  # `decide` was asked for it
+
+    def _added(self, trial: Trial, number: int) -> None:
+        if number == self._proposed:
+            if self._suggested != number:
+                self._proposals.recall(number, trial.config)
+            self._proposed += 1
+        self._schedule.added(trial.trial, trial.config)

@@ -1,0 +1,82 @@
+"""Who trains: attempts of trials on the flow's task runner, and what they say, in one queue."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+
+from prefect.futures import PrefectFuture
+
+from prefect_tune.core.wire import GoOn, Leave
+from prefect_tune.tasks.line import DirectLine, Heard
+from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.run_trial import AttemptResult, run_trial
+
+__all__ = ["Crew", "Message", "Over"]
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """An attempt has ended: with a result, or with what it died of."""
+
+    trial: str
+    result: AttemptResult | BaseException
+
+
+Message: TypeAlias = Heard | Over
+
+
+class Crew:
+    """The attempts that run now, each in a thread of the task runner that supervises a process of its own."""
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._lines: dict[str, DirectLine] = {}
+        self._futures: dict[str, PrefectFuture[AttemptResult]] = {}
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __contains__(self, trial: str) -> bool:
+        return trial in self._futures
+
+    def start(self, plan: TrialPlan, orders: Orders) -> None:
+        """Start an attempt."""
+        trial = plan.trial.trial
+        line = DirectLine(trial, self._inbox.put)
+        self._lines[trial] = line
+        self._futures[trial] = run_trial.submit(plan, orders, line)
+        self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _result_of(future))))
+
+    def answer(self, trial: str, answer: GoOn | Leave) -> None:
+        """Tell a trial; one that has ended meanwhile need not hear it."""
+        if trial in self._lines:
+            self._lines[trial].answer(answer)
+
+    def stop(self) -> None:
+        """Have every trial save and end."""
+        for line in self._lines.values():
+            line.stop.set()
+
+    def hear(self, patience: timedelta) -> list[Message]:
+        """Return what has been said since, after waiting for the first word."""
+        heard: list[Message] = []
+        try:
+            heard.append(self._inbox.get(timeout=patience.total_seconds()))
+            while True:
+                heard.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return heard
+
+    def dismiss(self, trial: str) -> None:
+        """Take note that an attempt is over."""
+        del self._lines[trial], self._futures[trial]
+
+
+def _result_of(future: PrefectFuture[AttemptResult]) -> AttemptResult | BaseException:
+    try:
+        return future.result()
+    except BaseException as error:  # noqa: BLE001  whatever ended it is judged by the driver
+        return error

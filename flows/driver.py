@@ -1,0 +1,347 @@
+"""An experiment as it goes: fill the slots, hear the trials, journal what follows, and only then act on it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import assert_never
+
+from prefect_tune.core.errors import BadMetric, ResumeFailed, StoreRefused, TuneError
+from prefect_tune.core.events import (
+    Absorbed,
+    Cause,
+    Decided,
+    Event,
+    Finished,
+    GaveUp,
+    Paused,
+    Quarantined,
+    Resumed,
+    TrialAdded,
+)
+from prefect_tune.core.experiment import Experiment, after_event
+from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, verdict
+from prefect_tune.core.journal import entries_beyond
+from prefect_tune.core.layout import JournalKey, TrialKey
+from prefect_tune.core.schedulers.scheduler import Continue, Decision, Exploit, Pause, Stop
+from prefect_tune.core.search.search import Exhausted, Proposed, Wait
+from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint
+from prefect_tune.core.values import StepReport
+from prefect_tune.core.wire import GoOn, Leave
+from prefect_tune.flows.council import Council, trial_id
+from prefect_tune.flows.crew import Crew, Message, Over
+from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tasks.attempt import Failed
+from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.line import Told, Wrote
+from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.run_trial import AttemptResult
+from prefect_tune.tasks.trial_channel import Log
+
+__all__ = ["Driver", "Limits"]
+
+_PATIENCE = timedelta(seconds=0.5)
+_NO_CHANGE = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far an experiment may go."""
+
+    max_concurrent_trials: int
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
+    fail_fast: bool = False
+    """Whether the first trial that errors ends the experiment; the others save, and can be resumed."""
+    time: timedelta | None = None
+    """After which everything saves and ends, resumable."""
+
+
+class Driver:
+    """One owner's run of an experiment.
+
+    Everything that search or scheduler say is in the journal before anybody acts on it; what they are
+    told is what the journal was told, in its order. So whoever resumes is where this one was.
+    """
+
+    def __init__(self, plan: TrialPlan, limits: Limits, council: Council, crew: Crew, book: Book, log: Log) -> None:
+        self._plan = plan
+        self._limits = limits
+        self._council = council
+        self._crew = crew
+        self._book = book
+        self._log = log
+        self._state = book.experiment  # with what is not written yet
+        self._unwritten: list[Event] = []
+        self._then: list[Callable[[], None]] = []
+        self._startable: deque[str] = deque()
+        self._put_aside: dict[str, tuple[Quarantined, ...]] = {}
+        self._broken: dict[str, str] = {}
+        self._lost: dict[str, int] = {}
+        self._search_is_done = False
+        self._ends = False
+        self._began = time.monotonic()
+        self._synced_at = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def run(self, is_stopped: Callable[[], bool]) -> Experiment:
+        """Go on until there is nothing more to do, or somebody wants an end; return the state, all of it written."""
+        self._council.recall(self._state)
+        self._take_up()
+        while True:
+            if self._wants_end(is_stopped):
+                self._crew.stop()
+            else:
+                self._fill_slots()
+            self._write()
+            if not len(self._crew):
+                return self._book.experiment
+            self._hear(self._crew.hear(_PATIENCE))
+
+    def _wants_end(self, is_stopped: Callable[[], bool]) -> bool:
+        elapsed = timedelta(seconds=time.monotonic() - self._began)
+        spent = self._limits.time is not None and elapsed >= self._limits.time
+        if spent and not self._ends:
+            self._log.info("the time budget of %s is spent: every trial saves and ends, resumable", self._limits.time)
+        self._ends = self._ends or spent or is_stopped()
+        return self._ends
+
+    def _put(self, event: Event) -> None:
+        """Have it journaled with the next entry; search and scheduler hear of it now."""
+        before = self._state.happened
+        self._state = after_event(self._state, event, self._book.experiment.number + 1)
+        self._unwritten.append(event)
+        if self._state.happened > before:
+            trial = self._state.trial(str(getattr(event, "trial", "")))
+            for happening in trial.past[before - self._state.happened :]:
+                self._council.hear(trial, happening)
+
+    def _write(self) -> None:
+        """Journal what there is, then do what was waiting for it."""
+        waits = not self._then and time.monotonic() - self._synced_at < self._plan.sync.sync_period_seconds
+        if self._unwritten and not (waits and len(self._crew)):
+            self._book.write(self._unwritten)
+            self._state, self._unwritten = self._book.experiment, []
+            self._synced_at = time.monotonic()
+        acts, self._then = self._then, []
+        for act in acts:
+            act()
+
+    # ----------------------------------------------------------------------------------------------- the slots
+
+    def _fill_slots(self) -> None:
+        free = self._limits.max_concurrent_trials - len(self._crew)
+        while free > 0 and (trial := self._next_trial()) is not None:
+            self._start(trial)
+            free -= 1
+
+    def _next_trial(self) -> str | None:
+        while self._startable:
+            if self._state.trial(trial := self._startable.popleft()).status not in ENDED:
+                return trial
+        while (stopped := self._council.stop_next()) is not None:
+            self._put(Finished(trial=stopped[0], reason=stopped[1].reason))
+        if (paused := self._council.resume_next()) is not None:
+            self._put(Resumed(trial=paused))
+            return paused
+        return None if self._council.is_waiting() else self._propose()
+
+    def _propose(self) -> str | None:
+        if self._search_is_done:
+            return self._without_new_trials()
+        match self._council.suggest():
+            case Proposed(config=config):
+                trial = trial_id(self._council.proposed)
+                self._put(TrialAdded(trial=trial, config=config, fingerprint=self._plan.fingerprint, apart=True))
+                return trial
+            case Wait():
+                return None if self._is_busy else self._without_new_trials()
+            case Exhausted(reason=reason):
+                self._log.info("no more trials: %s", reason)
+                self._search_is_done = True
+                return self._without_new_trials()
+            case never:
+                assert_never(never)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(len(self._crew) or self._then)
+
+    def _without_new_trials(self) -> str | None:
+        self._council.no_more()
+        while (stopped := self._council.stop_next()) is not None:
+            self._put(Finished(trial=stopped[0], reason=stopped[1].reason))
+        if (paused := self._council.resume_next()) is None:
+            return None
+        self._put(Resumed(trial=paused))
+        return paused
+
+    def _start(self, trial: str) -> None:
+        state = self._state.trial(trial)
+        plan = replace(self._plan, trial=TrialKey(experiment=self._state.name, trial=trial))
+        orders = Orders(
+            config=state.config,
+            milestone=self._council.milestone(state),
+            saves_first=self._council.saves_first,
+            puts_aside=self._put_aside.pop(trial, ()),
+        )
+        self._then.append(lambda: self._crew.start(plan, orders))
+
+    # --------------------------------------------------------------------------------------------- the trials
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        over: list[Over] = []
+        for message in messages:
+            match message:
+                case Told():
+                    self._told(message)
+                case Wrote():
+                    self._absorb(message)
+                case Over():
+                    over.append(message)
+                case never:
+                    assert_never(never)
+        for each in over:
+            self._crew.dismiss(each.trial)
+            self._conclude(each)
+
+    def _absorb(self, wrote: Wrote) -> None:
+        due = self._state.trial(wrote.trial).absorbed + 1
+        if wrote.number > due:
+            self._catch_up(wrote.trial)
+        elif wrote.number == due:
+            self._put(Absorbed(trial=wrote.trial, number=wrote.number, events=_own(wrote.events)))
+
+    def _catch_up(self, trial: str) -> None:
+        """Take in what was written where nobody listened: by an owner that died, or by a trial that outlived one."""
+        key = JournalKey(experiment=self._state.name, trial=trial)
+        absorbed = self._state.trial(trial).absorbed
+        with self._book.target.open(timeout=_NO_CHANGE) as store, side_by_side() as transfers:
+            entries = entries_beyond(store, key, absorbed, side_by_side=transfers)
+        for entry in entries:
+            self._put(Absorbed(trial=trial, number=entry.number, events=_own(entry.events)))
+
+    def _told(self, told: Told) -> None:
+        if not told.asks:
+            return
+        try:
+            decision = self._council.decide(self._state.trial(told.trial), told.report)
+        except BadMetric as error:
+            self._broken[told.trial] = str(error)
+            leave = Leave(reason=str(error), save=False, for_good=False)
+            self._then.append(lambda: self._crew.answer(told.trial, leave))
+            return
+        self._put(Decided(trial=told.trial, report=told.report, decision=decision))
+        answer = self._answer(told.trial, decision)
+        self._then.append(lambda: self._crew.answer(told.trial, answer))
+
+    def _answer(self, trial: str, decision: Decision) -> GoOn | Leave:
+        match decision:
+            case Continue():
+                return self._go_on(trial)
+            case Pause(reason=reason):
+                if self._council.resume_next() == trial:  # nobody else would have the slot
+                    self._put(Resumed(trial=trial))
+                    return self._go_on(trial)
+                return Leave(reason=reason, save=True, for_good=False)
+            case Stop(reason=reason):
+                return Leave(reason=reason, save=self._plan.cadence.at_end, for_good=True)
+            case Exploit(reason=reason):
+                return Leave(reason=reason, save=False, for_good=False)
+            case never:
+                assert_never(never)
+
+    def _go_on(self, trial: str) -> GoOn:
+        return GoOn(milestone=self._council.milestone(self._state.trial(trial)))
+
+    # ---------------------------------------------------------------------------------------------- their ends
+
+    def _conclude(self, over: Over) -> None:
+        if over.trial in self._broken:
+            self._give_up(over.trial, Cause.BAD_METRIC, self._broken.pop(over.trial))
+        elif isinstance(over.result, AttemptResult):
+            if isinstance(over.result.outcome, Failed):
+                self._failed(over.trial, over.result.outcome)
+        elif isinstance(over.result, ResumeFailed | StoreRefused):
+            self._give_up(over.trial, Cause.USER, str(over.result))
+        elif isinstance(over.result, TuneError):
+            self._lose(over.trial, over.result)
+        else:
+            raise over.result
+
+    def _failed(self, trial: str, failed: Failed) -> None:
+        if not (self._ends and failed.cause is Cause.PREEMPTED):
+            self._log.warning("trial %s: attempt failed: %s: %s", trial, failed.cause, failed.message)
+        self._judge(trial, failed.cause)
+
+    def _judge(self, trial: str, cause: Cause) -> None:
+        state = self._state.trial(trial)
+        match verdict(state, cause, self._limits.failures):
+            case TryAgain() | Resumable():
+                self._startable.append(trial)
+            case Quarantine(sequence=sequence, reason=reason):
+                self._log.error("trial %s: a checkpoint is put aside: %s", trial, reason)
+                aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
+                self._put_aside[trial] = (aside,)
+                self._startable.append(trial)
+            case GiveUp(message=message):
+                self._give_up(trial, cause, message)
+            case never:
+                assert_never(never)
+
+    def _lose(self, trial: str, error: TuneError) -> None:
+        """An attempt that could not write how it ended is a failure of the machine that no journal counts."""
+        self._lost[trial] = self._lost.get(trial, 0) + 1
+        self._log.warning("trial %s: attempt lost: %s: %s", trial, type(error).__name__, error)
+        if self._lost[trial] > self._limits.failures.max_machine_failures:
+            self._give_up(trial, Cause.MACHINE, f"{self._lost[trial]} attempts were lost: {error}")
+        else:
+            self._startable.append(trial)
+
+    def _give_up(self, trial: str, cause: Cause, message: str) -> None:
+        self._put(GaveUp(trial=trial, cause=cause, message=message))
+        if self._limits.fail_fast and not self._ends:
+            self._log.error("trial %s errored, and fail_fast ends the experiment: %s", trial, message)
+            self._ends = True
+
+    # ------------------------------------------------------------------------------------------------ a resume
+
+    def _take_up(self) -> None:
+        """Bring the trials that an earlier owner left in the middle into a state from which they go on."""
+        unended = [each for each in self._state.trials.values() if each.status in (Status.PENDING, Status.RUNNING)]
+        for trial in unended:
+            self._catch_up(trial.trial)
+            self._decide_what_is_open(trial.trial)
+            state = self._state.trial(trial.trial)
+            if state.status is Status.PENDING and state.cause is not None and state.attempt:
+                self._judge(trial.trial, state.cause)
+            elif state.status in (Status.PENDING, Status.RUNNING):
+                self._startable.append(trial.trial)
+
+    def _decide_what_is_open(self, name: str) -> None:
+        """A milestone that was reached and reported, and not decided any more, is decided without training it again."""
+        trial = self._state.trial(name)
+        milestone = self._council.milestone(trial)
+        if trial.status in ENDED or milestone is None or trial.step < milestone or not _is_saved(trial):
+            return
+        report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+        decision = self._council.decide(trial, report)
+        self._put(Decided(trial=name, report=report, decision=decision))
+        answer = self._answer(name, decision)
+        if isinstance(answer, Leave) and answer.for_good:
+            self._put(Finished(trial=name, reason=answer.reason))
+        elif isinstance(answer, Leave):
+            self._put(Paused(trial=name, reason=answer.reason))
+
+
+def _is_saved(trial: Trial) -> bool:
+    """Whether the next attempt begins where the last report was made."""
+    newest = newest_checkpoint(trial)
+    return newest is not None and newest.step == trial.step
+
+
+def _own(events: Sequence[Event]) -> tuple[Event, ...]:
+    return tuple(event for event in events if not isinstance(event, Absorbed))
