@@ -1,0 +1,35 @@
+"""ASHA that stops: who is not among the best 1 / eta of those before it trains no more."""
+
+from __future__ import annotations
+
+from prefect_tune.core.schedulers.climbs import Climb, Climbing
+from prefect_tune.core.schedulers.losses import shown
+from prefect_tune.core.schedulers.scheduler import Continue, Decision, Stop
+from prefect_tune.core.values import TrialId
+
+__all__ = ["StoppingSchedule"]
+
+
+class StoppingSchedule(Climbing):
+    """Stops a trial whose loss is above the 1 / eta quantile of those who were at the rung before it.
+
+    Ray's AsyncHyperBandScheduler, decision for decision: the quantile is interpolated, the first at a rung
+    goes on, and who equals the quantile goes on.
+    """
+
+    def ended(self, trial: TrialId) -> None:
+        """Change nothing: what it showed at the rungs stays to compare with."""
+        del trial
+
+    def _compared(self, trial: TrialId, climb: Climb, loss: float) -> Decision:
+        rung = climb.rungs[climb.reached]
+        cutoff, before = rung.cutoff(self._brackets.reduction_factor), len(rung.reached)
+        rung.admit(trial, loss)
+        if cutoff is None or loss <= cutoff:
+            return Continue()
+        needed = f"{shown(cutoff, self._objective)} would have been needed, judging by {before} before it"
+        climb.stopped = Stop(reason=f"{shown(loss, self._objective)} at step {rung.step}: {needed}")
+        return climb.stopped
+
+    def _again(self, climb: Climb) -> Decision:
+        return climb.stopped or Continue()

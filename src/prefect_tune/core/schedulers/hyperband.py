@@ -1,0 +1,174 @@
+"""Hyperband (Li et al. 2018): successive halving in step, in brackets that differ in how early they are strict."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.schedulers.halving import Bracket
+from prefect_tune.core.schedulers.losses import is_count, is_number, loss_of, shown
+from prefect_tune.core.schedulers.scheduler import (
+    Continue,
+    Decision,
+    Pause,
+    Schedule,
+    Scheduler,
+    Stop,
+    TrialReport,
+)
+from prefect_tune.core.values import TrialId
+
+__all__ = ["Hyperband"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperband(Scheduler):
+    """Compare whole groups: a rung is decided when everybody of its bracket has reached it.
+
+    Trials fill one bracket after the other, from the one with many trials and a first rung at few steps to the one
+    whose few trials all train `max_t` steps; then over again. Each rung keeps the best 1 / `reduction_factor`, at
+    least one; who has reached it pauses until it is decided, and the next bracket's trials use the slots. When
+    there is no new trial to be had, the last bracket is decided with those who are in it.
+
+    `brackets` shows the sizes: for `max_t=81` and `reduction_factor=3` they are (81, 1), (34, 3), (15, 9),
+    (8, 27), (5, 81), as trials and steps at the first rung.
+    """
+
+    max_t: int
+    reduction_factor: float = 3
+
+    def __post_init__(self) -> None:
+        if not (is_count(self.max_t, 1) and is_number(self.reduction_factor, 2)):
+            raise InvalidInput(f"{self}: expected max_t >= 1, in whole steps, and reduction_factor >= 2")
+
+    @property
+    def brackets(self) -> Sequence[tuple[int, int]]:
+        """How many trials each bracket takes, and the step of its first rung."""
+        return [(size, rungs[0]) for size, rungs in self._plans()]
+
+    def begin(self, objective: Objective, seed: int) -> Schedule:
+        del seed
+        return _Schedule(self._plans(), self.reduction_factor, objective)
+
+    def _plans(self) -> Sequence[tuple[int, Sequence[int]]]:
+        """Return the size and the rungs of each bracket, the largest first."""
+        powers = [self.reduction_factor**0]
+        while powers[-1] * self.reduction_factor <= self.max_t:
+            powers.append(powers[-1] * self.reduction_factor)
+        rungs = [int(self.max_t / power) for power in powers]
+        sizes = [ceil(len(powers) * power / (halvings + 1)) for halvings, power in enumerate(powers)]
+        return [(sizes[halvings], rungs[halvings::-1]) for halvings in reversed(range(len(powers)))]
+
+
+class _Schedule(Schedule):
+    """The brackets, and whom they let go on or sort out."""
+
+    def __init__(
+        self, plans: Sequence[tuple[int, Sequence[int]]], reduction_factor: float, objective: Objective
+    ) -> None:
+        self._plans = plans
+        self._reduction_factor = reduction_factor
+        self._objective = objective
+        self._max_t = plans[0][1][-1]
+        self._opened_count = 0
+        self._filling: Bracket | None = None
+        self._bracket_of: dict[TrialId, Bracket] = {}
+        self._to_resume: OrderedDict[TrialId, None] = OrderedDict()
+        self._to_stop: OrderedDict[TrialId, Stop] = OrderedDict()
+        self._no_more = False
+
+    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+        del config
+        self._no_more = False
+        if self._filling is None or self._filling.is_full:
+            size, steps = self._plans[self._opened_count % len(self._plans)]
+            self._filling = Bracket(size, steps, self._reduction_factor)
+            self._opened_count += 1
+        self._filling.enter(trial)
+        self._bracket_of[trial] = self._filling
+
+    def milestone(self, trial: TrialId, step: int) -> int | None:
+        bracket = self._bracket_of.get(trial)
+        return max(bracket.steps[bracket.level] if bracket else self._max_t, step + 1)
+
+    def decide(self, report: TrialReport) -> Decision:
+        loss, step = loss_of(report, self._objective), report.report.step
+        bracket = self._bracket_of.get(report.trial)
+        if bracket is None or step >= self._max_t:
+            self.ended(report.trial)
+            return Stop(reason=f"step {step} of {self._max_t}")
+        if report.trial in bracket.training and report.trial not in self._to_resume:
+            if step < bracket.steps[bracket.level]:
+                return Continue()
+            bracket.reach(report.trial, loss)
+            self._settle(bracket)
+        return self._answer(report.trial, bracket)
+
+    def resume_next(self) -> TrialId | None:
+        return self._first_to_resume() or self._best_of_a_bracket_that_never_fills()
+
+    def resumed(self, trial: TrialId) -> None:
+        bracket = self._bracket_of[trial]
+        if not bracket.is_full:
+            bracket.close()
+            self._settle(bracket)
+        self._to_resume.pop(trial, None)
+
+    def stop_next(self) -> tuple[TrialId, Stop] | None:
+        return next(iter(self._to_stop.items()), None)
+
+    def exhausted(self) -> None:
+        self._no_more = True
+
+    def ended(self, trial: TrialId) -> None:
+        self._to_resume.pop(trial, None)
+        self._to_stop.pop(trial, None)
+        bracket = self._bracket_of.pop(trial, None)
+        if bracket:
+            bracket.leave(trial)
+            self._settle(bracket)
+
+    def _answer(self, trial: TrialId, bracket: Bracket) -> Decision:
+        """Decide about a trial that has reached its rung."""
+        stop = self._to_stop.get(trial)
+        if stop:
+            self.ended(trial)
+            return stop
+        if trial == self._first_to_resume():
+            self.resumed(trial)
+            return Continue()
+        return Pause(reason=_why_it_waits(trial, bracket))
+
+    def _settle(self, bracket: Bracket) -> None:
+        """Decide the rung if everybody is there."""
+        if not bracket.is_complete:
+            return
+        losses, step = bracket.reached, bracket.steps[bracket.level]
+        ranking = bracket.halve()
+        for rank, trial in enumerate(ranking):
+            if rank < bracket.places:
+                self._to_resume[trial] = None
+            else:
+                shown_loss = f"{shown(losses[trial], self._objective)} at step {step}"
+                standing = f"number {rank + 1} of {len(ranking)}, of whom {bracket.places} go on"
+                self._to_stop[trial] = Stop(reason=f"{shown_loss}: {standing}")
+
+    def _first_to_resume(self) -> TrialId | None:
+        return next(iter(self._to_resume), None)
+
+    def _best_of_a_bracket_that_never_fills(self) -> TrialId | None:
+        bracket = self._filling
+        if self._no_more and bracket and not bracket.is_full and not bracket.training:
+            return bracket.best()
+        return None
+
+
+def _why_it_waits(trial: TrialId, bracket: Bracket) -> str:
+    if trial not in bracket.reached:
+        return f"goes on to step {bracket.steps[bracket.level]} when there is a slot"
+    others = len(bracket.training) if bracket.is_full else len(bracket.training) + bracket.size - bracket.places
+    return f"waits at step {bracket.steps[bracket.level]} for {others} others to be compared with"

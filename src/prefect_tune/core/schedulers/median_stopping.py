@@ -1,0 +1,172 @@
+"""The median stopping rule (Golovin et al. 2017, "Google Vizier"), with running averages as Ray has them."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.schedulers.losses import is_count, loss_of, shown
+from prefect_tune.core.schedulers.scheduler import (
+    Continue,
+    Decision,
+    Pause,
+    Schedule,
+    Scheduler,
+    Stop,
+    TrialReport,
+)
+from prefect_tune.core.values import TrialId
+
+__all__ = ["MedianStopping"]
+
+
+@dataclass(frozen=True, slots=True)
+class MedianStopping(Scheduler):
+    """Stop a trial whose best result is worse than the median of the others' averages up to the same step.
+
+    From `grace_period` on, every `interval` steps, a trial is compared with those that have come as far: its best
+    loss since then with the median of their mean losses from `grace_period` to that step. While fewer than
+    `min_samples_required` others have come as far, it goes on. An average runs over what was reported when it was
+    asked, so that `interval=1` averages every step, and costs an answer at every step.
+
+    With `min_time_slice`, a trial that has too few to be compared with gives its slot to others after that many
+    steps, and goes on when there are enough: fewer slots than trials then compare early. It needs checkpoints.
+    """
+
+    grace_period: int = 1
+    min_samples_required: int = 3
+    interval: int = 1
+    min_time_slice: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = (self.grace_period, self.min_samples_required, self.interval, self.min_time_slice or 1)
+        if self.min_time_slice == 0 or not all(is_count(each, 1) for each in counts):
+            raise InvalidInput(
+                f"{self}: expected whole numbers from 1 on; min_time_slice=None for trials that keep their slots"
+            )
+
+    def begin(self, objective: Objective, seed: int) -> Schedule:
+        del seed
+        return _Schedule(self, objective)
+
+
+@dataclass(slots=True)
+class _Curve:
+    """What a trial has shown since the grace period."""
+
+    judged: int = -1
+    """The last of its milestones at which it was asked, counted from 0."""
+    count: int = 0
+    total: float = 0.0
+    best: float = 0.0
+    slot_since: int = 0
+    """The step at which it got the slot that it has."""
+    paused_at: int | None = None
+    """The step at which it gave it away."""
+    stopped: Stop | None = None
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    def show(self, loss: float) -> None:
+        self.best = min(self.best, loss) if self.count else loss
+        self.count += 1
+        self.total += loss
+
+
+class _Schedule(Schedule):
+    """The averages of all trials at each milestone, sorted: the median is their middle."""
+
+    def __init__(self, rule: MedianStopping, objective: Objective) -> None:
+        self._rule = rule
+        self._objective = objective
+        self._means: defaultdict[int, array[float]] = defaultdict(lambda: array("d"))
+        self._curves: dict[TrialId, _Curve] = {}
+        self._paused: dict[TrialId, None] = {}
+        self._no_more = False
+
+    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+        del config
+        self._no_more = False
+        self._curves.setdefault(trial, _Curve()).stopped = None
+
+    def milestone(self, trial: TrialId, step: int) -> int | None:
+        number = max(self._curves[trial].judged, self._number(step)) + 1
+        return self._rule.grace_period + number * self._rule.interval
+
+    def decide(self, report: TrialReport) -> Decision:
+        curve, step = self._curves[report.trial], report.report.step
+        loss, number = loss_of(report, self._objective), self._number(step)
+        if number <= curve.judged:
+            return self._again(curve)
+        self.resumed(report.trial)  # whatever was decided, it was not paused
+        self._fill_gap(curve, number)
+        curve.show(loss)
+        decision = self._judged(report.trial, curve, step)
+        insort(self._means[number], curve.mean)
+        return decision
+
+    def resume_next(self) -> TrialId | None:
+        ready = next((trial for trial in self._paused if self._can_be_judged(self._curves[trial])), None)
+        if ready or not self._no_more:
+            return ready
+        return min(self._paused, key=lambda trial: self._curves[trial].judged, default=None)
+
+    def resumed(self, trial: TrialId) -> None:
+        curve = self._curves[trial]
+        if curve.paused_at is not None:
+            curve.slot_since, curve.paused_at = curve.paused_at, None
+            del self._paused[trial]
+
+    def exhausted(self) -> None:
+        self._no_more = True
+
+    def ended(self, trial: TrialId) -> None:
+        """Give its slot back; what it showed stays to compare with."""
+        self.resumed(trial)
+
+    def _number(self, step: int) -> int:
+        """Return the last milestone at or before `step`, counted from 0; below 0 in the grace period."""
+        return (step - self._rule.grace_period) // self._rule.interval
+
+    def _again(self, curve: _Curve) -> Decision:
+        if curve.paused_at is not None:
+            return Pause(reason=f"waits at step {curve.paused_at} for others to be compared with")
+        return curve.stopped or Continue()
+
+    def _fill_gap(self, curve: _Curve, number: int) -> None:
+        """Count the trial at the milestones that it has passed without a report, by its average until then."""
+        if curve.count:
+            for passed in range(curve.judged + 1, number):
+                insort(self._means[passed], curve.mean)
+        curve.judged = number
+
+    def _judged(self, trial: TrialId, curve: _Curve, step: int) -> Decision:
+        others = self._means[curve.judged]
+        if len(others) < self._rule.min_samples_required:
+            return self._too_few(trial, curve, step)
+        middle = len(others) // 2
+        median = (others[middle] + others[~middle]) / 2
+        if curve.best <= median:
+            return Continue()
+        best, needed = shown(curve.best, self._objective), shown(median, self._objective)
+        curve.stopped = Stop(reason=f"at best {best} by step {step}: {len(others)} others average {needed} (median)")
+        return curve.stopped
+
+    def _too_few(self, trial: TrialId, curve: _Curve, step: int) -> Decision:
+        longest = self._rule.min_time_slice
+        if longest is None or step - curve.slot_since < longest:
+            return Continue()
+        curve.paused_at = step
+        self._paused[trial] = None
+        return self._again(curve)
+
+    def _can_be_judged(self, curve: _Curve) -> bool:
+        """Whether enough others have come as far; the trial itself is among those who have."""
+        return len(self._means[curve.judged]) > self._rule.min_samples_required

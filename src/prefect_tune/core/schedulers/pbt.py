@@ -1,0 +1,187 @@
+"""Population based training (Jaderberg et al. 2017)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
+
+from prefect_tune.core import draws
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.schedulers.explore import Explorer, as_mutations
+from prefect_tune.core.schedulers.losses import is_count, is_number, loss_of, shown
+from prefect_tune.core.schedulers.scheduler import (
+    Continue,
+    Decision,
+    Exploit,
+    Pause,
+    Schedule,
+    Scheduler,
+    TrialReport,
+)
+from prefect_tune.core.values import TrialId
+
+__all__ = ["PBT"]
+
+
+@dataclass(frozen=True, slots=True)
+class PBT(Scheduler):
+    """A population that trains side by side; who falls behind goes on from a copy of who is ahead, changed a little.
+
+    Every `perturbation_interval` steps from `burn_in_period` on, a trial commits a checkpoint and is compared with
+    the last results of the others that have not ended. If it is among the worst `quantile_fraction`, it takes over
+    the checkpoint and the configuration of one of the best `quantile_fraction`. Of that configuration
+    `hyperparam_mutations` names what changes: to another draw with `resample_probability`, otherwise by one of the
+    `perturbation_factors`.
+
+    `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
+    functions of the configuration, nested as it is. A value never leaves its domain. It says nothing about how the
+    population begins: that is the search's.
+
+    Nobody waits for anybody. A population larger than its slots takes turns of one interval, who has trained least
+    comes first; and it is all of it in the competition. A trial that ends (a stopper: `stop={"step": 100}`)
+    leaves it.
+    """
+
+    perturbation_interval: int
+    hyperparam_mutations: Mapping[str, object]
+    quantile_fraction: float = 0.25
+    resample_probability: float = 0.25
+    perturbation_factors: tuple[float, ...] = (1.2, 0.8)
+    burn_in_period: int = 0
+
+    def __post_init__(self) -> None:
+        if not (is_count(self.perturbation_interval, 1) and is_count(self.burn_in_period, 0)):
+            raise InvalidInput(
+                f"{self}: expected perturbation_interval >= 1 and burn_in_period >= 0, both in whole steps"
+            )
+        shares = is_number(self.quantile_fraction, 0) and is_number(self.resample_probability, 0)
+        if not (shares and self.quantile_fraction <= 0.5 and self.resample_probability <= 1):
+            raise InvalidInput(f"{self}: expected quantile_fraction from 0 to 0.5, resample_probability from 0 to 1")
+        if not (self.perturbation_factors and all(is_number(each, 0) for each in self.perturbation_factors)):
+            raise InvalidInput(f"{self}: expected perturbation_factors >= 0, at least one")
+        as_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
+
+    def begin(self, objective: Objective, seed: int) -> Schedule:
+        mutations = as_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
+        return _Schedule(
+            self, Explorer(mutations, self.resample_probability, self.perturbation_factors, seed), objective
+        )
+
+
+@dataclass(slots=True)
+class _Member:
+    """A trial of the population."""
+
+    number: int
+    config: Mapping[str, object]
+    decided: int = 0
+    """The step of its last decision, in the history of the weights that it has now."""
+    exploits: int = 0
+    has_just_exploited: bool = False
+    """Whether it did so since it got its slot."""
+    loss: float | None = None
+    """The last one of its weights; None before they were evaluated."""
+    paused_at: int | None = None
+
+
+class _Schedule(Schedule):
+    """The population, ranked by the last result of each."""
+
+    saves_first: ClassVar[bool] = True
+
+    def __init__(self, rule: PBT, explorer: Explorer, objective: Objective) -> None:
+        self._rule = rule
+        self._explorer = explorer
+        self._objective = objective
+        self._count = 0
+        self._members: dict[TrialId, _Member] = {}
+        self._ranking: list[tuple[float, int, TrialId]] = []
+        self._paused: list[tuple[int, int, TrialId]] = []
+        self._no_more = False
+
+    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+        self._no_more = False
+        self._members[trial] = _Member(self._count, config)
+        self._count += 1
+
+    def milestone(self, trial: TrialId, step: int) -> int | None:
+        del trial
+        interval = self._rule.perturbation_interval
+        return (max(step, self._rule.burn_in_period - 1) // interval + 1) * interval
+
+    def decide(self, report: TrialReport) -> Decision:
+        loss, step = loss_of(report, self._objective), report.report.step
+        member = self._members[report.trial]
+        member.config = member.config if report.config is None else report.config
+        if step <= member.decided:
+            return Continue() if member.paused_at is None else self._pause(report.trial, member)
+        self._release(report.trial, member)  # whatever was decided, it was not paused
+        member.decided = step
+        self._rank(report.trial, member, loss)
+        better = self._better(report.trial, member, loss)
+        return self._exploit(report.trial, member, loss, better) if better else self._pause(report.trial, member)
+
+    def resume_next(self) -> TrialId | None:
+        return self._paused[0][2] if self._no_more and self._paused else None
+
+    def resumed(self, trial: TrialId) -> None:
+        member = self._members[trial]
+        self._release(trial, member)
+        member.has_just_exploited = False
+
+    def exhausted(self) -> None:
+        self._no_more = True
+
+    def ended(self, trial: TrialId) -> None:
+        member = self._members.pop(trial)
+        self._release(trial, member)
+        self._unrank(trial, member)
+
+    def _rank(self, trial: TrialId, member: _Member, loss: float) -> None:
+        self._unrank(trial, member)
+        member.loss = loss
+        insort(self._ranking, (loss, member.number, trial))
+
+    def _unrank(self, trial: TrialId, member: _Member) -> None:
+        if member.loss is not None:
+            del self._ranking[bisect_left(self._ranking, (member.loss, member.number, trial))]
+            member.loss = None
+
+    def _better(self, trial: TrialId, member: _Member, loss: float) -> tuple[float, TrialId] | None:
+        """Return who is to be copied, and its loss; None for nobody: good enough, or it is the turn of others."""
+        if member.has_just_exploited and self._paused:
+            return None
+        size = len(self._ranking)
+        quantile = min(ceil(size * self._rule.quantile_fraction), size // 2)
+        if bisect_left(self._ranking, (loss, member.number, trial)) < size - quantile:
+            return None
+        drawn = draws.integer(quantile, self._explorer.seed, "pbt-source", member.number, member.exploits)
+        best, _, source = self._ranking[drawn]
+        return best, source
+
+    def _exploit(self, trial: TrialId, member: _Member, loss: float, better: tuple[float, TrialId]) -> Exploit:
+        """Let the trial go on from another. Its new weights are in the competition once they are evaluated."""
+        best, source = better
+        behind = f"{shown(loss, self._objective)} at step {member.decided} is among the worst"
+        ahead = f"{shown(best, self._objective)} at step {self._members[source].decided} among the best"
+        member.config = self._explorer.explored(self._members[source].config, "pbt", member.number, member.exploits)
+        member.exploits += 1
+        member.decided = 0
+        member.has_just_exploited = True
+        self._unrank(trial, member)
+        return Exploit(source=source, config=member.config, reason=f"{behind}, {ahead}")
+
+    def _pause(self, trial: TrialId, member: _Member) -> Pause:
+        if member.paused_at is None:
+            member.paused_at = member.decided
+            insort(self._paused, (member.paused_at, member.number, trial))
+        return Pause(reason=f"at step {member.paused_at} its turn is over")
+
+    def _release(self, trial: TrialId, member: _Member) -> None:
+        if member.paused_at is not None:
+            del self._paused[bisect_left(self._paused, (member.paused_at, member.number, trial))]
+            member.paused_at = None

@@ -1,0 +1,72 @@
+"""Ladders of rungs: the steps at which trials are compared, and what has been seen there."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from prefect_tune.core.values import TrialId
+
+__all__ = ["Place", "Rung", "ladder"]
+
+Place: TypeAlias = tuple[float, int, TrialId]
+"""A trial on a rung: its loss there, and how many came before it, so that of equal ones the earlier is the better."""
+
+
+def ladder(first: int, max_t: int, reduction_factor: float) -> Iterator[int]:
+    """Return the steps from `first` on, each `reduction_factor` times the one before, below `max_t`."""
+    exact = float(first)
+    while int(exact) < max_t:
+        yield int(exact)
+        exact *= reduction_factor
+
+
+@dataclass(slots=True)
+class Rung:
+    """Everybody who has reached a step, best first, and those of them who are paused there.
+
+    Both lists are kept sorted, so that a comparison costs the logarithm of their length.
+    """
+
+    step: int
+    reached: list[tuple[float, int]] = field(default_factory=list)
+    paused: list[Place] = field(default_factory=list)
+
+    def admit(self, trial: TrialId, loss: float) -> Place:
+        """Add a trial, which trains on."""
+        place = (loss, len(self.reached), trial)
+        insort(self.reached, place[:2])
+        return place
+
+    def hold(self, place: Place) -> None:
+        """Pause a trial here that was admitted."""
+        insort(self.paused, place)
+
+    def release(self, place: Place) -> None:
+        """Let a paused trial go; what it showed stays."""
+        del self.paused[bisect_left(self.paused, place)]
+
+    def rank(self, place: Place) -> int:
+        """Return how many of those who have reached the rung are better."""
+        return bisect_left(self.reached, place[:2])
+
+    def quota(self, reduction_factor: float) -> int:
+        """Return how many of them are promoted: the best 1 / `reduction_factor`."""
+        return int(len(self.reached) / reduction_factor)
+
+    def cutoff(self, reduction_factor: float) -> float | None:
+        """Return the loss that the best 1 / `reduction_factor` do not exceed, interpolated; None for nobody here."""
+        if not self.reached:
+            return None
+        position = (len(self.reached) - 1) / reduction_factor
+        below, share = int(position), position % 1
+        low, high = self.reached[below][0], self.reached[min(below + 1, len(self.reached) - 1)][0]
+        return low + (high - low) * share
+
+    def promotable(self, reduction_factor: float) -> TrialId | None:
+        """Return the best paused trial if it is to be promoted."""
+        if self.paused and self.rank(self.paused[0]) < self.quota(reduction_factor):
+            return self.paused[0][2]
+        return None
