@@ -142,12 +142,21 @@ class Driver:
         while self._startable:
             if self._state.trial(trial := self._startable.popleft()).status not in ENDED:
                 return trial
-        while (stopped := self._council.stop_next()) is not None:
+        self._stop_unneeded()
+        if (paused := self._council.resume_next()) is None:
+            return None if self._council.is_waiting() else self._propose()
+        return self._resume(paused)
+
+    def _stop_unneeded(self) -> None:
+        while (stopped := self._council.stop_next()) is not None and stopped[0] not in self._crew:
             self._put(Finished(trial=stopped[0], reason=stopped[1].reason))
-        if (paused := self._council.resume_next()) is not None:
-            self._put(Resumed(trial=paused))
-            return paused
-        return None if self._council.is_waiting() else self._propose()
+
+    def _resume(self, trial: str) -> str | None:
+        """One that is still saving what it pauses with is waited for."""
+        if trial in self._crew:
+            return None
+        self._put(Resumed(trial=trial))
+        return trial
 
     def _propose(self) -> str | None:
         if self._search_is_done:
@@ -172,12 +181,9 @@ class Driver:
 
     def _without_new_trials(self) -> str | None:
         self._council.no_more()
-        while (stopped := self._council.stop_next()) is not None:
-            self._put(Finished(trial=stopped[0], reason=stopped[1].reason))
-        if (paused := self._council.resume_next()) is None:
-            return None
-        self._put(Resumed(trial=paused))
-        return paused
+        self._stop_unneeded()
+        paused = self._council.resume_next()
+        return self._resume(paused) if paused is not None else None
 
     def _start(self, trial: str) -> None:
         state = self._state.trial(trial)
