@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,7 +13,6 @@ from prefect_tune.blocks import StorageTarget, TargetCheck
 from prefect_tune.core.adopt import adopt
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import (
-    CommitUnknown,
     JournalCorrupt,
     ResumeFailed,
     StoreRefused,
@@ -23,8 +21,9 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.events import Event, Owner
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import SNAPSHOT_EVERY, append, load, take_over, write_snapshot
+from prefect_tune.core.journal import append, load, take_over
 from prefect_tune.core.layout import JournalKey, journal_key
+from prefect_tune.core.segments import write_due_segment
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Stamp
 from prefect_tune.stores.staging import side_by_side
@@ -112,7 +111,7 @@ def _opened(
         if opened.settled_from == opened.opened_at:
             return opened
         adopted = adopt(store, opened, side_by_side=transfers)
-        after = append(store, opened, adopted, _second(opening.stamp))
+        after = _appended(store, opened, adopted, _second(opening.stamp))
     except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
         raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started afresh, nothing is lost") from error
     opening.listener(adopted, after)
@@ -159,9 +158,7 @@ def sync_experiment_state(
 
 def _appended(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
     after = append(store, experiment, events, stamp)
-    if after.number % SNAPSHOT_EVERY == 0:
-        with suppress(StoreUnavailable, CommitUnknown):  # it only saves time, and the entry is written
-            write_snapshot(store, after)
+    write_due_segment(store, after)
     return after
 
 

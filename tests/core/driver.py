@@ -31,6 +31,7 @@ from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.manifest import About, Manifest
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention, retired
+from prefect_tune.core.segments import write_due_segment
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint
 from prefect_tune.core.values import Stamp, StepReport
@@ -215,6 +216,7 @@ class Session:
     def append(self, events: Sequence[Event]) -> None:
         stamp = self.witness.stamp()
         self.experiment = _retried(lambda: journal.append(self.store, self.experiment, events, stamp))
+        write_due_segment(self.store, self.experiment)
 
     def files(self, step: int) -> Files:
         cycle = b"A" if step % 3 == 1 else b"B"  # comes back to what it was, when that has been retired

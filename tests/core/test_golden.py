@@ -69,7 +69,7 @@ def test_the_history_of_then_is_whole(version: Path) -> None:
     entries = journal.history(store, "e", side_by_side=map)
     assert [entry.number for entry in entries] == list(range(1, 20))
     assert [report.step for report in curve(entries, "t")] == [1, 2, 3, 4, 5]
-    store.delete([path for path in store.objects if "/snapshots/" in path])
+    store.delete([path for path in store.objects if "/segments/" in path])
     assert load(store) == load(state(version))
 
 

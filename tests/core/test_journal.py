@@ -12,9 +12,7 @@ from prefect_tune.core.errors import (
     CommitUnknown,
     InvalidInput,
     JournalCorrupt,
-    ObjectNotFound,
     Superseded,
-    UnknownVersion,
 )
 from prefect_tune.core.events import (
     Adopted,
@@ -30,6 +28,7 @@ from prefect_tune.core.events import (
 from prefect_tune.core.experiment import Entry, Experiment, nothing_yet
 from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.sealed import seal
+from prefect_tune.core.segments import write_due_segment
 from prefect_tune.core.store import Buffer, Listed
 from prefect_tune.core.values import Stamp, StepReport, digest_of
 from tests.core.driver import JOURNAL
@@ -62,10 +61,13 @@ def running(store: MemoryStore) -> Experiment:
     return journal.append(store, experiment, [Started(trial="t", attempt=1, from_step=0)], stamp("b"))
 
 
-def with_steps(store: MemoryStore, steps: int) -> Experiment:
+def with_steps(store: MemoryStore, steps: int, *, segments: bool = False) -> Experiment:
+    """As many entries, and three more."""
     experiment = running(store)
     for step in range(1, steps + 1):
         experiment = journal.append(store, experiment, [report(step)], stamp(f"step {step}"))
+        if segments:
+            write_due_segment(store, experiment)
     return experiment
 
 
@@ -160,12 +162,10 @@ def test_a_trial_has_a_journal_of_its_own_below_its_folder() -> None:
     experiment = running(store)
     own = journal.take_over(store, key, YOU, stamp("own"), side_by_side=map)
     own = journal.append(store, own, [Adopted(), TrialAdded(trial="t", config={})], stamp("a"))
-    journal.write_snapshot(store, own)
 
     assert sorted(path for path in store.objects if path.startswith("e/trials/")) == [
         "e/trials/t/journal/0000000001.json",
         "e/trials/t/journal/0000000002.json",
-        "e/trials/t/snapshots/0000000002.json",
     ]
     assert journal.load(store, key, side_by_side=map) == own
     assert (own.key, own.name, own.owner) == (key, "e", YOU)
@@ -254,7 +254,7 @@ def test_an_outcome_that_stays_unknown_is_said_to_be() -> None:
         take_over(Mute())
 
 
-# -------------------------------------------------------------------------------- listings and snapshots
+# --------------------------------------------------------------------------------- listings and segments
 
 
 class LaggingStore(MemoryStore):
@@ -268,91 +268,28 @@ class LaggingStore(MemoryStore):
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 99])
-@pytest.mark.parametrize("snapshot", [False, True])
-def test_a_listing_that_lags_hides_no_entry(lag: int, *, snapshot: bool) -> None:
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_listing_that_lags_hides_no_entry(lag: int, *, segments: bool) -> None:
     store = LaggingStore()
-    expected = with_steps(store, 5)
-    if snapshot:
-        journal.write_snapshot(store, journal.load(store, "e", side_by_side=map))
-        expected = journal.append(store, expected, [report(6)], stamp("after it"))
+    expected = with_steps(store, 23, segments=segments)
     store.lag = lag
     assert load(store) == expected
 
 
-def test_opening_reads_the_newest_snapshot_and_what_came_after_it() -> None:
+def test_the_whole_history_is_there_beside_segments() -> None:
     store = MemoryStore()
-    experiment = running(store)
-    for step in range(1, 200):
-        experiment = journal.append(store, experiment, [report(step)], stamp(f"{step}"))
-        if experiment.number % journal.SNAPSHOT_EVERY == 0:
-            journal.write_snapshot(store, experiment)
-            journal.write_snapshot(store, experiment)  # writing it twice is writing it once
-    store.operations.clear()
-
-    assert load(store) == experiment
-    assert store.operations["list"] == 2
-    assert store.operations["read"] <= 2 + journal.SNAPSHOT_EVERY
-
-
-def test_the_whole_history_is_there_beside_snapshots() -> None:
-    store = MemoryStore()
-    experiment = with_steps(store, 3)
-    journal.write_snapshot(store, experiment)
+    with_steps(store, 20, segments=True)
     entries = journal.history(store, "e", side_by_side=map)
-    assert [entry.number for entry in entries] == [1, 2, 3, 4, 5, 6]
+    assert [entry.number for entry in entries] == list(range(1, 24))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda data: data[:0], id="empty"),
-        pytest.param(lambda data: data[:-9], id="torn"),
-        pytest.param(lambda data: data.replace(b"running", b"runnjng"), id="altered"),
-    ],
-)
-def test_a_damaged_snapshot_is_passed_over(damage: object) -> None:
+def test_who_has_read_so_far_reads_on_from_there() -> None:
     store = MemoryStore()
-    experiment = with_steps(store, 2)
-    journal.write_snapshot(store, experiment)
-    path = JOURNAL.snapshot_path(experiment.number)
-    assert callable(damage)
-    store.objects[path] = damage(store.objects[path])
-    assert load(store) == experiment
+    with_steps(store, 20, segments=True)
+    assert [entry.number for entry in journal.entries_beyond(store, "e", 21, side_by_side=map)] == [22, 23]
 
 
-@pytest.mark.parametrize(
-    "other", [{"key": JournalKey(experiment="another")}, {"key": JournalKey(experiment="e", trial="t")}, {"number": 9}]
-)
-def test_a_snapshot_from_elsewhere_is_passed_over(other: dict[str, object]) -> None:
-    store = MemoryStore()
-    experiment = with_steps(store, 2)
-    foreign = experiment.model_copy(update=other)
-    store.objects[JOURNAL.snapshot_path(experiment.number)] = seal(foreign)
-    assert load(store) == experiment
-
-
-def test_a_snapshot_that_vanishes_after_it_was_listed_is_passed_over() -> None:
-    class Vanishing(MemoryStore):
-        def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-            if "/snapshots/" in path:
-                raise ObjectNotFound(path)
-            return super().read(path, offset=offset, length=length)
-
-    store = Vanishing()
-    experiment = with_steps(store, 2)
-    journal.write_snapshot(store, experiment)
-    assert load(store) == experiment
-
-
-def test_a_snapshot_of_a_newer_version_is_refused_loudly() -> None:
-    store = MemoryStore()
-    experiment = with_steps(store, 2)
-    store.objects[JOURNAL.snapshot_path(5)] = seal(experiment).replace(b'"version":1', b'"version":2')
-    with pytest.raises(UnknownVersion, match="upgrade"):
-        load(store)
-
-
-@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize(
     "name",
     [
@@ -367,13 +304,12 @@ def test_a_snapshot_of_a_newer_version_is_refused_loudly() -> None:
         "0000000009.json.bak",
     ],
 )
-def test_foreign_files_beside_the_entries_change_nothing(name: str, *, snapshot: bool) -> None:
+def test_foreign_files_beside_the_entries_change_nothing(name: str, *, segments: bool) -> None:
     store = MemoryStore()
-    experiment = with_steps(store, 3)
-    if snapshot:
-        journal.write_snapshot(store, experiment)
+    experiment = with_steps(store, 20, segments=segments)
     store.objects[f"e/journal/{name}"] = b"not ours"
-    store.objects[f"e/snapshots/{name}"] = b"not ours"
+    store.objects[f"e/segments/{name}"] = b"not ours"
+    store.objects[f"e/segments/{name}l"] = b"not ours"
     assert load(store) == experiment
 
 

@@ -140,7 +140,7 @@ def test_every_path_can_be_read_back() -> None:
     assert key.manifest_path == "e/trials/t/checkpoints/0000000012-0000000345/manifest.json"
     assert CheckpointKey.from_manifest_path(KEY, key.manifest_path) == key
     assert number_in("e/journal", JOURNAL.entry_path(7)) == 7
-    assert number_in("e/snapshots", JOURNAL.snapshot_path(64)) == 64
+    assert number_in("e/segments", JOURNAL.segment_path(640), "jsonl") == 640
     assert blob_sequence(KEY.blob_path(digest_of(b""), 345)) == 345
     assert KEY.artifacts == "e/trials/t/artifacts"
 

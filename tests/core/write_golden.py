@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from prefect_tune.core.events import AttemptEnded, Cause, Pinned, Quarantined, Requeued
-from prefect_tune.core.journal import write_snapshot
 from tests.core.driver import KEY, Session, Witness
 from tests.fakes.memory_store import MemoryStore
 
@@ -32,7 +31,6 @@ def golden_run() -> MemoryStore:
     second = Session(store, witness, owner="second")
     second.open()
     second.start()
-    write_snapshot(store, second.experiment)
     second.train()
     second.save()
     second.append([Quarantined(trial=KEY.trial, sequence=second.trial.checkpoints[-1].sequence, reason="poison")])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import (
@@ -11,6 +13,7 @@ from prefect_tune.core.errors import (
     InvalidInput,
     JournalCorrupt,
     ObjectNotFound,
+    StoreRefused,
     StoreUnavailable,
     Superseded,
 )
@@ -18,30 +21,36 @@ from prefect_tune.core.events import Event, Opened, Owner
 from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
 from prefect_tune.core.layout import JournalKey, journal_key, number_in
 from prefect_tune.core.sealed import seal, unseal
+from prefect_tune.core.segments import (
+    UnusableSegmentError,
+    after_segment,
+    delete_segments,
+    listed_segments,
+    read_segment,
+    segment_is_due,
+    steps,
+    write_due_segment,
+)
 from prefect_tune.core.settle import create_or_recognize
+from prefect_tune.core.spans import begin_of, boundaries
 from prefect_tune.core.store import Buffer, ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 
-__all__ = ["SNAPSHOT_EVERY", "append", "entries_beyond", "history", "load", "take_over", "write_snapshot"]
+__all__ = ["append", "entries_beyond", "history", "load", "take_over"]
 
-SNAPSHOT_EVERY = 64
 _RACES = 16
 
 
 def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Experiment:
     """Return the experiment as its journal tells it; an empty journal gives the empty experiment.
 
-    Reads the newest snapshot and the entries after it: two listings and at most
-    `2 + SNAPSHOT_EVERY` objects, as long as every snapshot was written.
+    Reads at most 18 objects, however many entries there are, as long as every segment was written.
 
     Raises:
         JournalCorrupt: an entry is missing, altered, or could not have happened.
         UnknownVersion: a newer prefect-tune wrote it.
     """
-    experiment = _newest_snapshot(store, key := journal_key(journal))
-    for entry, data in _entries(store, key, experiment.number, side_by_side):
-        experiment = apply(experiment, entry, digest_of(data))
-    return experiment
+    return _loaded(store, journal_key(journal), side_by_side).experiment
 
 
 def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Sequence[Entry]:
@@ -122,15 +131,29 @@ def take_over(  # noqa: PLR0913  the last is for those who have more to say in t
     key = journal_key(journal)
     lost: Superseded | None = None
     for _ in range(_RACES):
-        found = load(store, key, side_by_side=side_by_side)
-        if found.opened_at and _opened_by(store, found, stamp):
-            return found  # an earlier try of this very call succeeded, and its reply was lost
-        opened = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner)
+        loaded = _loaded(store, key, side_by_side)
         try:
-            return append(store, found, [opened, *also(found)], stamp)
+            opened = _opened(store, loaded.experiment, owner, stamp, also)
         except Superseded as race:
             lost = race
+            continue
+        _mend(store, loaded, opened, side_by_side)
+        return opened
     raise Superseded(f"{key}: lost {_RACES} races to open it") from lost
+
+
+def _opened(
+    store: ObjectStore,
+    found: Experiment,
+    owner: Owner,
+    stamp: Stamp,
+    also: Callable[[Experiment], Sequence[Event]],
+) -> Experiment:
+    if found.opened_at and _opened_by(store, found, stamp):
+        return found  # an earlier try of this very call succeeded, and its reply was lost
+    key = found.key
+    opened = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner)
+    return append(store, found, [opened, *also(found)], stamp)
 
 
 def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
@@ -138,31 +161,93 @@ def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
     return _decode(store.read(path), path).write_id == stamp.write_id
 
 
-def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
-    """Save the fold of all entries so far, so that opening reads little. Losing it costs only time."""
-    path = experiment.key.snapshot_path(experiment.number)
-    with suppress(AlreadyExists):  # the fold of the same entries: what is there is what we would write
-        create_or_recognize(store, path, seal(experiment))
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """An experiment as its journal tells it, and what an owner mends, so that the next one reads less."""
+
+    experiment: Experiment
+    unwritten: tuple[Experiment, ...] = ()
+    """The experiment at each boundary of its history where there is no usable segment."""
+    unusable: frozenset[int] = frozenset()
+    """Segments that are listed, and damaged or of another history."""
 
 
-def _newest_snapshot(store: ObjectStore, key: JournalKey) -> Experiment:
-    """The newest snapshot that verifies; the journal is the truth, so a damaged one is passed over."""
-    folder = key.snapshots
-    numbers = (number_in(folder, each.path) for each in store.list(folder))
-    for number in sorted((number for number in numbers if number), reverse=True):
+def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> _Loaded:
+    """The journal is the truth: where it does not follow from the segments, it is read without them."""
+    begun = _by_segments(store, key, side_by_side)
+    try:
+        return _followed(store, begun, side_by_side)
+    except JournalCorrupt:
+        if begun.experiment.number == 0:
+            raise
+        unusable = begun.unusable | listed_segments(store, key)
+        return _followed(store, _Loaded(nothing_yet(key), unusable=unusable), side_by_side)
+
+
+def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> _Loaded:
+    """The experiment at the end of its newest usable segment."""
+    unusable: frozenset[int] = frozenset()
+    while listed := listed_segments(store, key) - unusable:  # again each time: an owner may be at work
         try:
-            return _read_snapshot(store, key, number)
-        except (JournalCorrupt, ObjectNotFound):
-            continue
-    return nothing_yet(key)
+            newest = read_segment(store, key, max(listed))
+            return replace(_up_to(store, newest, listed, side_by_side), unusable=unusable)
+        except UnusableSegmentError as found:
+            unusable |= {found.number}
+    return _Loaded(nothing_yet(key), unusable=unusable)
 
 
-def _read_snapshot(store: ObjectStore, key: JournalKey, number: int) -> Experiment:
-    path = key.snapshot_path(number)
-    found = unseal(Experiment, store.read(path), path, JournalCorrupt)
-    if (found.key, found.number) != (key, number):
-        raise JournalCorrupt(f"{path}: holds the first {found.number} entries of {found.key}")
-    return found
+def _up_to(store: ObjectStore, newest: Experiment, listed: frozenset[int], side_by_side: Mapper) -> _Loaded:
+    """Go the way to the newest segment, and over it."""
+    known, loaded = dict(newest.milestones), _Loaded(nothing_yet(newest.key))
+    way = pairwise((0, *steps(listed, begin_of(newest.number))))
+    for step in side_by_side(lambda step: _read_step(store, newest.key, *step), way):
+        if isinstance(step, Experiment):
+            loaded = replace(loaded, experiment=after_segment(loaded.experiment, step, known))
+        else:
+            loaded = _next(loaded, *step)
+    return replace(loaded, experiment=after_segment(loaded.experiment, newest, known))
+
+
+def _read_step(store: ObjectStore, key: JournalKey, here: int, there: int) -> Experiment | tuple[Entry, Buffer]:
+    if there > here + 1:
+        return read_segment(store, key, there)
+    path = key.entry_path(there)
+    data = _read_listed(store, path)
+    return _decode(data, path), data
+
+
+def _next(loaded: _Loaded, entry: Entry, data: Buffer) -> _Loaded:
+    after = apply(loaded.experiment, entry, digest_of(data))
+    if not segment_is_due(after):
+        return replace(loaded, experiment=after)
+    missing = {each.number: each for each in (*loaded.unwritten, after)}
+    unwritten = tuple(missing[number] for number in boundaries(after.number) if number in missing)
+    return replace(loaded, experiment=after, unwritten=unwritten)
+
+
+def _followed(store: ObjectStore, begun: _Loaded, side_by_side: Mapper) -> _Loaded:
+    """Add the entries that come after the segments."""
+    loaded = begun
+    for entry, data in _entries(store, begun.experiment.key, begun.experiment.number, side_by_side):
+        loaded = _next(loaded, entry, data)
+    if loaded is begun and begun.experiment.number:
+        _require_last(store, begun.experiment)
+    return loaded
+
+
+def _require_last(store: ObjectStore, experiment: Experiment) -> None:
+    """Where no entry follows that says which it follows: the journal may be another one than the segments'."""
+    path = experiment.key.entry_path(experiment.number)
+    data = _read_if_there(store, path)
+    if data is None or digest_of(data) != experiment.digest:
+        raise JournalCorrupt(f"{path}: is not the entry that the segments end with")
+
+
+def _mend(store: ObjectStore, loaded: _Loaded, opened: Experiment, side_by_side: Mapper) -> None:
+    """Write what an owner that died, or whose target failed, could not."""
+    with suppress(StoreUnavailable, StoreRefused):  # as `write_due_segment`
+        delete_segments(store, opened.key, loaded.unusable)
+        list(side_by_side(lambda experiment: write_due_segment(store, experiment), (*loaded.unwritten, opened)))
 
 
 def _entries(store: ObjectStore, key: JournalKey, beyond: int, side_by_side: Mapper) -> Iterable[tuple[Entry, Buffer]]:

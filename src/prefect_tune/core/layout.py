@@ -1,9 +1,9 @@
 """Where everything lies below a target's root. `docs/storage-layout.md` tells it to people.
 
 <experiment>/journal/0000000001.json
-<experiment>/snapshots/0000000064.json
+<experiment>/segments/0000000010.jsonl
 <experiment>/trials/<trial>/journal/0000000001.json
-<experiment>/trials/<trial>/snapshots/0000000064.json
+<experiment>/trials/<trial>/segments/0000000010.jsonl
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
 <experiment>/trials/<trial>/blobs/<digest>-<sequence>
@@ -51,16 +51,16 @@ class JournalKey(Value):
         return f"{self.folder}/journal"
 
     @property
-    def snapshots(self) -> str:
-        return f"{self.folder}/snapshots"
+    def segments(self) -> str:
+        return f"{self.folder}/segments"
 
     def entry_path(self, number: int) -> str:
         """Return the path of entry `number` (from 1)."""
         return f"{self.entries}/{number:0{_DIGITS}d}.json"
 
-    def snapshot_path(self, number: int) -> str:
-        """Return the path of the snapshot of the first `number` entries."""
-        return f"{self.snapshots}/{number:0{_DIGITS}d}.json"
+    def segment_path(self, number: int) -> str:
+        """Return the path of the segment that ends with entry `number`."""
+        return f"{self.segments}/{number:0{_DIGITS}d}.jsonl"
 
 
 def journal_key(journal: JournalKey | str) -> JournalKey:
@@ -68,11 +68,11 @@ def journal_key(journal: JournalKey | str) -> JournalKey:
     return journal if isinstance(journal, JournalKey) else JournalKey(experiment=journal)
 
 
-def number_in(folder: str, path: str) -> int | None:
+def number_in(folder: str, path: str, kind: str = "json") -> int | None:
     """Return the number that the document at `path` in `folder` is named by; None for a foreign file."""
     stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
     is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGITS
-    return int(stem) if suffix == "json" and is_number else None
+    return int(stem) if suffix == kind and is_number else None
 
 
 class TrialKey(Value):

@@ -1,0 +1,111 @@
+"""The trials of an experiment, so kept that a change costs the same among ten of them and among ten thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+from rpds import HashTrieMap, HashTrieSet
+
+from prefect_tune.core.spans import level_of
+from prefect_tune.core.trial import Trial
+
+__all__ = ["Trials"]
+
+_Changed: TypeAlias = "tuple[HashTrieSet[int], ...]"
+_NONE: HashTrieSet[int] = HashTrieSet()
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Trials(Mapping[str, Trial]):
+    """Trials by name, in the order in which they were added. A changed one shares all else with what it came from.
+
+    It also knows which trials changed lately, in which stretch of the journal: what the segments hold.
+    """
+
+    _numbers: HashTrieMap[str, int]
+    """By name, in the order in which they were added."""
+    _trials: HashTrieMap[int, Trial]
+    _changed: _Changed = (_NONE,)
+    """Numbers of trials. The first changed since the last boundary that ends with two zeros, the second between it
+    and the last one that ends with three, and so on; one too many costs bytes, one too few would be lost."""
+
+    @classmethod
+    def of(cls, trials: Iterable[Trial] = ()) -> Trials:
+        """Return these trials, in this order; each counts as changed since the last entry."""
+        found = cls(HashTrieMap(), HashTrieMap())
+        for trial in trials:
+            found = found.with_trial(trial)
+        return found
+
+    def with_trial(self, trial: Trial) -> Trials:
+        """Return these trials with one of them as it is now, or with a new one at the end."""
+        number = self._numbers.get(trial.trial)
+        numbers = self._numbers
+        if number is None:
+            number = len(numbers)
+            numbers = numbers.insert(trial.trial, number)
+        lately, *earlier = self._changed
+        changed = self._changed if number in lately else (lately.insert(number), *earlier)
+        return Trials(numbers, self._trials.insert(number, trial), changed)
+
+    def at_boundary(self, number: int) -> Trials:
+        """Return these trials after entry `number`, which ends a segment, and with it those within it."""
+        changed = [*self._changed, *[_NONE] * (level_of(number) - len(self._changed))]
+        for level in range(level_of(number) - 1):
+            changed[level + 1] = changed[level + 1].update(changed[level])
+            changed[level] = _NONE
+        return Trials(self._numbers, self._trials, tuple(changed))
+
+    def changed_in(self, number: int) -> Sequence[Trial]:
+        """Return the trials that the segment at `number`, the last entry, holds: in the order they were added."""
+        return [self._trials[each] for each in sorted(self._changed[level_of(number) - 1])]
+
+    def with_segment(self, number: int, changed: Sequence[Trial]) -> Trials:
+        """Return these trials after the segment at `number`, the next one, which holds `changed`."""
+        numbers, trials = self._numbers, self._trials
+        for trial in changed:
+            if trial.trial not in numbers:
+                numbers = numbers.insert(trial.trial, len(numbers))
+            trials = trials.insert(numbers[trial.trial], trial)
+        lately = HashTrieSet(numbers[trial.trial] for trial in changed)
+        wider = self._changed[level_of(number) :]
+        return Trials(numbers, trials, (*[_NONE] * (level_of(number) - 1), lately, *wider))
+
+    def __getitem__(self, trial: str) -> Trial:
+        return self._trials[self._numbers[trial]]
+
+    def __contains__(self, trial: object) -> bool:
+        return trial in self._numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._trials[number].trial for number in range(len(self._trials)))
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def __eq__(self, other: object) -> bool:
+        return self._trials == other._trials if isinstance(other, Trials) else dict(self) == other
+
+    __hash__ = None  # type: ignore[assignment]  # as any mapping
+
+    def __repr__(self) -> str:
+        return f"Trials({list(self.values())})"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """In JSON they are a list."""
+        listed = handler.generate_schema(tuple[Trial, ...])
+        read = core_schema.no_info_after_validator_function(cls.of, listed)
+        return core_schema.json_or_python_schema(
+            json_schema=read,
+            python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), read]),
+            serialization=core_schema.plain_serializer_function_ser_schema(_listed, return_schema=listed),
+        )
+
+
+def _listed(trials: Trials) -> tuple[Trial, ...]:
+    return tuple(trials.values())
