@@ -1,0 +1,238 @@
+"""Any sampler of Optuna as a search: proposals that follow from the journal alone, so that a resume goes on exactly.
+
+Optuna draws from a generator that runs on, and keeps what a sampler notes down in its storage. Here each proposal is
+drawn by a fresh copy of the sampler, seeded by the experiment's seed and the number of the trial, and what was noted
+down is rebuilt by recalling the trials in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.trial import FrozenTrial, TrialState
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.search.domains import Domain, has_grid
+from prefect_tune.core.search.points import fixed_by, valid_points
+from prefect_tune.core.search.random_search import ENDLESS
+from prefect_tune.core.search.reading import holds, is_same
+from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.search.space import resolve, valid_space
+from prefect_tune.core.values import StepReport
+from prefect_tune.integrations.optuna.parameters import (
+    Parameters,
+    distribution_of,
+    drawn_from,
+    named_domains,
+    parameters_in,
+    stored_as,
+    without_functions,
+)
+from prefect_tune.integrations.optuna.samplers import SeededSampler, check_sampler, ends_by_itself
+from prefect_tune.integrations.optuna.trials import Study, quiet, values_of
+
+__all__ = ["Constraints", "OptunaSearch"]
+
+Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, object], Mapping[str, object]], Sequence[float]]
+"""Names of metrics, or a function of (config, metrics): a trial is feasible where each number is at most 0."""
+
+_NAME = "prefect-tune"
+_OVER = Exhausted("the sampler has proposed everything there is")
+_NOTHING: Mapping[str, object] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class OptunaSearch(Search):
+    """Proposes what a sampler of Optuna proposes; without one, what its TPE does.
+
+    The sampler's own seed counts for nothing: the experiment's does. It sees each metric of the objective; of a
+    single one also the values on the way, and a trial that a scheduler stopped as pruned.
+    """
+
+    sampler: BaseSampler | None = None
+    num_samples: int | None = None
+    """How many trials there are; -1 for without end. None only where the sampler ends by itself (grid, brute force)."""
+    points_to_evaluate: Sequence[Mapping[str, object]] = ()
+    """Configurations that come first, and count as samples. What one leaves out is sampled."""
+    constraints: Constraints | None = field(default=None, kw_only=True)
+    """For TPE, GP, NSGA-II and NSGA-III; a function gives the same for the same, and as many numbers each time."""
+
+    def __post_init__(self) -> None:
+        count: object = self.num_samples
+        if count is not None and (type(count) is not int or (count < 1 and count != ENDLESS)):
+            raise InvalidInput(f"num_samples: expected 1 or more, or -1 for without end, found {count!r}")
+        object.__setattr__(self, "points_to_evaluate", valid_points(self.points_to_evaluate))
+
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+        if objective is None:
+            raise InvalidInput("OptunaSearch: expected a metric to search by, found none: set metric and mode")
+        sampler = self.sampler or TPESampler()
+        if self.num_samples is None and not ends_by_itself(sampler):
+            raise InvalidInput(f"OptunaSearch: expected num_samples, since {type(sampler).__name__} goes on for ever")
+        copied = valid_space(space)
+        if has_grid(copied):
+            raise InvalidInput(
+                "OptunaSearch: expected a space without grid_search, which a sampler cannot try whole: take choice, "
+                "or RandomSearch"
+            )
+        check_sampler(sampler, dict(named_domains(copied)), len(objective.metrics))
+        return _OptunaProposals(self, copied, objective, SeededSampler(sampler, seed))
+
+
+class _OptunaProposals(Proposals):
+    """A study of what the journal says of each trial, and of what the sampler noted down at it."""
+
+    def __init__(
+        self, search: OptunaSearch, space: Mapping[str, object], objective: Objective, sampler: SeededSampler
+    ) -> None:
+        self._search = search
+        self._space = space
+        self._functionless = without_functions(space)
+        self._domains = dict(named_domains(space))
+        self._waiting = [(point, fixed_by(point, space)) for point in search.points_to_evaluate]
+        self._objective = objective
+        self._sampler = sampler
+        self._study = Study(_NAME, objective.modes)
+        self._trials = self._study.trials_stored
+        self._seen: dict[int, tuple[int, Mapping[str, object]]] = {}  # by number: Optuna's id, and the configuration
+        self._tried: set[object] = set()
+        self._stopped: set[int] = set()
+        self._is_over = False
+
+    def suggest(self, number: int) -> Suggestion:
+        count = self._search.num_samples
+        if count is not None and number >= count != ENDLESS:
+            return Exhausted(f"{count} samples")
+        if self._is_over:
+            return _OVER
+        fixed = self._waiting[0][1] if self._waiting else _NOTHING
+        trial, config = self._ask(number, fixed)
+        if not fixed and self._sampler.ends_by_itself and _identity(trial) in self._tried:
+            self._is_over = True  # what was asked for in vain stays with Optuna, and nobody asks it again
+            return _OVER
+        self._take(config)
+        known = parameters_in(self._space, config)
+        assert known is not None, config  # noqa: S101 - drawn from this very space
+        self._keep(number, config, trial, known)
+        return Proposed(config)
+
+    def recall(self, number: int, config: Mapping[str, object]) -> None:
+        fixed = self._take(config)
+        known = parameters_in(self._space, config)
+        if known is None or not (known.is_whole or self._sampler.sees_parts):
+            return
+        if not self._sampler.is_replayed_by_asking:
+            self._keep(number, config, self._trials.begin(), known)
+            return
+        trial, proposed = self._ask(number, fixed)
+        if self._sampler.ends_by_itself and not is_same(proposed, config):
+            trial.system_attrs = {}  # somebody else's idea: what was to be tried in its place is still to be
+        self._keep(number, config, trial, known)
+
+    def reported(self, number: int, report: StepReport) -> None:
+        if number in self._seen and self._has_one_metric:  # Optuna has no values on the way for several
+            trial_id, _ = self._seen[number]
+            (value,) = values_of(self._objective, report.metrics, f"trial {number}, step {report.step}")
+            self._reopen(number)
+            self._trials.set_trial_intermediate_value(trial_id, report.step, value)
+
+    def stopped(self, number: int) -> None:
+        self._stopped.add(number)
+
+    def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
+        was_stopped = number in self._stopped
+        self._stopped.discard(number)
+        if number not in self._seen:
+            return
+        self._reopen(number)
+        if failed or last is None:
+            self._tell(number, TrialState.FAIL, None)
+            return
+        self.reported(number, last)
+        self._describe(number, last)
+        if was_stopped and self._has_one_metric:
+            self._tell(number, TrialState.PRUNED, None)
+        else:
+            values = values_of(self._objective, last.metrics, f"trial {number}, step {last.step}")
+            self._tell(number, TrialState.COMPLETE, values)
+
+    @property
+    def _has_one_metric(self) -> bool:
+        return len(self._objective.metrics) == 1
+
+    def _take(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        """Return what was fixed in the point that `config` is; from now on that waits no longer."""
+        given = (index for index, (point, _) in enumerate(self._waiting) if holds(config, point))
+        index = next(given, None)
+        return _NOTHING if index is None else self._waiting.pop(index)[1]
+
+    def _ask(self, number: int, fixed: Mapping[str, object]) -> tuple[FrozenTrial, dict[str, object]]:
+        """Have the sampler propose, with the chance of this number, parameters in the order of the space."""
+        drawn = dict(fixed)
+
+        def draw(name: str, domain: Domain) -> float:
+            # Also where it is fixed: Optuna is to know of it before it draws what hangs together with it.
+            stored = trial._suggest(name, distribution_of(domain))  # noqa: SLF001 - as suggest_float and the others do
+            value = drawn.setdefault(name, drawn_from(domain, stored))
+            assert isinstance(value, int | float), name  # noqa: S101 - what is fixed was read from the same space
+            return value
+
+        self._study.sampler = self._sampler.proposing(number)
+        with quiet():
+            if fixed:
+                self._study.enqueue_trial(self._in_optunas_terms(fixed))
+            trial = self._study.ask()
+            resolve(self._functionless, draw)
+        return self._trials.get_trial(trial._trial_id), resolve(self._space, draw, drawn)  # noqa: SLF001 - Optuna's id
+
+    def _in_optunas_terms(self, fixed: Mapping[str, object]) -> dict[str, object]:
+        return {name: stored_as(self._domains[name], value) for name, value in fixed.items() if name in self._domains}
+
+    def _keep(self, number: int, config: Mapping[str, object], trial: FrozenTrial, known: Parameters) -> None:
+        """Have the study hold what it would hold after a resume, whichever way the trial came."""
+        notes = trial.system_attrs if self._sampler.is_replayed_by_asking else {}
+        corrected = self._trials.correct(trial, known, notes)
+        self._seen[number] = (corrected._trial_id, config)  # noqa: SLF001 - its one name in a storage
+        self._tried.add(_identity(corrected))
+
+    def _reopen(self, number: int) -> None:
+        """Have a trial run that had ended, if it did: it was resumed to train on."""
+        if self._trials.reopen(self._seen[number][0]):
+            self._sampler.forget()
+
+    def _describe(self, number: int, last: StepReport) -> None:
+        """Have the trial know its metrics, for the sampler's own functions, and how far it is from feasible."""
+        trial_id, config = self._seen[number]
+        for name, value in last.metrics.items():
+            self._trials.set_trial_user_attr(trial_id, name, value)
+        constraints = self._search.constraints
+        if constraints is None:
+            return
+        given: Mapping[str, object] = last.metrics
+        names = constraints
+        if callable(constraints):
+            given = {str(index): value for index, value in enumerate(constraints(config, last.metrics))}
+            names = list(given)
+        assert not callable(names)  # noqa: S101 - which mypy cannot see
+        violations = Objective(metrics=tuple(names), modes=("min",) * len(names)).losses(
+            given, f"trial {number}, step {last.step}: constraints"
+        )
+        self._trials.constrain(trial_id, dict(zip(names, violations, strict=True)))
+
+    def _tell(self, number: int, state: TrialState, values: Sequence[float] | None) -> None:
+        trial = self._trials.get_trial(self._seen[number][0])
+        if self._sampler.ends_by_itself:  # it would only look, once more, for what is left
+            self._trials.set_trial_state_values(trial._trial_id, state, values)  # noqa: SLF001 - its one name
+            return
+        self._study.sampler = self._sampler.hearing(number)
+        self._study.tell(trial.number, values, state)
+        self._is_over = self._study.is_stopped
+
+
+def _identity(trial: FrozenTrial) -> object:
+    """What a sampler that ends by itself proposes once."""
+    return trial.system_attrs.get("grid_id", tuple(trial.params.items()))
