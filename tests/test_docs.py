@@ -15,15 +15,18 @@ from prefect_tune.core import layout
 from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Entry
 from prefect_tune.core.manifest import Manifest
+from prefect_tune.core.search import space_json
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.experiments import write_experiment
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 
 README = ROOT / "README.md"
 LAYOUT = ROOT / "docs" / "storage-layout.md"
+SPACES = ROOT / "docs" / "search-spaces.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
     LAYOUT: {"python", "json", "text"},
+    SPACES: {"python", "json"},
 }
 
 
@@ -45,6 +48,19 @@ def test_the_readme_works_from_top_to_bottom(prefect_server: str, tmp_path: Path
     assert re.search(r"^50 0\.0002\d+ Checkpoint\(", done.stdout, re.MULTILINE), done.stdout
     assert "durable-trainable/durable-trainable" in done.stdout
     assert list(files_in(tmp_path / "plain-directory")) == ["weight"]
+
+
+def test_the_page_on_search_spaces_works_from_top_to_bottom(tmp_path: Path) -> None:
+    (tmp_path / "space.json").write_text(the_block(SPACES, "json").code)
+    runs = [block for block in blocks_of(SPACES) if block.language == "python"]
+    done = run_blocks(runs, tmp_path, {})
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_search_spaces_names_every_domain() -> None:
+    page = SPACES.read_text()
+    named = {*re.findall(r"`(\w+)\(", page[page.index("| name |") : page.index("## Conditional")])}
+    assert named == set(space_json._FORMS) - {"constant", "space"}
 
 
 def test_the_script_on_the_page_rebuilds_a_checkpoint_without_this_package(tmp_path: Path) -> None:
