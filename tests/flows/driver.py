@@ -12,10 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
-__all__ = ["Driver", "Drivers", "until"]
+__all__ = ["Driver", "Drivers", "Flow", "until"]
+
+Flow: TypeAlias = Literal["durable_trainable", "tune"]
 
 _MARK = "PREFECT_TUNE_TEST_DRIVER"
 
@@ -113,12 +115,14 @@ class Drivers:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.flows.preloaded"])
 
-    def start(self, *arguments: Any, api_url: str | None = None, **options: Any) -> Driver:
-        """Call `durable_trainable(*arguments, **options)` in a new process."""
+    def start(
+        self, *arguments: Any, api_url: str | None = None, flow: Flow = "durable_trainable", **options: Any
+    ) -> Driver:
+        """Call the flow with these arguments in a new process."""
         mark = uuid4().hex
         folder = self._folder / f"driver-{len(self._started)}"
         folder.mkdir(parents=True)
-        call = (str(folder), mark, api_url or self._api_url, arguments, options)
+        call = (str(folder), mark, api_url or self._api_url, flow, arguments, options)
         process = self._context.Process(target=_drive, args=call, daemon=False)
         process.start()
         driver = Driver(process, folder, mark)
@@ -137,7 +141,9 @@ class Drivers:
         return self._started[-1]
 
 
-def _drive(folder: str, mark: str, api_url: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+def _drive(
+    folder: str, mark: str, api_url: str, flow: Flow, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> None:
     os.setsid()
     os.chdir(folder)
     os.environ[_MARK] = mark
@@ -148,7 +154,7 @@ def _drive(folder: str, mark: str, api_url: str, arguments: Sequence[Any], optio
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings({PREFECT_API_URL: api_url}):
-        outcome = _called(arguments, options)
+        outcome = _CALLS[flow](arguments, options)
     path = Path(folder) / "outcome.json"
     path.with_suffix(".new").write_text(json.dumps(outcome))
     path.with_suffix(".new").rename(path)
@@ -156,13 +162,17 @@ def _drive(folder: str, mark: str, api_url: str, arguments: Sequence[Any], optio
         raise SystemExit(3)
 
 
-def _called(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    from prefect_tune.flows.durable_trainable import durable_trainable
-
+def _outcome(call: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     try:
-        result = durable_trainable(*arguments, **options)
+        return call()
     except BaseException as error:  # noqa: BLE001  the process's edge: whatever it was becomes its outcome
         return {"error": type(error).__name__, "message": str(error)}
+
+
+def _trained(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    from prefect_tune.flows.durable_trainable import durable_trainable
+
+    result = durable_trainable(*arguments, **options)
     return {
         "status": str(result.status),
         "reason": result.reason,
@@ -172,3 +182,16 @@ def _called(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str
         "wasted_steps": result.wasted_steps,
         "checkpoint": result.checkpoint.path if result.checkpoint else None,
     }
+
+
+def _searched(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    from prefect_tune.flows.tune import tune
+
+    results = tune(*arguments, **options)
+    return {"trials": {each.trial: str(each.status) for each in results.trials.values()}}
+
+
+_CALLS: Mapping[Flow, Callable[[Sequence[Any], Mapping[str, Any]], Mapping[str, Any]]] = {
+    "durable_trainable": lambda arguments, options: _outcome(lambda: _trained(arguments, options)),
+    "tune": lambda arguments, options: _outcome(lambda: _searched(arguments, options)),
+}

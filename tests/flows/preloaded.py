@@ -12,6 +12,7 @@ for _name in (
     "prefect.events.worker",
     "prefect.logging.handlers",
     "prefect_tune.flows.durable_trainable",
+    "prefect_tune.flows.tune",
     "prefect_tune.stores.object_storage",
     "prefect_tune.stores.posix",
     "tests.trainables.numpy_mlp",

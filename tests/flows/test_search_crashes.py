@@ -1,0 +1,135 @@
+"""`kill -9` of whole searches at random moments: the table of trials ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.search.domains import randint
+from tests.flows.driver import Driver, Drivers, until
+from tests.flows.training import experiment_at
+from tests.trainables.digits_table import EPOCHS, ROWS
+from tests.trainables.witness import told
+
+Record = Callable[[str, object], None]
+_SEED = 17
+_INTERVAL = 2
+_SLOWEST_KILL_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A search on recorded curves; the same one under two names proposes and decides the same."""
+
+    drivers: Drivers
+    target: StorageTarget
+    folder: Path
+    scheduler: Scheduler
+    slots: int
+    samples: int = 9
+
+    def start(self, name: str) -> Driver:
+        space = {
+            "row": randint(0, ROWS),
+            "witness": str(self.folder / f"{name}-witness"),
+            "step_seconds": 0.02,
+        }
+        return self.drivers.start(
+            "tests.trainables.digits_table:DigitsTable",
+            space,
+            flow="tune",
+            target=self.target,
+            experiment=name,
+            metric="error",
+            num_samples=self.samples,
+            scheduler=self.scheduler,
+            seed=_SEED,
+            stop={"step": EPOCHS},
+            max_concurrent_trials=self.slots,
+            checkpoint=Cadence(every_steps=_INTERVAL),
+        )
+
+    def trained(self, name: str) -> int:
+        return sum(each.act == "trained" for each in told(self.folder / f"{name}-witness"))
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        trials = experiment_at(self.target, name).trials.values()
+        return {each.trial: (each.config["row"], str(each.status), each.step, dict(each.metrics)) for each in trials}
+
+
+def _killed_until_done(search: _Search, name: str, *, kills: int, seed: int) -> int:
+    """Kill the search so many times, at random moments of its work; return how often it was."""
+    chance = random.Random(seed)
+    for kill in range(kills):
+        driver = search.start(name)
+        before = search.trained(name)
+        until(
+            lambda: search.trained(name) > before or not driver.is_alive(),  # noqa: B023  used within this round
+            seconds=90,
+            what=lambda: driver.log[-3000:],  # noqa: B023  used within this round
+        )
+        time.sleep(chance.uniform(0, _SLOWEST_KILL_SECONDS))
+        if not driver.is_alive():
+            return kill
+        if chance.random() < 0.5:
+            driver.kill()
+        else:
+            driver.kill_everything()
+        driver.require_no_leftovers()
+    return kills
+
+
+def _require_same_in_the_end(search: _Search, kills: int, seed: int) -> int:
+    undisturbed = search.start("undisturbed").wait(seconds=200)
+    assert "error" not in undisturbed, undisturbed
+    struck = _killed_until_done(search, "killed", kills=kills, seed=seed)
+    outcome = search.start("killed").wait(seconds=200)
+    assert "error" not in outcome, outcome
+    assert search.table("killed") == search.table("undisturbed")
+    wasted = search.trained("killed") - search.trained("undisturbed")
+    assert 0 <= wasted <= _INTERVAL * search.slots * struck
+    return struck
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("scheduler", "slots", "kills"),
+    [
+        pytest.param(FIFO(), 2, 2, id="all to the end, two at once"),
+        pytest.param(ASHA(max_t=EPOCHS, reduction_factor=3, variant="stopping"), 1, 1, id="asha stopping"),
+        pytest.param(ASHA(max_t=EPOCHS, reduction_factor=3, variant="promotion"), 1, 2, id="asha promotion"),
+    ],
+)
+def test_a_search_that_is_killed_ends_with_the_table_of_an_undisturbed_one(
+    scheduler: Scheduler,
+    slots: int,
+    kills: int,
+    drivers: Drivers,
+    local_target: StorageTarget,
+    tmp_path: Path,
+    record_property: Record,
+) -> None:
+    search = _Search(drivers, local_target, tmp_path, scheduler, slots)
+    record_property("figure: kills of whole searches", _require_same_in_the_end(search, kills, seed=3))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("variant", ["fifo", "stopping", "promotion"])
+def test_many_kills_change_nothing_either(
+    variant: str, drivers: Drivers, local_target: StorageTarget, tmp_path: Path, record_property: Record
+) -> None:
+    scheduler = FIFO() if variant == "fifo" else ASHA(max_t=EPOCHS, reduction_factor=3, variant=variant)  # type: ignore[arg-type]  # one of the two
+    search = _Search(drivers, local_target, tmp_path, scheduler, 2 if variant == "fifo" else 1, samples=40)
+    record_property("figure: kills of whole searches", _require_same_in_the_end(search, 40, seed=7))
