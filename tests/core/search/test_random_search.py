@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from prefect_tune.core.search.search import Exhausted, Proposals, Proposed
 from prefect_tune.core.search.space import resolve, valid_space
 from tests.fakes.spaces import spaces
 
-Config = Mapping[str, object]
+Config = Mapping[str, Any]
 
 
 def proposed_by(proposals: Proposals, first: int = 0, count: int = 100) -> Iterator[Config]:
@@ -75,6 +76,16 @@ def test_a_grid_is_tried_whole_for_each_sample_and_the_rest_is_drawn_anew() -> N
     once = [("x", 1), ("y", 1), ("x", 2), ("y", 2), ("x", 3), ("y", 3)]
     assert [(config["a"], config["b"]) for config in configs] == once * 2
     assert len({config["lr"] for config in configs}) == 12
+
+
+def test_what_is_drawn_can_be_the_same_for_all_points_of_the_grid() -> None:
+    space = {"a": grid_search([1, 2, 3]), "lr": uniform(0, 1), "c": choice([{"b": uniform(0, 1)}])}
+    search = RandomSearch(2, constant_grid_search=True)
+    configs = proposals_of(search, space)
+    assert [config["a"] for config in configs] == [1, 2, 3] * 2
+    drawn = [(config["lr"], config["c"]["b"]) for config in configs]
+    assert [drawn.index(each) for each in drawn] == [0, 0, 0, 3, 3, 3]
+    assert in_portions(search, space, 4, 6) == configs
 
 
 def test_a_grid_of_spaces_has_the_points_of_each() -> None:
@@ -266,7 +277,7 @@ def test_a_point_outside_of_the_space_is_refused(point: Config, said: str) -> No
 
 
 @pytest.mark.parametrize("point", [{"lr": uniform(0, 1)}, {"lr": {1, 2}}, 3, [1]])
-def test_a_point_that_is_no_configuration_is_refused(point: object) -> None:
+def test_a_point_that_is_no_configuration_is_refused(point: Any) -> None:
     with pytest.raises(InvalidInput, match=r"points_to_evaluate\[1\]"):
         RandomSearch(1, [{}, point])
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,16 @@ from tests.fakes.spaces import QUANTILES, spaces
 
 def seeded(seed: int) -> Draw:
     return lambda name, domain: domain.at(draws.uniform(seed, name))
+
+
+def noted(asked: list[str], value: object) -> Callable[..., Any]:
+    """A function of anything that returns `value`, and notes down its first argument."""
+
+    def note(name: object, *_: object) -> object:
+        asked.append(str(name))
+        return value
+
+    return note
 
 
 def resolved(space: Mapping[str, object], **drawn: float) -> dict[str, object]:
@@ -74,7 +85,7 @@ def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile:
         (lambda: choice([{3: 4}]), "choice: option 0: expected text for a key, as JSON has it, found 3"),
         (lambda: choice([1, 2], [1]), "expected a weight >= 0 for each of 2 options"),
         (lambda: choice([1, 2], [1, -1]), "expected a weight >= 0 for each"),
-        (lambda: choice([1, 2], [1, "1"]), "expected a weight >= 0 for each"),
+        (lambda: choice([1, 2], [1, None]), "expected a weight >= 0 for each"),
         (lambda: choice([1, 2], 5), "weights: expected a list"),
         (lambda: choice([1, 2], [0, 0]), "expected weights with a finite sum above 0"),
         (lambda: choice([1, 2], [1e308, 1e308]), "expected weights with a finite sum above 0"),
@@ -137,7 +148,7 @@ def test_constants_lists_and_objects_stay_and_domains_are_drawn_by_name() -> Non
 def test_names_tell_apart_what_looks_alike() -> None:
     asked: list[str] = []
     space = {"a.b": uniform(0, 1), "a": {"b": uniform(0, 1)}, "c": [uniform(0, 1)], "c[0]": uniform(0, 1)}
-    resolve(valid_space(space), lambda name, _: asked.append(name) or 0.5)
+    resolve(valid_space(space), noted(asked, 0.5))
     assert len(set(asked)) == 4
 
 
@@ -180,15 +191,13 @@ def test_a_function_reads_what_is_resolved_wherever_it_stands() -> None:
 
 def test_a_function_is_called_once_per_configuration_and_what_it_reads_is_drawn_once() -> None:
     calls: list[str] = []
-    space = valid_space(
-        {
-            "a": sample_from(lambda config: config["b"]),
-            "b": sample_from(lambda config: calls.append("b") or config["c"]),
-            "c": uniform(0, 1),
-        }
-    )
-    assert resolve(space, lambda name, _: calls.append(name) or 0.5) == {"a": 0.5, "b": 0.5, "c": 0.5}
-    assert calls == ["b", "c"]
+    space = {
+        "a": sample_from(lambda config: config["b"] + config["b"]),
+        "b": sample_from(lambda config: noted(calls, config["c"])("b")),
+        "c": uniform(0, 1),
+    }
+    assert resolve(valid_space(space), noted(calls, 0.5)) == {"a": 1.0, "b": 0.5, "c": 0.5}
+    assert calls == ["c", "b"]
 
 
 def test_a_function_asks_for_what_only_some_options_have() -> None:
@@ -202,8 +211,11 @@ def test_a_function_asks_for_what_only_some_options_have() -> None:
 
 
 def test_a_function_cannot_change_what_others_get() -> None:
-    space = {"list": [1], "a": sample_from(lambda config: config["list"].append(2) or config["list"])}
-    assert resolved(space)["list"] == [1]
+    def changing(config: Mapping[str, Any]) -> object:
+        config["list"].append(2)
+        return config["list"]
+
+    assert resolved({"list": [1], "a": sample_from(changing)}) == {"list": [1], "a": [1]}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from prefect_tune.core.search.domains import (
     uniform,
 )
 from prefect_tune.core.search.space import valid_space
-from prefect_tune.core.search.space_json import space_from_json, space_to_json
+from prefect_tune.core.search.space_json import Function, space_from_json, space_to_json
 from tests.fakes.spaces import spaces
 
 
@@ -95,8 +95,13 @@ def test_every_space_survives_json(space: dict[str, object]) -> None:
 def test_a_function_is_written_by_its_name_and_found_by_who_allows_it() -> None:
     asked: list[str] = []
     path = f"{__name__}:width"
+
+    def load(name: str) -> Function:
+        asked.append(name)
+        return width
+
     assert space_to_json({"w": sample_from(width)}) == {"w": {"sample_from": path}}
-    space = space_from_json({"w": {"sample_from": path}}, lambda name: asked.append(name) or width)
+    space = space_from_json({"w": {"sample_from": path}}, load)
     assert asked == [path]
     assert space["w"].function is width
     assert repr(space["w"]) == f"sample_from({path})"

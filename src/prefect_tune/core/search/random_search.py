@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefect_tune.core import draws
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.objective import Objective
-from prefect_tune.core.search.domains import Domain
 from prefect_tune.core.search.grid import choices_at, grids_of, point_count, points_of
 from prefect_tune.core.search.points import fixed_by, valid_points
 from prefect_tune.core.search.reading import holds
 from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Space, Suggestion
-from prefect_tune.core.search.space import resolve, valid_space
+from prefect_tune.core.search.space import Draw, resolve, valid_space
 
 __all__ = ["ENDLESS", "RandomSearch"]
 
@@ -36,6 +35,8 @@ class RandomSearch(Search):
     """How often each point of the grid is tried; -1 for without end."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations that come first, and count as samples. What one leaves out is drawn, or next in the grid."""
+    constant_grid_search: bool = field(default=False, kw_only=True)
+    """Draw once for each sample of the whole grid, so that its points differ in nothing else."""
 
     def __post_init__(self) -> None:
         count: object = self.num_samples
@@ -63,6 +64,7 @@ class _RandomProposals(Proposals):
         self._grids = grids_of(space)
         self._points = point_count(self._grids)
         self._samples = search.num_samples
+        self._draws_per_sample = search.constant_grid_search
         self._times: Counter[int] = Counter()  # how often each point of the grid was tried
         self._next = 0  # the place in the list of all points, repeated for ever
 
@@ -71,7 +73,7 @@ class _RandomProposals(Proposals):
             return Exhausted(f"{self._samples} samples of each of {self._points} grid points")
         given = self._waiting[0][1] if self._waiting else {}
         fixed = {**dict(choices_at(self._next % self._points, self._grids)), **given}
-        config = resolve(self._space, lambda name, domain: self._draw(number, name, domain), fixed)
+        config = resolve(self._space, self._drawing(number), fixed)
         self.recall(number, config)
         return Proposed(config)
 
@@ -85,5 +87,6 @@ class _RandomProposals(Proposals):
         while self._times[self._next % self._points] > self._next // self._points:
             self._next += 1
 
-    def _draw(self, number: int, name: str, domain: Domain) -> float:
-        return domain.at(draws.uniform(self._seed, "space", number, name))
+    def _drawing(self, number: int) -> Draw:
+        index = self._next // self._points if self._draws_per_sample else number
+        return lambda name, domain: domain.at(draws.uniform(self._seed, "space", index, name))
