@@ -11,6 +11,7 @@ from prefect.futures import PrefectFuture
 
 from prefect_tune.core.wire import GoOn, Leave
 from prefect_tune.tasks.line import DirectLine, Heard
+from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.run_trial import AttemptResult, run_trial
 
@@ -31,7 +32,8 @@ Message: TypeAlias = Heard | Over
 class Crew:
     """The attempts that run now, each in a thread of the task runner that supervises a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lines: dict[str, DirectLine] = {}
         self._futures: dict[str, PrefectFuture[AttemptResult]] = {}
@@ -45,7 +47,7 @@ class Crew:
     def start(self, plan: TrialPlan, orders: Orders) -> None:
         """Start an attempt."""
         trial = plan.trial.trial
-        line = DirectLine(trial, self._inbox.put)
+        line = DirectLine(trial, self._inbox.put, self._nursery)
         self._lines[trial] = line
         self._futures[trial] = run_trial.submit(plan, orders, line)
         self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _result_of(future))))

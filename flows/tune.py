@@ -31,6 +31,7 @@ from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.experiment_state import check_target, write_directly
 from prefect_tune.tasks.interruption import interruptible
+from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp, this_owner
 
@@ -137,7 +138,10 @@ def _search(plan: TrialPlan, limits: Limits, council: Council) -> Experiment:
         check_target(plan.target)
         state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp())
         book = Book(plan.target, state, write_directly, lambda _events, _state: None)
-        return Driver(plan, limits, council, Crew(), book, get_run_logger()).run(stop.is_set)
+        with Nursery(slots=limits.max_concurrent_trials) as nursery:
+            if plan.isolation == "process":
+                nursery.prepare()
+            return Driver(plan, limits, council, Crew(nursery), book, get_run_logger()).run(stop.is_set)
 
     return interruptible(search, grace=plan.grace)
 

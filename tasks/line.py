@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.values import StepReport
-from prefect_tune.core.wire import GoOn, Leave
+from prefect_tune.core.wire import GoOn, Leave, Start
 from prefect_tune.tasks.bulletin import Bulletin, trial_markdown
+from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.trial_channel import TrialChannel, trial_process
+from prefect_tune.tasks.trial_output import Log
 
 __all__ = ["Answer", "DirectLine", "Heard", "Line", "SoloLine", "Told", "Wrote"]
 
@@ -25,6 +29,10 @@ class Line(Protocol):
     @property
     def stop(self) -> threading.Event:
         """Set when the trial is to save and end."""
+        ...
+
+    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
+        """Open a process for the attempt to train in."""
         ...
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
@@ -64,8 +72,9 @@ Heard: TypeAlias = Told | Wrote
 class DirectLine:
     """A line within one process: what goes up it is given to `hear`, in the thread that says it."""
 
-    def __init__(self, trial: str, hear: Callable[[Heard], None]) -> None:
+    def __init__(self, trial: str, hear: Callable[[Heard], None], nursery: Nursery) -> None:
         self.trial = trial
+        self.process = nursery.process
         self.stop = threading.Event()
         self._hear = hear
         self._guard = threading.Lock()
@@ -98,6 +107,7 @@ class SoloLine:
 
     def __init__(self, plan: TrialPlan, stop: threading.Event) -> None:
         self.stop = stop
+        self.process = trial_process
         self._plan = plan
         self._bulletin = Bulletin(plan.trial.experiment)
 

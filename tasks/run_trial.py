@@ -41,7 +41,7 @@ from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.stamp import new_stamp, this_owner
 from prefect_tune.tasks.transient import RETRYING
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
-from prefect_tune.tasks.trial_channel import Log, trial_in_place, trial_process
+from prefect_tune.tasks.trial_channel import Log, trial_in_place
 
 __all__ = ["AttemptResult", "curve_up_to", "run_trial"]
 
@@ -84,8 +84,8 @@ def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
         if start.attempt > 1:
             artifacts.bring_back(start.attempt)
         ledger = Ledger(plan, book, artifacts, log)
-        open_channel = trial_process if plan.isolation == "process" else trial_in_place
-        with open_channel(start, log) as channel:
+        alone = plan.isolation == "thread"
+        with trial_in_place(start, log) if alone else line.process(start, log, orders.environment) as channel:
             outcome = supervise(channel, ledger, plan, line)
             channel.end()
             # Before the channel closes: a save that is under way still tells the trial, dead or not.

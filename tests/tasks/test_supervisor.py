@@ -20,6 +20,7 @@ from prefect_tune.tasks import attempt
 from prefect_tune.tasks.attempt import Done, Failed, Outcome, supervise
 from prefect_tune.tasks.ledger import HandedOver
 from prefect_tune.tasks.line import DirectLine
+from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan
 
 LOADED = Loaded(pid=1, code="")
@@ -91,7 +92,7 @@ def step(number: int, *, saves: bool = False) -> StepDone:
 
 
 def line() -> DirectLine:
-    return DirectLine("t", lambda _: None)
+    return DirectLine("t", lambda _: None, Nursery(slots=1))
 
 
 def outcome_of(
