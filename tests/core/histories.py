@@ -1,0 +1,65 @@
+"""Histories of many trials, as short as can be: what is in the entries does not matter, how many there are does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+
+import pytest
+
+from prefect_tune.core import journal, spans
+from prefect_tune.core.events import Adopted, CheckpointRef, Committed, Event, Owner, Reported, Started, TrialAdded
+from prefect_tune.core.experiment import Experiment, apply, nothing_yet
+from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.values import Stamp, StepReport, digest_of
+from tests.core.driver import JOURNAL
+from tests.fakes.memory_store import MemoryStore
+
+__all__ = ["ME", "base", "fold", "next_event", "next_state", "opened", "stamp"]
+
+ME = Owner(name="me", host="here", pid=1)
+
+
+def stamp(write_id: object) -> Stamp:
+    return Stamp(write_id=str(write_id), at="2026-11-21")
+
+
+@contextmanager
+def base(digits: int) -> Iterator[None]:
+    """Segments as if people counted with so many fingers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "_BASE", digits)
+        yield
+
+
+def opened(store: ObjectStore, key: JournalKey = JOURNAL, write_id: str = "open") -> Experiment:
+    return journal.take_over(store, key, ME, stamp(write_id), side_by_side=map)
+
+
+def next_event(experiment: Experiment, trial: str) -> Event:
+    """What comes next for a trial: it is added, it starts, it reports, it commits, it reports, ..."""
+    if trial not in experiment.trials:
+        return TrialAdded(trial=trial, config={"of": trial, "width": [1, 2.5, None, "ä"]})
+    known = experiment.trial(trial)
+    if known.attempt == 0:
+        return Started(trial=trial, attempt=1, from_step=0)
+    if known.step == len(known.checkpoints):
+        return Reported(trial=trial, report=StepReport(step=known.step + 1, metrics={"loss": 1 / (known.step + 1)}))
+    old = tuple(each.sequence for each in known.checkpoints[:-3])
+    new = CheckpointRef(step=known.step, sequence=experiment.number)
+    return Committed(trial=trial, checkpoint=new, retires=old)
+
+
+def next_state(store: ObjectStore, experiment: Experiment, trials: Sequence[str]) -> Experiment:
+    """Write the next entry: one event for each of the trials (or one that says nothing)."""
+    events = [next_event(experiment, trial) for trial in dict.fromkeys(trials)] or [Adopted()]
+    return journal.append(store, experiment, events, stamp(f"{experiment.number + 1}"))
+
+
+def fold(store: MemoryStore, key: JournalKey = JOURNAL) -> Experiment:
+    """Apply every entry, and read nothing else."""
+    entries = journal.history(store, key, side_by_side=map)
+    digests = [digest_of(store.objects[key.entry_path(entry.number)]) for entry in entries]
+    return reduce(lambda state, each: apply(state, *each), zip(entries, digests, strict=True), nothing_yet(key))
