@@ -15,6 +15,7 @@ from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
 from prefect_tune.core.search.reading import is_same
 from prefect_tune.core.search.search import Exhausted, Proposals, Proposed
 from prefect_tune.core.search.space import resolve, valid_space
+from prefect_tune.core.values import StepReport
 from tests.fakes.spaces import spaces
 
 Config = Mapping[str, Any]
@@ -198,6 +199,8 @@ def test_results_change_nothing() -> None:
     configs = []
     for number in range(3):
         configs += proposed_by(search, number, 1)
+        search.reported(number, StepReport(step=1, metrics={"loss": 1.0}))
+        search.stopped(number)
         search.ended(number, None, failed=True)
     assert configs == proposals_of(RandomSearch(3), {"lr": uniform(0, 1)})
 

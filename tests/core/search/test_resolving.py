@@ -85,7 +85,7 @@ def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile:
         (lambda: choice([{3: 4}]), "choice: option 0: expected text for a key, as JSON has it, found 3"),
         (lambda: choice([1, 2], [1]), "expected a weight >= 0 for each of 2 options"),
         (lambda: choice([1, 2], [1, -1]), "expected a weight >= 0 for each"),
-        (lambda: choice([1, 2], [1, None]), "expected a weight >= 0 for each"),
+        (lambda: choice([1, 2], [1, float("nan")]), "expected a weight >= 0 for each"),
         (lambda: choice([1, 2], 5), "weights: expected a list"),
         (lambda: choice([1, 2], [0, 0]), "expected weights with a finite sum above 0"),
         (lambda: choice([1, 2], [1e308, 1e308]), "expected weights with a finite sum above 0"),

@@ -1,0 +1,89 @@
+"""A noisy trainable is trained several times for each configuration, and the search hears the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.search.ranges import is_number
+from prefect_tune.core.search.search import Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.values import StepReport
+
+__all__ = ["Repeated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated(Search):
+    """Proposes each configuration of `search` `times` times in a row: trials of their own, as one to the search.
+
+    It hears of them when all are over: the mean of each metric that all who did not fail reported. Reports on the
+    way, which are of single trials, it does not hear.
+    """
+
+    search: Search
+    times: int
+    index_as: str | None = None
+    """The parameter that counts the repetitions of a configuration, from 0, such as a seed; None for no such."""
+
+    def __post_init__(self) -> None:
+        if self.times < 1:
+            raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
+
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+        """Begin the search that is repeated; raises as it does.
+
+        Raises:
+            InvalidInput: the space has a parameter of the name `index_as`.
+        """
+        if self.index_as in space:
+            raise InvalidInput(f"Repeated: expected no {self.index_as!r} in the space: it counts the repetitions")
+        return _RepeatedProposals(self.search.begin(space, objective, seed), self)
+
+
+class _RepeatedProposals(Proposals):
+    """Trial `number` is repetition `number % times` of what the search knows as `number // times`."""
+
+    def __init__(self, search: Proposals, repeated: Repeated) -> None:
+        self._search = search
+        self._times = repeated.times
+        self._index_as = repeated.index_as
+        self._config: dict[str, object] = {}
+        self._ended: dict[int, list[StepReport | None]] = {}
+
+    def suggest(self, number: int) -> Suggestion:
+        group, repetition = divmod(number, self._times)
+        if repetition == 0:
+            suggestion = self._search.suggest(group)
+            if not isinstance(suggestion, Proposed):
+                return suggestion
+            self._config = dict(suggestion.config)
+        index = {} if self._index_as is None else {self._index_as: repetition}
+        return Proposed({**self._config, **index})
+
+    def recall(self, number: int, config: Mapping[str, object]) -> None:
+        group, repetition = divmod(number, self._times)
+        self._config = {key: value for key, value in config.items() if key != self._index_as}
+        if repetition == 0:
+            self._search.recall(group, self._config)
+
+    def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
+        group = self._ended.setdefault(number // self._times, [])
+        group.append(None if failed else last)
+        if len(group) == self._times:
+            reports = [each for each in self._ended.pop(number // self._times) if each is not None]
+            self._search.ended(number // self._times, _mean(reports), failed=not reports)
+
+
+def _mean(reports: Sequence[StepReport]) -> StepReport | None:
+    if not reports:
+        return None
+    names = set.intersection(*(set(each.metrics) for each in reports))
+    columns = {name: [value for each in reports if is_number(value := each.metrics[name])] for name in sorted(names)}
+    return StepReport(
+        step=max(each.step for each in reports),
+        metrics={name: fmean(values) for name, values in columns.items() if len(values) == len(reports)},
+        trained_seconds=fmean(each.trained_seconds for each in reports),
+    )
