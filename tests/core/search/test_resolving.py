@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from prefect_tune.core.search.domains import (
     has_grid,
     qrandint,
     randint,
+    randn,
     sample_from,
     uniform,
 )
@@ -115,6 +117,14 @@ def test_a_domain_does_not_change_with_the_list_it_was_made_of() -> None:
     domain = choice(options)
     options[0]["a"].append(2)
     assert domain == choice([{"a": [1]}])
+
+
+@pytest.mark.parametrize("domain", [uniform(0, 1), randint(0, 2), randn(), choice([1]), grid_search([1])], ids=repr)
+def test_a_domain_is_a_value_that_never_changes_and_equals_its_like(domain: Domain) -> None:
+    field = fields(domain)[0].name
+    with pytest.raises(FrozenInstanceError):
+        setattr(domain, field, 7)
+    assert domain == replace(domain)
 
 
 def test_everything_but_domains_becomes_plain_json() -> None:
