@@ -39,9 +39,11 @@ class Table:
 
     def begin(self, config: Config) -> State:
         del config
+        return None
 
     def advance(self, config: Config, state: State, steps: int) -> State:
         del config, state, steps
+        return None
 
     def metrics(self, config: Config, state: State, step: int) -> Mapping[str, object]:
         del state

@@ -1,0 +1,56 @@
+"""Short ways to tell a schedule things, for tests that are about a few trials."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.schedulers.scheduler import Decision, Schedule, Scheduler, TrialReport
+from prefect_tune.core.values import StepReport
+
+LOSS = Objective(metrics=("loss",), modes=("min",))
+SCORE = Objective(metrics=("score",), modes=("max",))
+
+
+class Asked:
+    """A schedule, told in few words."""
+
+    def __init__(self, scheduler: Scheduler, objective: Objective = LOSS, seed: int = 0) -> None:
+        self.schedule: Schedule = scheduler.begin(objective, seed)
+        self._metric = objective.metrics[0]
+
+    def add(self, *trials: str, config: Mapping[str, object] | None = None) -> None:
+        for trial in trials:
+            self.schedule.added(trial, config or {})
+
+    def report(self, trial: str, step: int, value: object, config: Mapping[str, object] | None = None) -> Decision:
+        report = StepReport(step=step, metrics={self._metric: value})
+        return self.schedule.decide(TrialReport(trial, report, config))
+
+    def says(self, trial: str, step: int, value: float) -> str:
+        """Return only which kind of decision it is."""
+        return self.report(trial, step, value).type
+
+    def end(self, *trials: str) -> None:
+        for trial in trials:
+            self.schedule.ended(trial)
+
+    def resume(self) -> str | None:
+        """Give a slot to whoever is to have it."""
+        trial = self.schedule.resume_next()
+        if trial is not None:
+            self.schedule.resumed(trial)
+        return trial
+
+    def resume_all(self) -> list[str]:
+        found = []
+        while (trial := self.resume()) is not None:
+            found.append(trial)
+        return found
+
+    def stop_all(self) -> list[str]:
+        found = []
+        while (stopped := self.schedule.stop_next()) is not None:
+            found.append(stopped[0])
+            self.schedule.ended(stopped[0])
+        return found

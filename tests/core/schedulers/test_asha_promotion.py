@@ -1,0 +1,223 @@
+"""ASHA that promotes: Algorithm 2 of Li et al. 2020."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.scheduler import Pause, Stop
+from tests.core.schedulers.asking import LOSS, SCORE, Asked
+from tests.fakes.virtual_driver import Table, VirtualRun, World
+
+PROMOTION = ASHA(max_t=27, variant="promotion")
+
+
+def promotion(*losses: float, max_t: int = 27) -> Asked:
+    """Trials a, b, c, ... that have come to the first rung with these losses."""
+    asked = Asked(ASHA(max_t=max_t, variant="promotion"))
+    for trial, loss in zip("abcdefghijkl", losses, strict=False):
+        asked.add(trial)
+        asked.report(trial, 1, loss)
+    return asked
+
+
+def test_the_first_pause_until_there_are_enough_to_choose_from() -> None:
+    asked = promotion(0.1, 0.2)
+    assert asked.schedule.resume_next() is None
+    asked.add("c")
+    assert asked.says("c", 1, 0.3) == "pause"
+    assert asked.resume_all() == ["a"]
+
+
+def test_who_would_be_promoted_at_once_goes_on_without_a_pause() -> None:
+    asked = promotion(0.3, 0.2)
+    asked.add("c")
+    assert asked.says("c", 1, 0.1) == "continue"
+    assert asked.resume_all() == []
+    assert asked.schedule.milestone("c", 1) == 3
+
+
+def test_asking_who_is_next_changes_nothing() -> None:
+    asked = promotion(0.1, 0.2, 0.3)
+    assert [asked.schedule.resume_next() for _ in range(3)] == ["a", "a", "a"]
+
+
+def test_of_equal_ones_the_earlier_is_promoted() -> None:
+    assert promotion(0.2, 0.1, 0.1, 0.1, 0.1, 0.1).resume_all() == ["b", "c"]
+
+
+def test_a_score_is_to_be_large() -> None:
+    asked = Asked(PROMOTION, SCORE)
+    asked.add("a", "b", "c")
+    pauses = [asked.report(trial, 1, score) for trial, score in (("a", 0.9), ("b", 0.8), ("c", 0.7))]
+    assert asked.resume() == "a"
+    assert pauses[2] == Pause(reason="score = 0.7 at step 1: number 3 of 3, of whom 1 are promoted")
+
+
+def test_the_highest_rung_with_somebody_to_promote_comes_first() -> None:
+    asked = promotion(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    assert asked.resume_all() == ["a", "b", "c"]
+    asked.says("a", 3, 0.3)
+    asked.says("b", 3, 0.2)
+    asked.add("x", "y", "z")
+    for trial in "xyz":
+        asked.says(trial, 1, 0.95)
+    assert asked.schedule.resume_next() == "d"
+    asked.says("c", 3, 0.25)
+    assert asked.resume_all() == ["b", "d"]
+
+
+def test_who_was_judged_too_early_is_promoted_later() -> None:
+    asked = promotion(0.2, 0.3, 0.4)
+    assert asked.resume_all() == ["a"]
+    for trial in "def":
+        asked.add(trial)
+        asked.says(trial, 1, 0.5)
+    assert asked.resume_all() == ["b"]
+
+
+def reference(losses: list[list[int]], factor: int) -> Iterator[tuple[int, int]]:
+    """Algorithm 2 for one worker, as the paper has it: the trial and the rung of each job, in order."""
+    rungs: list[list[tuple[int, int]]] = [[] for _ in losses[0]]
+    promoted: list[set[int]] = [set() for _ in losses[0]]
+    new = iter(range(len(losses)))
+    while True:
+        for rung in reversed(range(len(rungs) - 1)):
+            best = sorted(rungs[rung], key=lambda each: each[0])[: len(rungs[rung]) // factor]
+            candidates = [trial for _, trial in best if trial not in promoted[rung]]
+            if candidates:
+                promoted[rung].add(candidates[0])
+                job = (candidates[0], rung + 1)
+                break
+        else:
+            trial = next(new, None)
+            if trial is None:
+                return
+            job = (trial, 0)
+        yield job
+        rungs[job[1]].append((losses[job[0]][job[1]], job[0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=1, max_size=40), st.integers(2, 4))
+def test_jobs_are_those_of_the_papers_algorithm(losses: list[list[int]], factor: int) -> None:
+    steps = [factor**rung for rung in range(4)]
+    rung_of = [bisect_right(steps, step) - 1 for step in range(1, steps[-1] + 1)]
+    table = Table([[row[rung] for rung in rung_of] for row in losses])
+    schedule = ASHA(max_t=steps[-1], reduction_factor=factor, variant="promotion").begin(LOSS, 0)
+    outcome = VirtualRun(schedule, table, ({"row": row} for row in range(len(losses))), World()).run()
+    jobs = [(int(each.trial[1:]), steps.index(each.end)) for each in outcome.segments]
+    expected = list(reference(losses, factor))
+    assert jobs[: len(expected)] == expected
+
+
+# ------------------------------------------------------------------------- late, twice, skipped, dead
+
+
+def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_lower_one() -> None:
+    asked = Asked(PROMOTION)
+    asked.add("a", "b", "c", "d")
+    assert asked.says("a", 4, 0.1) == "pause"
+    for trial in "bcd":
+        asked.says(trial, 1, 0.5)
+    assert asked.resume_all() == ["b"]  # rung 1 has three, rung 3 has one
+    assert asked.schedule.milestone("a", 4) == 9
+
+
+def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_before() -> None:
+    asked = promotion(0.1, 0.2, 0.3)
+    assert asked.says("a", 1, 0.9) == "pause"  # it died while it saved
+    assert asked.resume_all() == ["a"]
+    assert asked.says("a", 1, 0.9) == "continue"  # it died after it was promoted
+    assert asked.says("b", 1, 0.0) == "pause"
+    assert asked.resume_all() == []
+    assert asked.schedule.milestone("a", 0) == 3
+
+
+def test_a_paused_trial_that_is_ended_is_not_promoted_any_more() -> None:
+    asked = promotion(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    asked.end("a")
+    assert asked.resume_all() == ["b"]
+
+
+def test_a_trial_that_trained_on_though_it_was_to_pause_is_compared_where_it_is() -> None:
+    asked = promotion(0.1, 0.2)
+    assert asked.says("a", 3, 0.1) == "pause"
+    asked.add("c")
+    asked.says("c", 1, 0.3)
+    assert asked.resume_all() == []  # the best of three at rung 1 has gone on already
+    asked.end("a", "b", "c")
+
+
+def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing() -> None:
+    asked = promotion(0.1, 0.2)
+    asked.add("c")
+    with pytest.raises(BadMetric):
+        asked.report("c", 1, float("nan"))
+    assert asked.says("c", 1, 0.0) == "continue"
+
+
+# ----------------------------------------------------------------------------- there is no new trial
+
+
+def test_a_small_search_trains_its_best_trial_to_the_end_and_then_stops_the_others_worst_first() -> None:
+    asked = promotion(0.3, 0.1, 0.2, max_t=9)
+    assert asked.resume_all() == ["b"]
+    asked.schedule.exhausted()
+    assert asked.schedule.resume_next() is None
+    assert asked.schedule.stop_next() is None  # "b" is training, and may yet be given up
+    assert asked.says("b", 3, 0.1) == "pause"
+    assert asked.resume_all() == ["b"]
+    assert isinstance(asked.report("b", 9, 0.1), Stop)
+    asked.end("b")
+    assert asked.schedule.resume_next() is None
+    reason = "loss = 0.3 at step 1: number 3 of 3, of whom 1 are promoted"
+    assert asked.schedule.stop_next() == ("a", Stop(reason=reason))
+    assert asked.stop_all() == ["a", "c"]
+
+
+def test_the_one_that_would_be_trained_to_the_end_is_replaced_if_it_is_given_up_before_its_last_rung() -> None:
+    asked = promotion(0.1, 0.2, max_t=9)
+    asked.schedule.exhausted()
+    assert asked.resume_all() == ["a"]
+    asked.end("a")
+    assert asked.resume_all() == ["b"]
+    assert asked.says("b", 3, 0.2) == "pause"
+    assert asked.resume_all() == ["b"]
+    asked.end("b")
+    assert (asked.resume_all(), asked.stop_all()) == ([], [])
+
+
+def test_nobody_is_trained_to_the_end_for_want_of_others_once_somebody_was() -> None:
+    asked = promotion(*([0.5] * 9), max_t=3)  # one rung
+    assert asked.resume_all() == ["a", "b", "c"]
+    asked.end("a", "b", "c")
+    asked.schedule.exhausted()
+    assert asked.resume_all() == []
+    assert asked.stop_all() == ["i", "h", "g", "f", "e", "d"]
+
+
+def test_a_new_trial_takes_back_that_there_is_none() -> None:
+    asked = promotion(0.1, 0.2, max_t=9)
+    asked.schedule.exhausted()
+    asked.add("c")
+    asked.end("c")
+    assert (asked.schedule.resume_next(), asked.schedule.stop_next()) == (None, None)
+
+
+def test_those_who_were_stopped_at_the_end_are_still_compared_with_when_the_search_goes_on() -> None:
+    asked = promotion(0.1, 0.2, 0.3, 0.4, 0.5, max_t=3)
+    asked.resume()
+    asked.end("a")
+    asked.schedule.exhausted()
+    assert asked.stop_all() == ["e", "d", "c", "b"]
+    asked.add("f")
+    assert asked.says("f", 1, 0.25) == "pause"  # the third of six
+    asked.add("g")
+    assert asked.says("g", 1, 0.15) == "continue"

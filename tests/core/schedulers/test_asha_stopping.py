@@ -1,0 +1,205 @@
+"""ASHA that stops, as Ray's AsyncHyperBandScheduler does."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.scheduler import Continue, Stop
+from tests.core.schedulers.asking import LOSS, SCORE, Asked
+
+
+def milestones(asked: Asked, trial: str) -> list[int]:
+    """The steps at which a trial is asked that never dies and is always good enough."""
+    steps, step = [], 0
+    while (milestone := asked.schedule.milestone(trial, step)) is not None:
+        steps.append(milestone)
+        if isinstance(asked.report(trial, milestone, 0.0), Stop):
+            break
+        step = milestone
+    return steps
+
+
+def test_trials_are_asked_at_the_grace_period_times_powers_of_the_factor_and_at_max_t() -> None:
+    asked = Asked(ASHA(max_t=100, grace_period=2, reduction_factor=3))
+    asked.add("a")
+    assert milestones(asked, "a") == [2, 6, 18, 54, 100]
+
+
+def test_a_factor_that_is_no_whole_number_gives_whole_steps() -> None:
+    asked = Asked(ASHA(max_t=20, reduction_factor=2.5))
+    asked.add("a")
+    assert milestones(asked, "a") == [1, 2, 6, 15, 20]
+
+
+def test_the_first_at_a_rung_goes_on_a_worse_one_stops_and_an_equal_one_goes_on() -> None:
+    asked = Asked(ASHA(max_t=9))
+    asked.add("a", "b", "c")
+    assert asked.says("a", 1, 0.5) == "continue"
+    assert asked.says("b", 1, 0.6) == "stop"
+    assert asked.says("c", 1, 0.5) == "continue"
+
+
+def test_a_score_is_to_be_large() -> None:
+    asked = Asked(ASHA(max_t=9), SCORE)
+    asked.add("a", "b", "c")
+    assert asked.says("a", 1, 0.5) == "continue"
+    assert asked.says("b", 1, 0.6) == "continue"
+    stop = asked.report("c", 1, 0.25)
+    assert isinstance(stop, Stop)
+    assert stop.reason == "score = 0.25 at step 1: score = 0.566667 would have been needed, judging by 2 before it"
+
+
+def test_at_max_t_everybody_stops_however_good() -> None:
+    asked = Asked(ASHA(max_t=9))
+    asked.add("a")
+    assert asked.report("a", 9, 0.0) == Stop(reason="step 9 of 9")
+    assert asked.report("a", 12, 0.0) == Stop(reason="step 12 of 9")
+    assert asked.schedule.milestone("a", 9) == 10
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 6), max_size=40), st.sampled_from([2, 2.5, 3, 4]))
+def test_who_stops_is_whom_rays_rule_stops(losses: list[int], factor: float) -> None:
+    asked = Asked(ASHA(max_t=9, reduction_factor=factor))
+    rewards: list[float] = []
+    for number, loss in enumerate(losses):
+        asked.add(f"t{number}")
+        said = asked.says(f"t{number}", 1, loss)
+        cutoff = np.nanpercentile(rewards, (1 - 1 / factor) * 100) if rewards else None
+        rewards.append(-loss)
+        if cutoff is None or abs(-loss - cutoff) > 1e-9:  # numpy rounds otherwise
+            assert said == ("stop" if cutoff is not None and -loss < cutoff else "continue")
+
+
+def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_lower_one() -> None:
+    asked = Asked(ASHA(max_t=27))
+    asked.add("late", "a", "b", "c")
+    assert asked.says("late", 5, 0.1) == "continue"
+    assert asked.says("a", 1, 0.9) == "continue"  # the first at rung 1
+    assert asked.says("b", 3, 0.2) == "stop"  # worse than "late" at rung 3
+    assert asked.says("c", 3, 0.05) == "continue"
+    assert asked.schedule.milestone("late", 5) == 9
+
+
+def test_steps_that_are_trained_again_are_not_asked_about_and_not_counted_twice() -> None:
+    asked = Asked(ASHA(max_t=27))
+    asked.add("a", "b")
+    asked.says("a", 3, 0.5)
+    assert asked.schedule.milestone("a", 0) == 9
+    for step in (1, 2, 3, 8):
+        assert asked.says("a", step, 0.01) == "continue"
+    assert asked.says("b", 3, 0.4) == "continue"  # 0.01 would have stopped it
+
+
+def test_who_was_stopped_and_asks_again_is_stopped_again() -> None:
+    asked = Asked(ASHA(max_t=27))
+    asked.add("a", "b")
+    asked.says("a", 1, 0.5)
+    first = asked.report("b", 1, 0.6)
+    assert isinstance(first, Stop)
+    assert asked.report("b", 1, 0.1) == first
+
+
+def test_who_is_added_again_after_its_end_goes_on_though_it_was_stopped() -> None:
+    asked = Asked(ASHA(max_t=27))
+    asked.add("a", "b")
+    asked.says("a", 1, 0.5)
+    assert asked.says("b", 1, 0.6) == "stop"
+    asked.end("b")
+    asked.add("b")
+    assert asked.says("b", 2, 0.6) == "continue"
+    assert asked.says("b", 3, 0.6) == "continue"
+
+
+def test_what_an_ended_trial_showed_is_still_compared_with() -> None:
+    asked = Asked(ASHA(max_t=27))
+    asked.add("a", "b")
+    asked.says("a", 1, 0.5)
+    asked.end("a")
+    assert asked.says("b", 1, 0.6) == "stop"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.3"])
+def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing(value: object) -> None:
+    asked = Asked(ASHA(max_t=27))
+    asked.add("a", "b")
+    with pytest.raises(BadMetric, match="trial 'a', step 1"):
+        asked.report("a", 1, value)
+    assert asked.says("b", 1, 0.9) == "continue"
+    assert asked.says("a", 1, 0.8) == "continue"
+
+
+def test_it_never_pauses_anybody() -> None:
+    schedule = ASHA(max_t=9).begin(LOSS, 0)
+    schedule.exhausted()
+    assert (schedule.resume_next(), schedule.stop_next(), schedule.is_waiting()) == (None, None, False)
+    assert not schedule.saves_first
+
+
+def test_brackets_begin_one_rung_higher_each_and_share_the_steps_as_in_hyperband() -> None:
+    asked = Asked(ASHA(max_t=27, brackets=4), seed=3)
+    trials = [f"t{number}" for number in range(4_000)]
+    asked.add(*trials)
+    first = Counter(asked.schedule.milestone(trial, 0) for trial in trials)
+    weights = {1: 27 / 4, 3: 9 / 3, 9: 3 / 2, 27: 1 / 1}
+    expected = {step: 4_000 * weight / sum(weights.values()) for step, weight in weights.items()}
+    assert first == {step: pytest.approx(count, rel=0.15) for step, count in expected.items()}
+
+
+def test_brackets_are_compared_apart() -> None:
+    asked = Asked(ASHA(max_t=27, brackets=2))
+    trials = [f"t{number}" for number in range(40)]
+    asked.add(*trials)
+    early = next(trial for trial in trials if asked.schedule.milestone(trial, 0) == 1)
+    late = next(trial for trial in trials if asked.schedule.milestone(trial, 0) == 3)
+    assert asked.says(early, 3, 0.1) == "continue"
+    assert asked.says(late, 3, 0.9) == "continue"
+
+
+def test_the_bracket_of_a_trial_is_a_function_of_the_seed() -> None:
+    trials = [f"t{number}" for number in range(30)]
+
+    def drawn(seed: int) -> list[int | None]:
+        asked = Asked(ASHA(max_t=27, brackets=4), seed=seed)
+        asked.add(*trials)
+        return [asked.schedule.milestone(trial, 0) for trial in trials]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_with_a_grace_period_of_max_t_everybody_trains_to_the_end() -> None:
+    asked = Asked(ASHA(max_t=9, grace_period=9))
+    asked.add("a")
+    assert asked.schedule.milestone("a", 0) == 9
+    assert asked.report("a", 5, 0.5) == Continue()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"max_t": 0}, "1 <= grace_period <= max_t"),
+        ({"max_t": 27.0}, "whole steps"),
+        ({"max_t": True}, "whole steps"),
+        ({"grace_period": 28}, "grace_period <= max_t"),
+        ({"grace_period": 0}, "1 <= grace_period"),
+        ({"reduction_factor": 1.5}, "reduction_factor >= 2"),
+        ({"reduction_factor": float("inf")}, "reduction_factor >= 2"),
+        ({"reduction_factor": float("nan")}, "reduction_factor >= 2"),
+        ({"reduction_factor": True}, "reduction_factor >= 2"),
+        ({"brackets": 5}, "1 to 4 brackets: there are 3 rungs below max_t"),
+        ({"brackets": 0}, "1 to 4 brackets"),
+        ({"variant": "pausing"}, "'stopping' or 'promotion'"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_construction_by_name(wrong: dict[str, object], expected: str) -> None:
+    with pytest.raises(InvalidInput, match=expected) as refused:
+        ASHA(**{"max_t": 27, **wrong})
+    assert str(refused.value).startswith("ASHA(")

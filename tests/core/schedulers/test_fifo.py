@@ -1,0 +1,18 @@
+"""No early stopping."""
+
+from __future__ import annotations
+
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.scheduler import Continue
+from tests.core.schedulers.asking import Asked
+
+
+def test_nobody_is_ever_asked_paused_or_stopped() -> None:
+    asked = Asked(FIFO())
+    asked.add("a", "b")
+    assert asked.schedule.milestone("a", 0) is None
+    assert asked.report("a", 1, float("nan")) == Continue()  # there may be no metric at all
+    asked.schedule.resumed("a")
+    asked.schedule.exhausted()
+    asked.end("a")
+    assert (asked.resume_all(), asked.stop_all(), asked.schedule.is_waiting()) == ([], [], False)

@@ -1,0 +1,248 @@
+"""Hyperband: brackets of Li et al. 2018, halved in step."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.scheduler import Continue, Pause, Stop
+from tests.core.schedulers.asking import SCORE, Asked
+from tests.fakes.virtual_driver import Table, VirtualRun, World
+
+NINE = [f"t{number}" for number in range(9)]
+
+
+def first_bracket(max_t: int = 9) -> Asked:
+    """Nine trials of Hyperband(9): at rung 1 the best three go on, at rung 3 the best one."""
+    asked = Asked(Hyperband(max_t))
+    asked.add(*NINE)
+    return asked
+
+
+def reach(asked: Asked, step: int, losses: dict[str, float]) -> dict[str, str]:
+    return {trial: asked.says(trial, step, loss) for trial, loss in losses.items()}
+
+
+def test_brackets_are_those_of_the_paper() -> None:
+    assert Hyperband(81, 3).brackets == [(81, 1), (34, 3), (15, 9), (8, 27), (5, 81)]
+
+
+@pytest.mark.parametrize(
+    ("max_t", "factor", "expected"),
+    [
+        (1, 3, [(1, 1)]),
+        (2, 3, [(1, 2)]),
+        (27, 3, [(27, 1), (12, 3), (6, 9), (4, 27)]),
+        (16, 4, [(16, 1), (6, 4), (3, 16)]),
+        (243, 3, [(243, 1), (98, 3), (41, 9), (18, 27), (9, 81), (6, 243)]),  # log(243) / log(3) is below 5
+        (100, 3, [(81, 1), (34, 3), (15, 11), (8, 33), (5, 100)]),
+        (10, 2.5, [(7, 1), (4, 4), (3, 10)]),
+    ],
+)
+def test_any_max_t_and_factor_give_brackets_that_grow_into_max_t(
+    max_t: int, factor: float, expected: list[tuple[int, int]]
+) -> None:
+    assert Hyperband(max_t, factor).brackets == expected
+
+
+def test_each_bracket_keeps_as_many_at_each_rung_as_in_the_paper() -> None:
+    kept = {81: [81, 27, 9, 3, 1], 34: [34, 11, 3, 1], 15: [15, 5, 1], 8: [8, 2], 5: [5]}
+    schedule = Hyperband(81).begin(SCORE, 0)
+    table = Table([[float(row)] for row in range(sum(kept))], metric="score")
+    outcome = VirtualRun(schedule, table, ({"row": row} for row in range(sum(kept))), World(slots=5)).run()
+    first = 0
+    for (size, step), trials in zip(Hyperband(81).brackets, kept.values(), strict=True):
+        members = {f"t{number}" for number in range(first, first + size)}
+        assert [len(outcome.reached(step * 3**rung) & members) for rung in range(len(trials))] == trials
+        first += size
+
+
+def test_everybody_waits_for_the_last_of_the_bracket() -> None:
+    asked = first_bracket()
+    assert set(reach(asked, 1, dict.fromkeys(NINE[:8], 0.5)).values()) == {"pause"}
+    assert asked.report("t0", 1, 0.5) == Pause(reason="waits at step 1 for 1 others to be compared with")
+    assert (asked.resume_all(), asked.stop_all()) == ([], [])
+    assert asked.says("t8", 1, 0.9) == "stop"
+    assert asked.resume_all() == ["t0", "t1", "t2"]  # the first of equal ones
+    assert asked.stop_all() == ["t3", "t4", "t5", "t6", "t7"]
+
+
+def test_the_last_one_goes_on_without_a_pause_if_it_is_the_best_and_stops_at_once_if_it_is_not_good_enough() -> None:
+    best = first_bracket()
+    reach(best, 1, dict.fromkeys(NINE[:8], 0.5))
+    assert best.says("t8", 1, 0.1) == "continue"
+    assert best.resume_all() == ["t0", "t1"]
+    second = first_bracket()
+    reach(second, 1, dict.fromkeys(NINE[:8], 0.5) | {"t0": 0.1})
+    assert second.report("t8", 1, 0.2) == Pause(reason="goes on to step 3 when there is a slot")
+    assert second.resume_all() == ["t0", "t8", "t1"]
+    worst = first_bracket()
+    reach(worst, 1, dict.fromkeys(NINE[:8], 0.5))
+    reason = "loss = 0.9 at step 1: number 9 of 9, of whom 3 go on"
+    assert worst.report("t8", 1, 0.9) == Stop(reason=reason)
+
+
+def test_a_bracket_is_halved_down_to_one_that_trains_to_max_t() -> None:
+    asked = first_bracket()
+    reach(asked, 1, {trial: number / 10 for number, trial in enumerate(NINE)})
+    assert asked.resume_all() == ["t0", "t1", "t2"]
+    assert [asked.schedule.milestone(trial, 1) for trial in NINE[:3]] == [3, 3, 3]
+    assert reach(asked, 3, {"t0": 0.3, "t1": 0.1, "t2": 0.2}) == {"t0": "pause", "t1": "pause", "t2": "stop"}
+    assert asked.resume_all() == ["t1"]
+    assert asked.schedule.milestone("t1", 3) == 9
+    assert asked.report("t1", 9, 0.1) == Stop(reason="step 9 of 9")
+
+
+def test_the_next_trials_fill_the_next_bracket_while_the_one_before_is_decided_and_then_it_begins_over() -> None:
+    asked = first_bracket()
+    more = [f"m{number}" for number in range(5 + 3 + 9)]
+    asked.add(*more)
+    first = [asked.schedule.milestone(trial, 0) for trial in [*NINE, *more]]
+    assert first == [1] * 9 + [3] * 5 + [9] * 3 + [1] * 9
+
+
+# --------------------------------------------------------------------------------- late, twice, dead
+
+
+def test_who_died_before_a_rung_leaves_its_place_empty_and_is_waited_for_no_longer() -> None:
+    asked = first_bracket()
+    reach(asked, 1, dict.fromkeys(NINE[:4], 0.5))
+    asked.end("t4", "t5", "t6", "t7")
+    assert asked.resume_all() == []
+    asked.end("t8")
+    assert asked.resume_all() == ["t0", "t1", "t2"]  # of nine places three go on
+    assert asked.stop_all() == ["t3"]
+
+
+def test_a_place_that_was_left_is_not_filled_again() -> None:
+    asked = Asked(Hyperband(9))
+    asked.add(*NINE[:8])
+    asked.end("t0")
+    asked.add("t8", "next")
+    assert [asked.schedule.milestone(trial, 0) for trial in ("t8", "next")] == [1, 3]
+
+
+def test_a_bracket_whose_trials_all_died_holds_up_nobody() -> None:
+    asked = first_bracket()
+    reach(asked, 1, dict.fromkeys(NINE[:8], 0.5))
+    asked.end(*NINE)
+    assert (asked.resume_all(), asked.stop_all()) == ([], [])
+    asked.add("next")
+    assert asked.schedule.milestone("next", 0) == 3
+
+
+def test_a_trial_that_was_promoted_and_ended_before_it_got_a_slot_is_forgotten() -> None:
+    asked = first_bracket()
+    reach(asked, 1, dict.fromkeys(NINE, 0.5))
+    asked.end("t0", "t3")
+    assert asked.resume_all() == ["t1", "t2"]
+    assert asked.stop_all() == ["t4", "t5", "t6", "t7"]
+
+
+def test_a_report_beyond_several_rungs_counts_at_the_one_that_is_due_and_the_next_is_asked_at_the_next_report() -> None:
+    asked = Asked(Hyperband(27))
+    trials = [f"t{number}" for number in range(27)]
+    asked.add(*trials)
+    for number, trial in enumerate(trials):
+        asked.report(trial, 10, float(number))
+    assert asked.resume_all() == trials[:9]
+    assert asked.schedule.milestone("t0", 10) == 11
+    assert asked.says("t0", 11, 0.0) == "pause"
+
+
+def test_who_is_first_asked_beyond_max_t_stops_and_holds_up_nobody() -> None:
+    asked = first_bracket()
+    assert asked.says("t0", 10, 0.0) == "stop"
+    reach(asked, 1, dict.fromkeys(NINE[1:], 0.5))
+    assert asked.resume_all() == ["t1", "t2", "t3"]
+    assert asked.says("t0", 10, 0.0) == "stop"
+    assert asked.schedule.milestone("t0", 10) == 11
+
+
+def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_before() -> None:
+    asked = first_bracket()
+    asked.says("t0", 1, 0.9)
+    assert asked.says("t0", 1, 0.0) == "pause"
+    reach(asked, 1, {trial: number / 10 for number, trial in enumerate(NINE) if number})
+    assert asked.says("t0", 1, 0.0) == "stop"
+    asked.end("t0")
+    assert asked.says("t2", 1, 0.9) == "pause"  # promoted, and waits for a slot
+    assert asked.resume_all() == ["t1", "t2", "t3"]
+    assert asked.says("t2", 1, 0.9) == "continue"
+
+
+def test_a_report_before_the_rung_is_not_compared() -> None:
+    asked = Asked(Hyperband(9))
+    asked.add(*NINE, "next")
+    assert asked.report("next", 2, 0.5) == Continue()
+
+
+def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing() -> None:
+    asked = first_bracket()
+    with pytest.raises(BadMetric):
+        asked.report("t0", 1, float("nan"))
+    assert set(reach(asked, 1, dict.fromkeys(NINE[1:], 0.5)).values()) == {"pause"}
+
+
+# ------------------------------------------------------------------------------ there is no new trial
+
+
+def test_a_bracket_that_never_fills_is_decided_with_those_who_are_in_it() -> None:
+    asked = Asked(Hyperband(9))
+    asked.add(*NINE[:7])
+    reach(asked, 1, {trial: 1 - number / 10 for number, trial in enumerate(NINE[:6])})
+    asked.schedule.exhausted()
+    assert asked.resume_all() == []  # the seventh is on its way
+    assert asked.report("t6", 1, 2.0) == Pause(reason="waits at step 1 for 2 others to be compared with")
+    assert asked.stop_all() == []
+    assert asked.resume_all() == ["t5", "t4"]
+    assert asked.stop_all() == ["t3", "t2", "t1", "t0", "t6"]
+
+
+def test_a_single_trial_trains_to_max_t() -> None:
+    asked = Asked(Hyperband(9))
+    asked.add("a")
+    assert asked.says("a", 1, 0.5) == "pause"
+    asked.schedule.exhausted()
+    assert asked.resume_all() == ["a"]
+    assert asked.says("a", 3, 0.5) == "continue"
+    assert asked.says("a", 9, 0.5) == "stop"
+
+
+def test_a_new_trial_takes_back_that_there_is_none_while_the_bracket_is_open() -> None:
+    asked = Asked(Hyperband(9))
+    asked.add(*NINE[:3])
+    reach(asked, 1, dict.fromkeys(NINE[:3], 0.5))
+    asked.schedule.exhausted()
+    asked.add("t3")
+    assert asked.resume_all() == []
+    assert asked.schedule.milestone("t3", 0) == 1
+    asked.end("t3")
+    assert asked.resume_all() == []
+
+
+def test_a_bracket_that_was_decided_early_takes_no_more_trials() -> None:
+    asked = Asked(Hyperband(9))
+    asked.add(*NINE[:3])
+    reach(asked, 1, dict.fromkeys(NINE[:3], 0.5))
+    asked.schedule.exhausted()
+    assert asked.resume_all() == ["t0"]
+    asked.add("t3")
+    assert asked.schedule.milestone("t3", 0) == 3
+
+
+def test_when_all_have_died_there_is_nobody_to_go_on() -> None:
+    asked = Asked(Hyperband(9))
+    asked.schedule.exhausted()
+    assert asked.resume_all() == []
+    asked.add("t0")
+    asked.end("t0")
+    asked.schedule.exhausted()
+    assert (asked.resume_all(), asked.stop_all()) == ([], [])
+
+
+@pytest.mark.parametrize("wrong", [{"max_t": 0}, {"max_t": 2.5}, {"reduction_factor": 1}, {"reduction_factor": "3"}])
+def test_what_cannot_be_is_refused_at_construction_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput, match=r"^Hyperband\(.*expected max_t >= 1, in whole steps, and reduction_fac"):
+        Hyperband(**{"max_t": 27, **wrong})

@@ -1,0 +1,229 @@
+"""The median stopping rule."""
+
+from __future__ import annotations
+
+from statistics import mean, median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.schedulers.median_stopping import MedianStopping
+from prefect_tune.core.schedulers.scheduler import Pause, Stop
+from tests.core.schedulers.asking import SCORE, Asked
+
+
+def three_others(rule: MedianStopping, steps: int = 4) -> Asked:
+    """Trials a, b and c, that have reported 0.1, 0.2 and 0.3 at each step, and x, that has not begun."""
+    asked = Asked(rule)
+    asked.add("a", "b", "c", "x")
+    for step in range(1, steps + 1):
+        for trial, loss in (("a", 0.1), ("b", 0.2), ("c", 0.3)):
+            asked.report(trial, step, loss)
+    return asked
+
+
+def test_a_trial_is_asked_every_interval_from_the_grace_period_on() -> None:
+    asked = Asked(MedianStopping(grace_period=5, interval=3))
+    asked.add("a")
+    assert [asked.schedule.milestone("a", step) for step in (0, 4, 5, 7, 8)] == [5, 5, 8, 8, 11]
+
+
+def test_who_is_worse_than_the_median_stops_and_who_equals_it_goes_on() -> None:
+    assert three_others(MedianStopping()).says("x", 1, 0.2) == "continue"
+    stop = three_others(MedianStopping()).report("x", 1, 0.21)
+    assert stop == Stop(reason="at best loss = 0.21 by step 1: 3 others average loss = 0.2 (median)")
+
+
+def test_of_an_even_number_the_median_is_between_the_middle_two() -> None:
+    rule = MedianStopping(min_samples_required=4)
+    for loss, said in ((0.25, "continue"), (0.26, "stop")):
+        asked = three_others(rule)
+        asked.add("d")
+        asked.says("d", 1, 0.4)
+        assert asked.says("x", 1, loss) == said
+
+
+def test_a_score_is_to_be_large() -> None:
+    asked = Asked(MedianStopping(min_samples_required=1), SCORE)
+    asked.add("a", "b", "c")
+    assert asked.says("a", 1, 0.5) == "continue"
+    assert asked.report("b", 1, 0.4) == Stop(
+        reason="at best score = 0.4 by step 1: 1 others average score = 0.5 (median)"
+    )
+    assert asked.says("c", 1, 0.6) == "continue"
+
+
+def test_it_is_the_best_of_a_trial_that_is_compared_and_the_average_of_the_others() -> None:
+    asked = Asked(MedianStopping(min_samples_required=1))
+    asked.add("a", "x")
+    asked.says("a", 1, 1.0)
+    asked.says("a", 2, 0.2)  # 0.6 on average
+    asked.says("x", 1, 0.5)
+    assert asked.says("x", 2, 5.0) == "continue"
+
+
+def test_it_is_the_average_up_to_the_same_step_that_counts_whatever_came_later() -> None:
+    asked = three_others(MedianStopping(), steps=1)
+    for trial in "abc":
+        asked.says(trial, 2, 0.0)
+    assert asked.says("x", 1, 0.2) == "continue"
+
+
+def test_what_was_shown_in_the_grace_period_does_not_count() -> None:
+    asked = three_others(MedianStopping(grace_period=3))
+    assert asked.says("x", 2, 0.0) == "continue"
+    assert asked.says("x", 3, 0.21) == "stop"
+
+
+def test_with_too_few_to_be_compared_with_a_trial_goes_on() -> None:
+    asked = three_others(MedianStopping(min_samples_required=4))
+    assert asked.says("x", 1, 9.9) == "continue"
+
+
+def test_what_an_ended_trial_showed_is_still_compared_with() -> None:
+    asked = three_others(MedianStopping())
+    asked.end("a", "b", "c")
+    assert asked.says("x", 1, 0.21) == "stop"
+
+
+def test_who_comes_by_other_steps_is_compared_with_where_it_stood_before() -> None:
+    asked = Asked(MedianStopping(min_samples_required=1))
+    asked.add("a", "x")
+    asked.says("a", 2, 0.5)
+    asked.says("a", 12, 0.1)
+    assert asked.says("x", 1, 0.9) == "continue"  # "a" had shown nothing by then
+    assert asked.says("x", 7, 0.6) == "stop"
+
+
+def test_a_late_report_counts_at_the_milestone_before_it() -> None:
+    asked = Asked(MedianStopping(interval=5, min_samples_required=1))
+    asked.add("a", "x")
+    asked.says("a", 8, 0.5)
+    assert asked.schedule.milestone("a", 8) == 11
+    assert asked.says("x", 6, 0.6) == "stop"
+
+
+def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_before() -> None:
+    asked = three_others(MedianStopping())
+    for step in (1, 2, 3, 4):
+        assert asked.says("a", step, 9.9) == "continue"
+    assert asked.schedule.milestone("a", 1) == 5
+    stop = asked.report("x", 1, 0.21)
+    assert isinstance(stop, Stop)
+    assert asked.report("x", 1, 0.0) == stop
+
+
+def test_who_is_added_again_after_its_end_goes_on_though_it_was_stopped() -> None:
+    asked = three_others(MedianStopping())
+    asked.says("x", 1, 0.21)
+    asked.end("x")
+    asked.add("x")
+    assert asked.says("x", 1, 0.21) == "continue"
+    assert asked.says("x", 2, 0.21) == "stop"
+
+
+def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing() -> None:
+    asked = three_others(MedianStopping())
+    with pytest.raises(BadMetric):
+        asked.report("x", 1, float("nan"))
+    asked.add("y")
+    assert asked.says("y", 1, 0.2) == "continue"
+    assert asked.says("x", 1, 0.2) == "continue"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+def test_who_stops_is_whom_the_rule_of_the_paper_stops(
+    data: st.DataObject, grace: int, samples: int, stride: int
+) -> None:
+    """The rule in plain words, over all reports at once. Every trial reports at a stride of its own."""
+    asked = Asked(MedianStopping(grace_period=grace, min_samples_required=samples))
+    strides = {f"t{number}": data.draw(st.integers(1, stride)) for number in range(5)}
+    asked.add(*strides)
+    seen: dict[str, dict[int, int]] = {trial: {} for trial in strides}
+    for _ in range(25):
+        trial = data.draw(st.sampled_from(sorted(strides)))
+        step, loss = max(seen[trial], default=0) + strides[trial], data.draw(st.integers(0, 4))
+        said = asked.says(trial, step, loss)
+        seen[trial][step] = loss
+        averages = []
+        for other, reports in seen.items():
+            counted = [value for at, value in reports.items() if grace <= at <= step]
+            if other != trial and counted and max(reports) >= step:
+                averages.append(mean(counted))
+        if len(averages) >= samples and step >= grace:
+            best = min(value for at, value in seen[trial].items() if at >= grace)
+            if abs(best - median(averages)) > 1e-9:
+                assert said == ("stop" if best > median(averages) else "continue")
+        else:
+            assert said == "continue"
+        if said == "stop":
+            asked.end(trial)
+            asked.add(trial)
+
+
+# ------------------------------------------------------------------------------------- time slices
+
+
+SLICED = MedianStopping(min_time_slice=2, min_samples_required=2)
+
+
+def test_who_has_too_few_to_be_compared_with_gives_its_slot_away_after_its_time_slice() -> None:
+    asked = Asked(SLICED)
+    asked.add("a")
+    assert asked.says("a", 1, 0.5) == "continue"
+    assert asked.report("a", 2, 0.5) == Pause(reason="waits at step 2 for others to be compared with")
+    assert asked.says("a", 2, 0.5) == "pause"  # it died while it saved
+    assert asked.resume_all() == []
+
+
+def test_who_has_given_its_slot_away_gets_one_when_there_are_enough_to_compare_it_with() -> None:
+    asked = Asked(SLICED)
+    asked.add("a", "b", "c")
+    assert [asked.says(trial, 2, loss) for trial, loss in (("a", 0.3), ("b", 0.2))] == ["pause", "pause"]
+    assert asked.resume_all() == []
+    assert asked.says("c", 2, 0.25) == "continue"
+    assert asked.resume_all() == ["a", "b"]
+    assert asked.says("a", 3, 0.1) == "continue"  # a slice of its own begins
+
+
+def test_who_has_given_its_slot_away_gets_one_when_there_is_no_new_trial_the_least_trained_first() -> None:
+    asked = Asked(MedianStopping(min_time_slice=2, min_samples_required=4))
+    asked.add("a", "b")
+    asked.says("a", 3, 0.1)
+    asked.says("b", 2, 0.1)
+    asked.schedule.exhausted()
+    assert asked.resume_all() == ["b", "a"]
+    asked.says("b", 4, 0.1)
+    asked.add("c")
+    assert asked.resume_all() == []
+    asked.end("b", "a", "c")
+    asked.schedule.exhausted()
+    assert asked.resume_all() == []
+
+
+def test_a_trial_that_trained_on_though_it_was_to_pause_has_its_slot() -> None:
+    asked = Asked(SLICED)
+    asked.add("a")
+    asked.says("a", 2, 0.5)
+    assert asked.says("a", 3, 0.5) == "continue"
+    asked.schedule.exhausted()
+    assert asked.resume_all() == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"grace_period": 0},
+        {"min_samples_required": 0},
+        {"interval": 0},
+        {"interval": 1.5},
+        {"min_time_slice": 0},
+        {"min_time_slice": -1},
+    ],
+)
+def test_what_cannot_be_is_refused_at_construction_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput, match=r"^MedianStopping\(.*expected whole numbers from 1 on"):
+        MedianStopping(**wrong)
