@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from prefect.futures import PrefectFuture
 
@@ -15,21 +15,51 @@ from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.run_trial import AttemptResult, run_trial
 
-__all__ = ["Crew", "Message", "Over"]
+__all__ = ["Crew", "LocalCrew", "Message", "Over"]
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """An attempt has ended: with a result, or with what it died of."""
+    """An attempt has ended, and perhaps what it died of; how it ended is in its journal."""
 
     trial: str
-    result: AttemptResult | BaseException
+    error: BaseException | None = None
 
 
 Message: TypeAlias = Heard | Over
+# Whoever runs the experiment decides whether there is another attempt, and journals it.
+_ATTEMPT = run_trial.with_options(retries=0)
 
 
-class Crew:
+class Crew(Protocol):
+    """Who trains."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, trial: str) -> bool: ...
+
+    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+        """Start attempt number `attempt`; entry `absorbed` of the trial's journal is the last one known."""
+        ...
+
+    def answer(self, trial: str, said: GoOn | Leave) -> None:
+        """Tell a trial; one that has ended meanwhile need not hear it."""
+        ...
+
+    def stop(self) -> None:
+        """Have every trial save and end."""
+        ...
+
+    def hear(self, patience: timedelta) -> list[Message]:
+        """Return what has been said since, after waiting for the first word."""
+        ...
+
+    def dismiss(self, trial: str) -> None:
+        """Take note that an attempt is over."""
+        ...
+
+
+class LocalCrew:
     """The attempts that run now, each in a thread of the task runner that supervises a process of its own."""
 
     def __init__(self, nursery: Nursery) -> None:
@@ -44,26 +74,23 @@ class Crew:
     def __contains__(self, trial: str) -> bool:
         return trial in self._futures
 
-    def start(self, plan: TrialPlan, orders: Orders) -> None:
-        """Start an attempt."""
+    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+        del attempt, absorbed  # everything is told here
         trial = plan.trial.trial
         line = DirectLine(trial, self._inbox.put, self._nursery)
         self._lines[trial] = line
-        self._futures[trial] = run_trial.submit(plan, orders, line)
-        self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _result_of(future))))
+        self._futures[trial] = _ATTEMPT.submit(plan, orders, line)
+        self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _error_of(future))))
 
-    def answer(self, trial: str, answer: GoOn | Leave) -> None:
-        """Tell a trial; one that has ended meanwhile need not hear it."""
+    def answer(self, trial: str, said: GoOn | Leave) -> None:
         if trial in self._lines:
-            self._lines[trial].answer(answer)
+            self._lines[trial].answer(said)
 
     def stop(self) -> None:
-        """Have every trial save and end."""
         for line in self._lines.values():
             line.stop.set()
 
     def hear(self, patience: timedelta) -> list[Message]:
-        """Return what has been said since, after waiting for the first word."""
         heard: list[Message] = []
         try:
             heard.append(self._inbox.get(timeout=patience.total_seconds()))
@@ -73,12 +100,12 @@ class Crew:
             return heard
 
     def dismiss(self, trial: str) -> None:
-        """Take note that an attempt is over."""
         del self._lines[trial], self._futures[trial]
 
 
-def _result_of(future: PrefectFuture[AttemptResult]) -> AttemptResult | BaseException:
+def _error_of(future: PrefectFuture[AttemptResult]) -> BaseException | None:
     try:
-        return future.result()
+        future.result()
     except BaseException as error:  # noqa: BLE001  whatever ended it is judged by the driver
         return error
+    return None

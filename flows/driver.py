@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import assert_never
 
-from prefect_tune.core.errors import BadMetric, ResumeFailed, StoreRefused, TuneError
+from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, StoreRefused
 from prefect_tune.core.events import (
     Absorbed,
     Cause,
@@ -33,12 +33,11 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave
 from prefect_tune.flows.council import Council, trial_id
 from prefect_tune.flows.crew import Crew, Message, Over
+from prefect_tune.flows.listening import Listener
 from prefect_tune.stores.staging import side_by_side
-from prefect_tune.tasks.attempt import Failed
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.line import Told, Wrote
 from prefect_tune.tasks.plan import Orders, TrialPlan
-from prefect_tune.tasks.run_trial import AttemptResult
 from prefect_tune.tasks.trial_channel import Log
 
 __all__ = ["Driver", "Limits"]
@@ -66,8 +65,18 @@ class Driver:
     told is what the journal was told, in its order. So whoever resumes is where this one was.
     """
 
-    def __init__(self, plan: TrialPlan, limits: Limits, council: Council, crew: Crew, book: Book, log: Log) -> None:
+    def __init__(
+        self,
+        plan: TrialPlan,
+        limits: Limits,
+        council: Council,
+        crew: Crew,
+        book: Book,
+        log: Log,
+        listener: Listener,
+    ) -> None:
         self._plan = plan
+        self._listener = listener
         self._limits = limits
         self._council = council
         self._crew = crew
@@ -78,6 +87,7 @@ class Driver:
         self._then: list[Callable[[], None]] = []
         self._startable: deque[str] = deque()
         self._put_aside: dict[str, tuple[Quarantined, ...]] = {}
+        self._attempts: dict[str, int] = {}  # how many there were before the present one
         self._broken: dict[str, str] = {}
         self._lost: dict[str, int] = {}
         self._search_is_done = False
@@ -114,6 +124,7 @@ class Driver:
         before = self._state.happened
         self._state = after_event(self._state, event, self._book.experiment.number + 1)
         self._unwritten.append(event)
+        self._listener.happened(event, self._state)
         if self._state.happened > before:
             trial = self._state.trial(str(getattr(event, "trial", "")))
             for happening in trial.past[before - self._state.happened :]:
@@ -125,6 +136,7 @@ class Driver:
         if self._unwritten and not (waits and len(self._crew)):
             self._book.write(self._unwritten)
             self._state, self._unwritten = self._book.experiment, []
+            self._listener.wrote(self._state)
             self._synced_at = time.monotonic()
         acts, self._then = self._then, []
         for act in acts:
@@ -194,7 +206,8 @@ class Driver:
             saves_first=self._council.saves_first,
             puts_aside=self._put_aside.pop(trial, ()),
         )
-        self._then.append(lambda: self._crew.start(plan, orders))
+        self._attempts[trial] = state.attempt
+        self._then.append(lambda: self._crew.start(plan, orders, state.attempt + 1, state.absorbed))
 
     # --------------------------------------------------------------------------------------------- the trials
 
@@ -231,6 +244,7 @@ class Driver:
             self._put(Absorbed(trial=trial, number=entry.number, events=_own(entry.events)))
 
     def _told(self, told: Told) -> None:
+        self._listener.told(told, self._state)
         if not told.asks:
             return
         try:
@@ -266,22 +280,26 @@ class Driver:
     # ---------------------------------------------------------------------------------------------- their ends
 
     def _conclude(self, over: Over) -> None:
+        """Judge how an attempt ended by what is in its journal."""
+        trial = self._state.trial(over.trial)
+        began = trial.attempt > self._attempts.pop(over.trial)
         if over.trial in self._broken:
-            self._give_up(over.trial, Cause.BAD_METRIC, self._broken.pop(over.trial))
-        elif isinstance(over.result, AttemptResult):
-            if isinstance(over.result.outcome, Failed):
-                self._failed(over.trial, over.result.outcome)
-        elif isinstance(over.result, ResumeFailed | StoreRefused):
-            self._give_up(over.trial, Cause.USER, str(over.result))
-        elif isinstance(over.result, TuneError):
-            self._lose(over.trial, over.result)
-        else:
-            raise over.result
+            self._give_up(trial.trial, Cause.BAD_METRIC, self._broken.pop(trial.trial))
+        elif isinstance(over.error, ResumeFailed | StoreRefused | InvalidInput):
+            self._give_up(trial.trial, Cause.USER, str(over.error))
+        elif over.error is not None and not isinstance(over.error, Exception):
+            raise over.error  # nobody is to go on after a Ctrl-C
+        elif trial.status is Status.PENDING and trial.cause is not None and began:
+            self._failed(trial, trial.cause)
+        elif trial.status is Status.RUNNING or (over.error is not None and trial.status is Status.PENDING):
+            self._lose(trial.trial, over.error)
+        elif trial.status is Status.PENDING:
+            self._startable.append(trial.trial)  # it was stopped before it began
 
-    def _failed(self, trial: str, failed: Failed) -> None:
-        if not (self._ends and failed.cause is Cause.PREEMPTED):
-            self._log.warning("trial %s: attempt failed: %s: %s", trial, failed.cause, failed.message)
-        self._judge(trial, failed.cause)
+    def _failed(self, trial: Trial, cause: Cause) -> None:
+        if not (self._ends and cause is Cause.PREEMPTED):
+            self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
+        self._judge(trial.trial, cause)
 
     def _judge(self, trial: str, cause: Cause) -> None:
         state = self._state.trial(trial)
@@ -298,12 +316,13 @@ class Driver:
             case never:
                 assert_never(never)
 
-    def _lose(self, trial: str, error: TuneError) -> None:
+    def _lose(self, trial: str, error: BaseException | None) -> None:
         """An attempt that could not write how it ended is a failure of the machine that no journal counts."""
+        why = f"{type(error).__name__}: {error}" if error else "it ended without a word"
         self._lost[trial] = self._lost.get(trial, 0) + 1
-        self._log.warning("trial %s: attempt lost: %s: %s", trial, type(error).__name__, error)
+        self._log.warning("trial %s: attempt lost: %s", trial, why)
         if self._lost[trial] > self._limits.failures.max_machine_failures:
-            self._give_up(trial, Cause.MACHINE, f"{self._lost[trial]} attempts were lost: {error}")
+            self._give_up(trial, Cause.MACHINE, f"{self._lost[trial]} attempts were lost: {why}")
         else:
             self._startable.append(trial)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -143,8 +142,7 @@ def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, poli
 
 def _attempt(plan: TrialPlan, state: Experiment, policy: FailurePolicy, stop: threading.Event) -> Experiment:
     """Run one attempt, then decide what its end means."""
-    with closing(SoloLine(plan, stop)) as line:
-        attempt = run_trial(plan, Orders(epoch=state.epoch), line)
+    attempt = run_trial(plan, Orders(epoch=state.epoch), SoloLine(plan, stop))
     outcome, after = attempt.outcome, attempt.experiment
     if not isinstance(outcome, Failed):
         return after

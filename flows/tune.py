@@ -23,8 +23,9 @@ from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.values import digest_of
 from prefect_tune.flows.council import Council
-from prefect_tune.flows.crew import Crew
+from prefect_tune.flows.crew import LocalCrew
 from prefect_tune.flows.driver import Driver, Limits
+from prefect_tune.flows.listening import Listeners
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.results import Results
 from prefect_tune.tasks import restore_experiment_state
@@ -141,7 +142,7 @@ def _search(plan: TrialPlan, limits: Limits, council: Council) -> Experiment:
         with Nursery(slots=limits.max_concurrent_trials) as nursery:
             if plan.isolation == "process":
                 nursery.prepare()
-            return Driver(plan, limits, council, Crew(nursery), book, get_run_logger()).run(stop.is_set)
+            return Driver(plan, limits, council, LocalCrew(nursery), book, get_run_logger(), Listeners()).run(stop.is_set)
 
     return interruptible(search, grace=plan.grace)
 

@@ -132,6 +132,8 @@ class _Supervisor:
         else:
             self._handed_over += 1
             self._ledger.save(HandedOver(done.report, Path(done.checkpoint), done.handed_over), self._saved)
+        if done.asks and self._line.reads_journal:
+            self._ledger.flush()
         self._asks = done.asks
         self._line.told(done.report, asks=done.asks)
 

@@ -89,6 +89,10 @@ class Ledger:
         self._waiting.append(handed_over.report)
         self._work.put(lambda: self._save(handed_over, committed))
 
+    def flush(self) -> None:
+        """Have the reports so far journaled soon: somebody reads them there, and answers."""
+        self._work.put(self._sync)
+
     def save_state(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
         """As `save`, of a step that was noted before."""
         self._work.put(lambda: self._save(handed_over, committed))

@@ -31,12 +31,21 @@ class Line(Protocol):
         """Set when the trial is to save and end."""
         ...
 
+    @property
+    def reads_journal(self) -> bool:
+        """Whether who answers knows a report from the attempt's journal only."""
+        ...
+
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
         """Open a process for the attempt to train in."""
         ...
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         """Have the answers told to the trial, those that came before among them."""
+        ...
+
+    def close(self) -> None:
+        """Take note that the attempt is over."""
         ...
 
     def told(self, report: StepReport, *, asks: bool) -> None:
@@ -74,6 +83,7 @@ class DirectLine:
 
     def __init__(self, trial: str, hear: Callable[[Heard], None], nursery: Nursery) -> None:
         self.trial = trial
+        self.reads_journal = False
         self.process = nursery.process
         self.stop = threading.Event()
         self._hear = hear
@@ -101,12 +111,16 @@ class DirectLine:
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
         self._hear(Wrote(self.trial, experiment.number, tuple(events)))
 
+    def close(self) -> None:
+        """Nothing to let go of."""
+
 
 class SoloLine:
     """The line of a trial that is all there is: nobody is asked, and what is written is shown in the UI."""
 
     def __init__(self, plan: TrialPlan, stop: threading.Event) -> None:
         self.stop = stop
+        self.reads_journal = False
         self.process = trial_process
         self._plan = plan
         self._bulletin = Bulletin(plan.trial.experiment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -71,7 +72,11 @@ def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
         ResumeFailed: there are checkpoints, and none of them can be used.
         StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
     """
-    log = get_run_logger()
+    with closing(line):
+        return _attempt(plan, orders, line, get_run_logger())
+
+
+def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptResult:
     book = _book(plan, orders, line)
     if line.stop.is_set():
         return AttemptResult(Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), book.experiment)

@@ -36,7 +36,7 @@ from prefect_tune.core.spans import begin_of, boundaries
 from prefect_tune.core.store import Buffer, ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 
-__all__ = ["append", "entries_beyond", "history", "load", "take_over"]
+__all__ = ["append", "entries_beyond", "history", "load", "next_entry", "take_over"]
 
 _RACES = 16
 
@@ -67,6 +67,17 @@ def entries_beyond(
         JournalCorrupt: an entry is missing or altered.
     """
     return [entry for entry, _ in _entries(store, journal_key(journal), number, side_by_side)]
+
+
+def next_entry(store: ObjectStore, experiment: JournalKey | str, number: int) -> Entry | None:
+    """Return the entry after `number` if it is there: one request, for whoever watches a journal grow.
+
+    Raises:
+        JournalCorrupt: it is damaged.
+    """
+    path = journal_key(experiment).entry_path(number + 1)
+    data = _read_if_there(store, path)
+    return _decode(data, path) if data is not None else None
 
 
 def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:

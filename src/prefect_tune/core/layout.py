@@ -7,6 +7,7 @@
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
 <experiment>/trials/<trial>/blobs/<digest>-<sequence>
+<experiment>/trials/<trial>/answers/<attempt>-<step>.json
 <experiment>/trials/<trial>/artifacts/index/0000000001.json
 <experiment>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
 """
@@ -96,6 +97,10 @@ class TrialKey(Value):
     @property
     def artifacts(self) -> str:
         return f"{self.folder}/artifacts"
+
+    def answer_path(self, attempt: int, step: int) -> str:
+        """Return the path of what an attempt is told when it asks at `step`; step 0 is for what it did not ask."""
+        return f"{self.folder}/answers/{attempt:06d}-{step:0{_DIGITS}d}.json"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:
         """Return the path of a blob first written by the save that began after entry `sequence`."""

@@ -1,0 +1,152 @@
+"""Attempts on other machines: started by whatever reaches them, heard by their journals, answered on the target."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.answers import UNASKED, answer
+from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.events import Reported, Started
+from prefect_tune.core.journal import next_entry
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.wire import GoOn, Leave, StopAndSave
+from prefect_tune.flows.crew import Message, Over
+from prefect_tune.tasks.line import Told, Wrote
+from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.store_line import StoreLine
+from prefect_tune.tasks.transient import retrying
+
+__all__ = ["Elsewhere", "RemoteCrew"]
+
+_REQUEST = timedelta(seconds=60)
+
+
+class Elsewhere(Protocol):
+    """Starts an attempt on another machine; started again with the same attempt number, it finds the same one."""
+
+    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+        """Return what waits for its end: it raises what the attempt died of, where that is known."""
+        ...
+
+
+@dataclass
+class _Attempt:
+    plan: TrialPlan
+    number: int
+    milestone: int | None
+    read: int
+    """The last entry of its journal that was read."""
+    asked: int = UNASKED
+
+
+class RemoteCrew:
+    """As `Crew`, for attempts that share nothing with this process but the target."""
+
+    def __init__(self, target: StorageTarget, elsewhere: Elsewhere, look_every: timedelta) -> None:
+        self._target = target
+        self._elsewhere = elsewhere
+        self._look_every = look_every
+        self._ends: queue.SimpleQueue[Over] = queue.SimpleQueue()
+        self._attempts: dict[str, _Attempt] = {}
+        self._stopped = False
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def __contains__(self, trial: str) -> bool:
+        return trial in self._attempts
+
+    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+        """Start an attempt; its journal is read from entry `absorbed` on."""
+        trial = plan.trial.trial
+        line = StoreLine(self._target, plan.trial, attempt)
+        wait = self._elsewhere(plan, orders, line, attempt)
+        self._attempts[trial] = _Attempt(plan, attempt, orders.milestone, absorbed)
+        threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
+
+    def answer(self, trial: str, said: GoOn | Leave) -> None:
+        """Tell a trial, durably; one that has ended meanwhile need not hear it."""
+        attempt = self._attempts.get(trial)
+        if attempt is None:
+            return
+        if isinstance(said, GoOn):
+            attempt.milestone = said.milestone
+        self._say(attempt, attempt.asked, said)
+        attempt.asked = UNASKED
+
+    def stop(self) -> None:
+        """Have every trial save and end."""
+        if not self._stopped:
+            self._stopped = True
+            for attempt in self._attempts.values():
+                self._say(attempt, UNASKED, StopAndSave())
+
+    def hear(self, patience: timedelta) -> list[Message]:
+        """Return what has been said since, after waiting for the first word."""
+        end = time.monotonic() + patience.total_seconds()
+        while True:
+            over = self._over(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
+            heard = [message for attempt in self._attempts.values() for message in self._read(attempt)]
+            if heard or over or time.monotonic() >= end:
+                return [*heard, *over]
+
+    def dismiss(self, trial: str) -> None:
+        """Take note that an attempt is over."""
+        del self._attempts[trial]
+
+    def _await(self, trial: str, wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except BaseException as error:  # noqa: BLE001  whatever ended it is judged by the driver
+            self._ends.put(Over(trial, error))
+        else:
+            self._ends.put(Over(trial))
+
+    def _over(self, patience: timedelta) -> list[Over]:
+        found: list[Over] = []
+        try:
+            found.append(self._ends.get(timeout=patience.total_seconds()))
+            while True:
+                found.append(self._ends.get_nowait())
+        except queue.Empty:
+            return found
+
+    def _read(self, attempt: _Attempt) -> list[Message]:
+        """What its journal says that is new. A target that is away now is read later."""
+        try:
+            with self._target.open(timeout=_REQUEST) as store:
+                return self._new_entries(store, attempt)
+        except StoreUnavailable:
+            return []
+
+    def _new_entries(self, store: ObjectStore, attempt: _Attempt) -> list[Message]:
+        trial, heard = attempt.plan.trial.trial, list[Message]()
+        while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
+            attempt.read = entry.number
+            heard.append(Wrote(trial, entry.number, entry.events))
+            for event in entry.events:
+                match event:
+                    case Started(attempt=number):
+                        attempt.number = number
+                    case Reported(report=report):
+                        asks = attempt.milestone is not None and report.step >= attempt.milestone
+                        attempt.asked = report.step if asks else attempt.asked
+                        heard.append(Told(trial, report, asks))
+                    case _:
+                        pass
+        return heard
+
+    def _say(self, attempt: _Attempt, step: int, said: GoOn | Leave | StopAndSave) -> None:
+        def say() -> None:
+            with self._target.open(timeout=_REQUEST) as store:
+                answer(store, attempt.plan.trial, attempt.number, step, said)
+
+        retrying(say)

@@ -1,0 +1,49 @@
+"""What a trial elsewhere is told, by way of the target: the one channel between machines that outlives both ends."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.sealed import seal, unseal
+from prefect_tune.core.settle import create_or_recognize
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.values import Value
+from prefect_tune.core.wire import GoOn, Leave, StopAndSave
+
+__all__ = ["UNASKED", "Answered", "answer", "read_answer"]
+
+UNASKED = 0
+"""The step under which a trial is told what it did not ask for."""
+
+
+class Answered(Value):
+    """An answer as it lies on the target."""
+
+    format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
+    version: Literal[1] = 1
+    answer: Annotated[GoOn | Leave | StopAndSave, Field(discriminator="type")]
+
+
+def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, said: GoOn | Leave | StopAndSave) -> None:
+    """Tell an attempt that asks at `step`. The first answer stands: it was journaled before it was given."""
+    try:
+        create_or_recognize(store, trial.answer_path(attempt, step), seal(Answered(answer=said)))
+    except AlreadyExists:
+        return  # an owner before us has told it what the journal says
+
+
+def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> GoOn | Leave | StopAndSave | None:
+    """Return what the attempt is told at `step`; None as long as nobody has said.
+
+    Raises:
+        JournalCorrupt: it is damaged.
+    """
+    path = trial.answer_path(attempt, step)
+    try:
+        return unseal(Answered, store.read(path), path, JournalCorrupt).answer
+    except ObjectNotFound:
+        return None

@@ -1,0 +1,116 @@
+"""The line of a trial that trains elsewhere: its journal is what it says, and answers are found on the target."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import copy_context
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.answers import UNASKED, read_answer
+from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.events import Event
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.values import StepReport
+from prefect_tune.core.wire import Start, StopAndSave
+from prefect_tune.tasks.line import Answer
+from prefect_tune.tasks.trial_channel import TrialChannel, trial_process
+from prefect_tune.tasks.trial_output import Log
+
+__all__ = ["StoreLine"]
+
+_REQUEST = timedelta(seconds=30)
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 1.0
+_UNASKED_SECONDS = 2.0
+
+
+class StoreLine:
+    """A value until it is connected, so that it can be sent to another machine.
+
+    The attempt writes a report at which it asks into its journal at once; the answer is an object
+    that whoever owns the experiment by then creates, be it the one who started this attempt or not.
+    """
+
+    reads_journal = True
+
+    def __init__(self, target: StorageTarget, trial: TrialKey, attempt: int) -> None:
+        self._target = target
+        self._trial = trial
+        self._attempt = attempt
+        self._open()
+
+    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int]:
+        return self._target, self._trial, self._attempt
+
+    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int]) -> None:
+        self._target, self._trial, self._attempt = state
+        self._open()
+
+    def _open(self) -> None:
+        self.stop = threading.Event()
+        self._asked: int | None = None
+        self._asks = threading.Event()
+        self._closed = threading.Event()
+
+    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
+        return trial_process(start, log, environment)
+
+    def connect(self, tell: Callable[[Answer], None]) -> None:
+        """Begin to look for answers."""
+        watch = (self._watch, tell)
+        threading.Thread(target=copy_context().run, args=watch, name="answers", daemon=True).start()
+
+    def told(self, report: StepReport, *, asks: bool) -> None:
+        if asks:
+            self._asked = report.step
+            self._asks.set()
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        """The journal lies where its reader looks."""
+
+    def close(self) -> None:
+        """Look for no more answers."""
+        self._closed.set()
+        self._asks.set()
+
+    def _watch(self, tell: Callable[[Answer], None]) -> None:
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while not self._closed.is_set():
+            self._asks.wait(_UNASKED_SECONDS)
+            if self._look(tell):
+                pause_seconds = _FIRST_PAUSE_SECONDS
+            elif self._asked is not None:
+                self._closed.wait(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _look(self, tell: Callable[[Answer], None]) -> bool:
+        """Whether there was an answer to what was asked. A target that is away now is asked again."""
+        try:
+            with self._target.open(timeout=_REQUEST) as store:
+                self._look_for_unasked(store, tell)
+                step = self._asked
+                found = read_answer(store, self._trial, self._attempt, step) if step is not None else None
+        except StoreUnavailable:
+            return False
+        if found is None or isinstance(found, StopAndSave):
+            return False
+        self._asked = None
+        self._asks.clear()
+        tell(found)
+        return True
+
+    def _look_for_unasked(self, store: ObjectStore, tell: Callable[[Answer], None]) -> None:
+        if self.stop.is_set():
+            return
+        match read_answer(store, self._trial, self._attempt, UNASKED):
+            case None:
+                return
+            case StopAndSave():
+                self.stop.set()
+            case answer:
+                tell(answer)
