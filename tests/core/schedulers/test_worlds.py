@@ -1,0 +1,126 @@
+"""Whole experiments in random worlds: nobody is forgotten, nothing hangs, and a replay ends in the same state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.median_stopping import MedianStopping
+from prefect_tune.core.schedulers.pbt import PBT
+from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.search.domains import uniform
+from tests.core.schedulers.asking import LOSS
+from tests.fakes.virtual_driver import Config, Outcome, Recorded, Table, VirtualRun, World, would_answer
+
+MAX_T = 27
+SCHEDULERS: Mapping[str, Scheduler] = {
+    "fifo": FIFO(),
+    "asha-stopping": ASHA(MAX_T),
+    "asha-promotion": ASHA(MAX_T, variant="promotion"),
+    "asha-brackets": ASHA(MAX_T, grace_period=2, reduction_factor=2, brackets=3, variant="promotion"),
+    "hyperband": Hyperband(MAX_T),
+    "hyperband-2.5": Hyperband(20, 2.5),
+    "median": MedianStopping(grace_period=2, min_samples_required=2),
+    "median-sliced": MedianStopping(interval=2, min_samples_required=3, min_time_slice=3),
+    "pbt": PBT(4, {"lr": uniform(0, 1), "row": list(range(8))}),
+    "pbt-burn-in": PBT(3, {"lr": uniform(0, 1)}, quantile_fraction=0.5, burn_in_period=7),
+}
+every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+
+worlds = st.builds(
+    World,
+    slots=st.integers(1, 6),
+    max_steps=st.sampled_from([5, 20, 30]),  # ends before, between and after the last rungs
+    death_probability=st.sampled_from([0.0, 0.02, 0.2]),
+    saves_every=st.sampled_from([0, 1, 4]),
+    reports_every=st.sampled_from([1, 1, 3, 10, 40]),
+    deaths_allowed=st.sampled_from([0, 3, 20]),
+    seed=st.integers(0, 1 << 20),
+)
+
+
+def table(seed: int) -> Table:
+    """Eight learning curves with many equal losses."""
+    chance = random.Random(seed)
+    return Table([[float(chance.randint(0, 5)) for _ in range(40)] for _ in range(8)])
+
+
+def run(scheduler: Scheduler, world: World, trials: int) -> tuple[Recorded, Outcome]:
+    configs: list[Config] = [{"row": number % 8, "lr": 0.5} for number in range(trials)]
+    recorded = Recorded(scheduler.begin(LOSS, world.seed))
+    return recorded, VirtualRun(recorded, table(world.seed), configs, world).run()
+
+
+@every_scheduler
+@settings(max_examples=40, deadline=None)
+@given(world=worlds, trials=st.integers(0, 30))
+def test_every_experiment_comes_to_its_end_with_no_trial_left_behind(
+    scheduler: Scheduler, world: World, trials: int
+) -> None:
+    _, outcome = run(scheduler, world, trials)
+    assert len(outcome.trials) == trials
+    assert {trial.status for trial in outcome.trials.values()} <= {"ended"}
+
+
+@every_scheduler
+@settings(max_examples=8, deadline=None)
+@given(world=worlds, trials=st.integers(1, 12))
+def test_at_every_point_one_that_is_told_the_history_is_in_the_same_state(
+    scheduler: Scheduler, world: World, trials: int
+) -> None:
+    """Told what a journal holds, that is, and neither asked anything nor told that there were no more trials."""
+    recorded, _ = run(scheduler, world, trials)
+    for cut in range(len(recorded.told) + 1):
+        fresh, no_more = scheduler.begin(LOSS, world.seed), False
+        trials_by_then = []
+        for told in recorded.told[:cut]:
+            if told.name == "exhausted":
+                no_more = True
+            else:
+                told.to(fresh)
+            if told.name == "added":
+                trials_by_then.append(told.arguments[0])
+                no_more = False
+        if no_more:
+            fresh.exhausted()
+        if cut:
+            assert would_answer(fresh, trials_by_then) == recorded.told[cut - 1].state
+        for told in recorded.told[cut:]:
+            assert told.to(fresh) == told.answer
+
+
+@every_scheduler
+@settings(max_examples=20, deadline=None)
+@given(world=worlds, trials=st.integers(1, 12))
+def test_who_asks_twice_gets_the_same_kind_of_answer_and_changes_nothing(
+    scheduler: Scheduler, world: World, trials: int
+) -> None:
+    recorded, _ = run(scheduler, world, trials)
+    twice = scheduler.begin(LOSS, world.seed)
+    for told in recorded.told:
+        answer = told.to(twice)
+        assert answer == told.answer
+        if told.name == "decide" and answer.type != "exploit":  # after one it is another trial that asks
+            assert told.to(twice).type == answer.type
+
+
+@pytest.mark.parametrize("slots", [1, 2, 7])
+def test_promotion_and_hyperband_train_no_step_twice_when_nobody_dies(slots: int) -> None:
+    for scheduler in (SCHEDULERS["asha-promotion"], SCHEDULERS["asha-brackets"], SCHEDULERS["hyperband"]):
+        _, outcome = run(scheduler, World(slots=slots, seed=5), 60)
+        trained = [(each.trial, step) for each in outcome.segments for step in range(each.start, each.end)]
+        assert len(trained) == len(set(trained))
+
+
+@pytest.mark.parametrize("trials", [1, 2, 3, 8, 9, 20])
+def test_even_a_small_search_trains_a_trial_to_the_end(trials: int) -> None:
+    for name in ("asha-stopping", "asha-promotion", "hyperband"):
+        _, outcome = run(SCHEDULERS[name], World(slots=4), trials)
+        assert outcome.reached(MAX_T)
