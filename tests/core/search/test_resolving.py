@@ -329,6 +329,17 @@ def test_the_option_is_taken_that_gives_exactly_this_or_else_the_first_that_can(
     assert first == Found("model", MODELS, index)
 
 
+def test_an_option_without_anything_to_draw_can_give_exactly_this() -> None:
+    domain = choice([{"a": uniform(0, 1)}, {}])
+    assert list(read({"p": domain}, {"p": {}})) == [Found("p", domain, 1)]
+
+
+def test_an_option_does_not_fit_if_only_part_of_it_does() -> None:
+    domain = choice([{"a": uniform(0, 1), "b": 1}, {"a": uniform(0, 9), "c": 1}])
+    readings = list(read({"p": domain}, {"p": {"a": 0.5, "b": 2}}))
+    assert readings == [Misfit("p", repr(domain), {"a": 0.5, "b": 2})]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
@@ -359,3 +370,5 @@ def test_a_configuration_holds_what_a_part_of_it_says() -> None:
     assert not holds(whole, {"b": {"c": []}})
     assert not holds(whole, {"a": 1, "x": None})
     assert not holds(whole, {"a": {}})
+    assert not holds({"a": "x"}, {"a": ["x"]})
+    assert not holds({"a": ["x"]}, {"a": "x"})
