@@ -9,7 +9,7 @@ from prefect_tune.core.errors import InvalidInput, UnknownVersion
 from prefect_tune.core.store import Buffer
 from prefect_tune.core.values import Value, canonical_json, digest_of, parse
 
-__all__ = ["VERSION", "as_read_back", "seal", "unseal"]
+__all__ = ["VERSION", "as_read_back", "seal", "seal_and_read_back", "unseal"]
 
 VERSION: Final = 1
 """The newest version of every document that this prefect-tune reads, and the one it writes."""
@@ -24,11 +24,17 @@ def seal(value: Value) -> bytes:
     Raises:
         InvalidInput: it holds what JSON cannot say: a NaN, an object, nesting without end.
     """
-    try:
-        body = value.model_dump(mode="json")
-        return canonical_json({**body, _SEAL: digest_of(canonical_json(body))})
-    except (ValueError, TypeError, RecursionError) as unsayable:
-        raise InvalidInput(f"{type(value).__name__}: cannot be stored as JSON: {unsayable}") from unsayable
+    return _sealed(value)[1]
+
+
+def seal_and_read_back(value: _Sealed) -> tuple[bytes, _Sealed]:
+    """Return `seal(value)`, and what `unseal` makes of it, for less than both of them cost.
+
+    Raises:
+        InvalidInput: it could be written, or not even that, and never be read again.
+    """
+    bare, sealed = _sealed(value)
+    return sealed, parse(type(value), bare, InvalidInput, type(value).__name__)
 
 
 def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception]) -> _Sealed:
@@ -41,12 +47,11 @@ def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception
     body = _object(data, where, error)
     if isinstance(found := body.get("version"), int) and found > VERSION:
         raise UnknownVersion(f"{where}: version {found}, and this prefect-tune reads up to {VERSION}: upgrade it")
-    if _canonical(body) != data:
-        raise error(f"{where}: not as it was written ({len(data)} bytes): torn or altered")
     claimed = body.pop(_SEAL, None)
-    bare = canonical_json(body)
-    if claimed != (actual := digest_of(bare)):
-        raise error(f"{where}: expected digest {str(claimed)[:12]}…, found {actual[:12]}… ({len(data)} bytes)")
+    bare, sealed = _rewritten(body)
+    if sealed != data:
+        what = f"expected digest {str(claimed)[:12]}…, found {digest_of(bare)[:12]}… ({len(data)} bytes)"
+        raise error(f"{where}: not as it was written, torn or altered: {what}")
     return parse(model, bare, error, where)
 
 
@@ -56,7 +61,7 @@ def as_read_back(value: _Sealed) -> _Sealed:
     Raises:
         InvalidInput: it could be written, or not even that, and never be read again.
     """
-    return unseal(type(value), seal(value), type(value).__name__, InvalidInput)
+    return seal_and_read_back(value)[1]
 
 
 def _object(data: Buffer, where: str, error: type[Exception]) -> dict[str, object]:
@@ -69,8 +74,27 @@ def _object(data: Buffer, where: str, error: type[Exception]) -> dict[str, objec
     return body
 
 
-def _canonical(body: dict[str, object]) -> bytes | None:
+def _sealed(value: Value) -> tuple[bytes, bytes]:
     try:
-        return canonical_json(body)
+        return _written(value.model_dump(mode="json"))
+    except (ValueError, TypeError, RecursionError) as unsayable:
+        raise InvalidInput(f"{type(value).__name__}: cannot be stored as JSON: {unsayable}") from unsayable
+
+
+def _written(body: dict[str, object]) -> tuple[bytes, bytes]:
+    """Return a document as canonical JSON, without its digest and with it, at its place among the sorted keys."""
+    before = canonical_json({key: value for key, value in body.items() if key < _SEAL})[1:-1]
+    after = canonical_json({key: value for key, value in body.items() if key > _SEAL})[1:-1]
+    bare = _joined(before, after)
+    return bare, _joined(before, f'"{_SEAL}":"{digest_of(bare)}"'.encode(), after)
+
+
+def _rewritten(body: dict[str, object]) -> tuple[bytes, bytes]:
+    try:
+        return _written(body)
     except (ValueError, RecursionError):
-        return None  # a NaN or nesting without end: nothing that `seal` writes
+        return b"", b""  # a NaN or nesting without end: nothing that `seal` writes
+
+
+def _joined(*parts: bytes) -> bytes:
+    return b"{" + b",".join(filter(None, parts)) + b"}"
