@@ -16,7 +16,7 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.segments import decode_segment, encode_segment, listed_segments, steps, write_due_segment
 from prefect_tune.core.spans import begin_of, boundaries, is_boundary
-from prefect_tune.core.store import Buffer
+from prefect_tune.core.store import Buffer, Listed
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.trials import Trials
 from tests.core.driver import JOURNAL
@@ -318,7 +318,7 @@ def test_a_target_that_fails_at_a_segment_does_not_end_the_run(error: Exception,
             self._fail("put", path)
             super().put(path, data)
 
-        def list(self, prefix: str, *, after: str = "") -> Sequence[object]:
+        def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
             if after:
                 self._fail("list", prefix)
             return super().list(prefix, after=after)
