@@ -15,7 +15,7 @@ from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.run_trial import AttemptResult, run_trial
 
-__all__ = ["Crew", "LocalCrew", "Message", "Over"]
+__all__ = ["ATTEMPT", "Crew", "LocalCrew", "Message", "Over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Over:
 
 Message: TypeAlias = Heard | Over
 # Whoever runs the experiment decides whether there is another attempt, and journals it.
-_ATTEMPT = run_trial.with_options(retries=0)
+ATTEMPT = run_trial.with_options(retries=0)
 
 
 class Crew(Protocol):
@@ -79,7 +79,7 @@ class LocalCrew:
         trial = plan.trial.trial
         line = DirectLine(trial, self._inbox.put, self._nursery)
         self._lines[trial] = line
-        self._futures[trial] = _ATTEMPT.submit(plan, orders, line)
+        self._futures[trial] = ATTEMPT.submit(plan, orders, line)
         self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _error_of(future))))
 
     def answer(self, trial: str, said: GoOn | Leave) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 from prefect import flow
+from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.cadence import Cadence
@@ -23,9 +27,11 @@ from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.values import digest_of
 from prefect_tune.flows.council import Council
-from prefect_tune.flows.crew import LocalCrew
+from prefect_tune.flows.crew import Crew, LocalCrew
 from prefect_tune.flows.driver import Driver, Limits
+from prefect_tune.flows.elsewhere import OnDeployment, on_task_runner
 from prefect_tune.flows.listening import Listeners
+from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.results import Results
 from prefect_tune.tasks import restore_experiment_state
@@ -38,6 +44,7 @@ from prefect_tune.tasks.stamp import new_stamp, this_owner
 
 __all__ = ["tune"]
 
+_LOOK_EVERY = timedelta(seconds=0.5)
 _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 
@@ -62,6 +69,8 @@ def tune(
     failures: FailurePolicy | None = None,
     fail_fast: bool = False,
     sync: SyncConfig | None = None,
+    trials: Literal["tasks", "deployment"] = "tasks",
+    trial_deployment: str = "train-trial/train-trial",
     isolation: Literal["process", "thread"] = "process",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
@@ -92,6 +101,9 @@ def tune(
         failures: the retry budgets of a trial. Default: none for its own failures, 10 for the machine's.
         fail_fast: end the experiment at the first trial that errors; the others save and can be resumed.
         sync: periods, timeouts, artifacts, and `commit="async"`.
+        trials: `"tasks"` runs them on the flow's task runner (threads, Dask, Ray); `"deployment"` gives each attempt a
+            flow run of its own, on whatever work pool `trial_deployment` is deployed to.
+        trial_deployment: a deployment of `prefect_tune.flows.train_trial.train_trial`.
         isolation: `"process"` trains each trial in a child process; `"thread"` in this one, for debuggers.
         grace_period_seconds: how long trials may take to save once SIGTERM or a cancellation arrives.
         silence_timeout_seconds: without a report for so long a trial is taken for hung and started again.
@@ -131,18 +143,36 @@ def tune(
     drawn = _seed(seed, name)
     proposals = (search or RandomSearch(num_samples)).begin(space or {}, objective, drawn)
     council = Council(proposals, _begun(scheduler or FIFO(), objective, drawn))
-    return Results(_search(plan, limits, council), plan.target, objective)
+    crew = _crew(plan, limits, OnDeployment(trial_deployment) if trials == "deployment" else None)
+    return Results(_search(plan, limits, council, crew), plan.target, objective)
 
 
-def _search(plan: TrialPlan, limits: Limits, council: Council) -> Experiment:
+def _crew(plan: TrialPlan, limits: Limits, deployment: OnDeployment | None) -> AbstractContextManager[Crew]:
+    """Who trains: threads of this process beside it, or others elsewhere."""
+    if deployment is not None:
+        deployment.require(plan)
+        return nullcontext(RemoteCrew(plan.target, deployment, _LOOK_EVERY))
+    context = FlowRunContext.get()
+    if context is not None and not isinstance(context.task_runner, ThreadPoolTaskRunner):
+        return nullcontext(RemoteCrew(plan.target, on_task_runner, _LOOK_EVERY))
+    return _local_crew(plan, limits)
+
+
+@contextmanager
+def _local_crew(plan: TrialPlan, limits: Limits) -> Iterator[Crew]:
+    with Nursery(slots=limits.max_concurrent_trials) as nursery:
+        if plan.isolation == "process":
+            nursery.prepare()
+        yield LocalCrew(nursery)
+
+
+def _search(plan: TrialPlan, limits: Limits, council: Council, crew: AbstractContextManager[Crew]) -> Experiment:
     def search(stop: threading.Event) -> Experiment:
         check_target(plan.target)
         state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp())
         book = Book(plan.target, state, write_directly, lambda _events, _state: None)
-        with Nursery(slots=limits.max_concurrent_trials) as nursery:
-            if plan.isolation == "process":
-                nursery.prepare()
-            return Driver(plan, limits, council, LocalCrew(nursery), book, get_run_logger(), Listeners()).run(stop.is_set)
+        with crew as who:
+            return Driver(plan, limits, council, who, book, get_run_logger(), Listeners()).run(stop.is_set)
 
     return interruptible(search, grace=plan.grace)
 

@@ -57,6 +57,11 @@ class StoreLine:
         self._asks = threading.Event()
         self._closed = threading.Event()
 
+    def stopped_by(self, stop: threading.Event) -> StoreLine:
+        """Have this event, set by somebody here, stop the trial too."""
+        self.stop = stop
+        return self
+
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
         return trial_process(start, log, environment)
 

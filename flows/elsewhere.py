@@ -1,0 +1,92 @@
+"""The ways to another machine: the flow's task runner (Dask, Ray), or a deployment run for each attempt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.logging import get_run_logger
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.flows.crew import ATTEMPT
+from prefect_tune.flows.train_trial import TrialParameters, orders_as_parameters
+from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.store_line import StoreLine
+
+__all__ = ["OnDeployment", "on_task_runner"]
+
+_LOOK_SECONDS = 2.0
+
+
+def on_task_runner(plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+    """Start an attempt as a task of the flow's task runner."""
+    del attempt
+    return ATTEMPT.submit(plan, orders, line).result
+
+
+class OnDeployment:
+    """Start each attempt as a run of one deployment of `train_trial`, found again by its idempotency key."""
+
+    def __init__(self, deployment: str) -> None:
+        self._deployment = deployment
+
+    def require(self, plan: TrialPlan) -> None:
+        """Find out before anything is written whether it can be done.
+
+        Raises:
+            InvalidInput: there is no such deployment, or the plan cannot be said in its parameters.
+        """
+        TrialParameters.of(plan)
+        try:
+            with get_client(sync_client=True) as client:
+                client.read_deployment_by_name(self._deployment)
+        except ObjectNotFound as missing:
+            raise InvalidInput(
+                f"trial_deployment: there is no deployment {self._deployment!r}; `prefect-tune deploy`, or "
+                "`prefect deploy --all` in a clone, makes it"
+            ) from missing
+
+    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+        del line  # made there, of the same parts
+        run = _run(
+            self._deployment,
+            {
+                "parameters": TrialParameters.of(plan).model_dump(mode="json"),
+                "orders": orders_as_parameters(orders),
+                "attempt": attempt,
+            },
+            f"{plan.trial.experiment}/{plan.trial.trial}/{attempt}",
+        )
+        log = get_run_logger()
+        log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)
+        return lambda: _end_of(run.id)
+
+
+def _run(deployment: str, parameters: dict[str, object], key: str) -> FlowRun:
+    run = run_deployment(deployment, parameters=parameters, timeout=0, idempotency_key=key)
+    if not isinstance(run, FlowRun):
+        raise TypeError("run_deployment was called where it returns a coroutine")
+    return run
+
+
+def _end_of(flow_run: UUID) -> None:
+    """Return when the run has ended. An API that is away says nothing of it, so it is asked again."""
+    while not _has_ended(flow_run):
+        time.sleep(_LOOK_SECONDS)
+
+
+def _has_ended(flow_run: UUID) -> bool:
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(flow_run).state
+    except ObjectNotFound:
+        return True  # deleted: nobody will hear of it again
+    except (PrefectException, httpx.HTTPError, OSError):
+        return False
+    return state is not None and state.is_final()

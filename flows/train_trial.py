@@ -1,0 +1,118 @@
+"""One attempt of a trial as a flow run of its own, for `trials="deployment"`: started by a search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Completed, Failed
+from pydantic import TypeAdapter
+
+from prefect_tune.blocks import SyncConfig, resolve_target, target_reference
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events import Cause
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.retention import Retention
+from prefect_tune.core.values import Value
+from prefect_tune.flows.crew import ATTEMPT
+from prefect_tune.tasks import attempt as outcomes
+from prefect_tune.tasks.interruption import interruptible
+from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.store_line import StoreLine
+
+__all__ = ["TrialParameters", "train_trial"]
+
+_orders: TypeAdapter[Orders] = TypeAdapter(Orders)
+
+
+class TrialParameters(Value):
+    """A `TrialPlan` as parameters of a flow run: nothing secret, and nothing that only one process knows."""
+
+    target: str
+    trial: TrialKey
+    trainable: str
+    stopper: str
+    needs_curve: bool
+    cadence: Cadence
+    retention: Retention
+    sync: dict[str, Any]
+    fingerprint: dict[str, str]
+    grace_period_seconds: float
+    silence_timeout_seconds: float | None
+
+    @classmethod
+    def of(cls, plan: TrialPlan) -> TrialParameters:
+        """Return the parameters of `plan`.
+
+        Raises:
+            InvalidInput: the trainable is not named, or the target would need its secrets told.
+        """
+        if ":" not in plan.trainable:
+            raise InvalidInput(
+                "trials='deployment': another machine has to import the trainable; pass it as 'package.module:Name'"
+            )
+        if plan.isolation != "process":
+            raise InvalidInput("isolation='thread': trials that run as deployments run in processes")
+        return cls(
+            target=target_reference(plan.target),
+            trial=plan.trial,
+            trainable=plan.trainable,
+            stopper=plan.stopper,
+            needs_curve=plan.needs_curve,
+            cadence=plan.cadence,
+            retention=plan.retention,
+            sync=plan.sync.model_dump(mode="json"),
+            fingerprint=dict(plan.fingerprint),
+            grace_period_seconds=plan.grace.total_seconds(),
+            silence_timeout_seconds=plan.silence.total_seconds() if plan.silence else None,
+        )
+
+    def plan(self) -> TrialPlan:
+        """Return the plan that these are the parameters of."""
+        silence = self.silence_timeout_seconds
+        return TrialPlan(
+            target=resolve_target(self.target),
+            trial=self.trial,
+            trainable=self.trainable,
+            stopper=self.stopper,
+            needs_curve=self.needs_curve,
+            cadence=self.cadence,
+            retention=self.retention,
+            sync=SyncConfig.model_validate(self.sync),
+            fingerprint=self.fingerprint,
+            grace=timedelta(seconds=self.grace_period_seconds),
+            silence=None if silence is None else timedelta(seconds=silence),
+            apart=True,
+        )
+
+
+@flow(name="train-trial", flow_run_name="train {parameters.trial.trial}", persist_result=False)
+def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: int) -> State[Any]:
+    """Train one attempt. How it ends is in the trial's journal; the state only shows it.
+
+    Args:
+        parameters: the plan, as `TrialParameters.of` gives it.
+        orders: what is said to this attempt.
+        attempt: its number, by which answers on the target are found.
+    """
+    plan = parameters.plan()
+    line = StoreLine(plan.target, plan.trial, attempt)
+    told = _orders.validate_python(orders)
+    found = interruptible(lambda stop: ATTEMPT(plan, told, line.stopped_by(stop)), grace=plan.grace)
+    match found.outcome:
+        case outcomes.Failed(cause=Cause.PREEMPTED, message=message):
+            return Cancelled(message=message)
+        case outcomes.Failed(message=message):
+            return Failed(message=message)
+        case outcomes.Done(reason=reason) | outcomes.Yielded(reason=reason):
+            return Completed(message=reason)
+
+
+def orders_as_parameters(orders: Orders) -> dict[str, Any]:
+    """Return `orders` as JSON."""
+    dumped: dict[str, Any] = _orders.dump_python(replace(orders), mode="json")
+    return dumped
