@@ -6,7 +6,7 @@ A parameter has the name that `prefect_tune.core.search.space` gives it: `lr`, `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from statistics import NormalDist
@@ -16,7 +16,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from prefect_tune.core.search.domains import Choice, Domain, Grid, SampleFrom
 from prefect_tune.core.search.ranges import Float, Integer, Normal
-from prefect_tune.core.search.reading import Found, Misfit, Missing, read
+from prefect_tune.core.search.reading import Found, Misfit, read
 from prefect_tune.core.search.space import below, option
 
 __all__ = [
@@ -27,14 +27,16 @@ __all__ = [
     "parameters_in",
     "stored_as",
     "without_functions",
+    "without_the_undrawn",
 ]
 
 Scalar: TypeAlias = bool | int | float | str | None
+_NEVER = "\0"  # no configuration has it
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What Optuna knows of a configuration, in the order of the space."""
+    """What Optuna knows of a configuration, in the order in which it was asked."""
 
     values: Mapping[str, Scalar]
     distributions: Mapping[str, BaseDistribution]
@@ -42,39 +44,29 @@ class Parameters:
     """Whether the space would ask for nothing more."""
 
 
-def parameters_in(space: Mapping[str, object], config: Mapping[str, object]) -> Parameters | None:
+def parameters_in(
+    space: Mapping[str, object], domains: Mapping[str, Domain], config: Mapping[str, object]
+) -> Parameters | None:
     """Return the parameters of `config`, which may be of another space; None if one of them lies outside of this.
 
-    What the space has and the configuration has not is left out, and what only the configuration has.
+    `domains` are those of the space, in the order in which they are asked. What the space has and the configuration
+    has not is left out, and what only the configuration has.
     """
-    domains = dict(named_domains(space))
-    found: dict[str, Found] = {}
+    found: dict[str, object] = {}
     is_whole = True
     for reading in read(space, config):
         match reading:
-            case Found(name, Float() | Integer() | Normal() | Choice()):
-                found[name] = reading
+            case Found(name, _, drawn) if name in domains:
+                found[name] = drawn
             case Found():
                 pass  # computed from the others
             case Misfit(name) if name in domains:
                 return None
-            case Misfit() | Missing():
-                is_whole = False
             case _:
-                assert_never(reading)
-    return _parameters(found, is_whole=is_whole)
-
-
-def _parameters(found: Mapping[str, Found], *, is_whole: bool) -> Parameters | None:
-    values: dict[str, Scalar] = {}
-    distributions: dict[str, BaseDistribution] = {}
-    for name, reading in found.items():
-        assert not isinstance(reading.node, SampleFrom)  # noqa: S101 - sorted out by the caller, which mypy forgets
-        if isinstance(reading.node, Choice) and reading.drawn not in _drawable(reading.node):
-            return None
-        values[name] = stored_as(reading.node, reading.drawn)
-        distributions[name] = distribution_of(reading.node)
-    return Parameters(values, distributions, is_whole)
+                is_whole = False
+    asked = {name: domain for name, domain in domains.items() if name in found}
+    values = {name: stored_as(domain, found[name]) for name, domain in asked.items()}
+    return Parameters(values, {name: distribution_of(domain) for name, domain in asked.items()}, is_whole)
 
 
 def named_domains(node: object, name: str = "") -> Iterator[tuple[str, Domain]]:
@@ -97,22 +89,35 @@ def named_domains(node: object, name: str = "") -> Iterator[tuple[str, Domain]]:
 
 
 def without_functions(space: Mapping[str, object]) -> dict[str, object]:
-    """Return a space without what is computed: all that is drawn from it is drawn in its order."""
-    return {key: _without_functions(node) for key, node in space.items()}
+    """Return what is drawn of a space, in the order of the alphabet: a journal keeps no other."""
+    return {
+        key: _rebuilt(space[key], lambda node: None if isinstance(node, SampleFrom) else node) for key in sorted(space)
+    }
 
 
-def _without_functions(node: object) -> object:
+def without_the_undrawn(space: Mapping[str, object]) -> dict[str, object]:
+    """Return a space that reads nothing as an option of weight 0."""
+    return {key: _rebuilt(node, _undrawn_blanked) for key, node in space.items()}
+
+
+def _rebuilt(node: object, change: Callable[[object], object]) -> object:
     match node:
         case dict():
-            return without_functions(node)
+            return {key: _rebuilt(node[key], change) for key in sorted(node)}
         case list():
-            return [_without_functions(child) for child in node]
+            return [_rebuilt(child, change) for child in node]
         case Choice(options, weights):
-            return Choice(tuple(map(_without_functions, options)), weights)
-        case SampleFrom():
-            return None
+            return change(Choice(tuple(_rebuilt(each, change) for each in options), weights))
         case _:
-            return node
+            return change(node)
+
+
+def _undrawn_blanked(node: object) -> object:
+    if not isinstance(node, Choice):
+        return node
+    drawable = _drawable(node)
+    blanked = [each if index in drawable else _NEVER for index, each in enumerate(node.options)]
+    return Choice(tuple(blanked), node.weights)
 
 
 def distribution_of(domain: Domain) -> BaseDistribution:

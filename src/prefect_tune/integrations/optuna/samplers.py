@@ -46,6 +46,7 @@ _ENDS_BY_ITSELF = (samplers.BruteForceSampler, samplers.GridSampler)
 _SHARED = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
 """Not copied: thousands that never change, and a cache of what follows from the trials."""
 _CLOSED = (type, FunctionType, ModuleType, np.ndarray, str, bytes, *_SHARED, *get_args(_Chance))
+_KEEP_NOTHING = ("builtins", "numpy", "optuna")  # from what they hear when a trial ends
 _SEED_BITS = 128
 
 
@@ -62,33 +63,36 @@ class SeededSampler:
         for part in parts:
             _settle(part, seed)
         self._chances = [part for part in parts if isinstance(part, _Chance)]
-        self._shared = {id(part): part for part in parts if isinstance(part, _SHARED)} | _grids_of(self._pristine)
+        # Seeded anew before each use, a generator need not be copied.
+        self._shared: dict[int, object] = {id(part): part for part in parts if isinstance(part, (*_SHARED, _Chance))}
+        self._shared |= _grids_of(self._pristine)
+        self._keeps_nothing = all(type(part).__module__.partition(".")[0] in _KEEP_NOTHING for part in parts)
         kinds = {type(part) for part in parts if isinstance(part, BaseSampler)} - {samplers.PartialFixedSampler}
         self.is_replayed_by_asking = not kinds <= {*_SEES_ONLY_TRIALS}
         self.sees_parts = isinstance(core_of(sampler), _SEES_PARTS)
         self.ends_by_itself = ends_by_itself(sampler)
+        self.draws_nothing = isinstance(core_of(sampler), samplers.GridSampler)
         self.forget()  # a sampler may have been used before
 
     def proposing(self, number: int) -> BaseSampler:
         """Return the sampler for the proposal of one trial: the same for the same number, whatever happened before."""
-        return self._fresh(number, "propose")
+        self._seed_all("propose", number)
+        return copy.deepcopy(self._pristine, dict(self._shared))
 
     def hearing(self, number: int) -> BaseSampler:
         """Return the sampler that hears of the end of one trial."""
-        return self._fresh(number, "ended") if self.is_replayed_by_asking else self._pristine  # the others only listen
+        self._seed_all("ended", number)
+        return self._pristine if self._keeps_nothing else copy.deepcopy(self._pristine, dict(self._shared))
 
     def forget(self) -> None:
         """Forget what was found out about the trials until now: one of them runs again."""
         for part in self._shared.values():
             if isinstance(part, IntersectionSearchSpace):
-                part.__init__(include_pruned=part._include_pruned)  # type: ignore[misc]  # noqa: SLF001
+                vars(part).update(vars(IntersectionSearchSpace(part._include_pruned)))  # noqa: SLF001 - as it began
 
-    def _fresh(self, number: int, purpose: str) -> BaseSampler:
-        memo: dict[int, object] = dict(self._shared)
-        fresh = copy.deepcopy(self._pristine, memo)
+    def _seed_all(self, purpose: str, number: int) -> None:
         for place, chance in enumerate(self._chances):
-            _seed(memo[id(chance)], integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, place))
-        return fresh
+            _seed(chance, integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, place))
 
 
 def core_of(sampler: BaseSampler) -> BaseSampler:
@@ -171,7 +175,7 @@ def _settle(part: object, seed: int) -> None:
 def _seed(chance: object, seed: int) -> None:
     words = [seed >> shift & 0xFFFFFFFF for shift in range(0, _SEED_BITS, 32)]
     if isinstance(chance, LazyRandomState):
-        chance._rng = np.random.RandomState(words)  # noqa: SLF001 - its own way asks the machine for a seed first
+        chance.rng.seed(words)
     elif isinstance(chance, np.random.RandomState):
         chance.seed(words)
     elif isinstance(chance, np.random.Generator):

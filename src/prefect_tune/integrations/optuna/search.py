@@ -31,6 +31,7 @@ from prefect_tune.integrations.optuna.parameters import (
     parameters_in,
     stored_as,
     without_functions,
+    without_the_undrawn,
 )
 from prefect_tune.integrations.optuna.samplers import SeededSampler, check_sampler, ends_by_itself
 from prefect_tune.integrations.optuna.trials import Study, quiet, values_of
@@ -91,11 +92,13 @@ class _OptunaProposals(Proposals):
     ) -> None:
         self._search = search
         self._space = space
+        self._readable = without_the_undrawn(space)
         self._functionless = without_functions(space)
-        self._domains = dict(named_domains(space))
+        self._domains = dict(named_domains(self._functionless))
         self._waiting = [(point, fixed_by(point, space)) for point in search.points_to_evaluate]
         self._objective = objective
         self._sampler = sampler
+        self._check_points()
         self._study = Study(_NAME, objective.modes)
         self._trials = self._study.trials_stored
         self._seen: dict[int, tuple[int, Mapping[str, object]]] = {}  # by number: Optuna's id, and the configuration
@@ -115,14 +118,14 @@ class _OptunaProposals(Proposals):
             self._is_over = True  # what was asked for in vain stays with Optuna, and nobody asks it again
             return _OVER
         self._take(config)
-        known = parameters_in(self._space, config)
+        known = parameters_in(self._readable, self._domains, config)
         assert known is not None, config  # noqa: S101 - drawn from this very space
         self._keep(number, config, trial, known)
         return Proposed(config)
 
     def recall(self, number: int, config: Mapping[str, object]) -> None:
         fixed = self._take(config)
-        known = parameters_in(self._space, config)
+        known = parameters_in(self._readable, self._domains, config)
         if known is None or not (known.is_whole or self._sampler.sees_parts):
             return
         if not self._sampler.is_replayed_by_asking:
@@ -163,6 +166,12 @@ class _OptunaProposals(Proposals):
     @property
     def _has_one_metric(self) -> bool:
         return len(self._objective.metrics) == 1
+
+    def _check_points(self) -> None:
+        """Optuna's grid has nothing to fill in with: only a whole point can stand beside it."""
+        for point, fixed in self._waiting:
+            if self._sampler.draws_nothing and self._domains.keys() - fixed.keys():
+                raise InvalidInput(f"points_to_evaluate: expected whole configurations for a grid, found {point!r}")
 
     def _take(self, config: Mapping[str, object]) -> Mapping[str, object]:
         """Return what was fixed in the point that `config` is; from now on that waits no longer."""

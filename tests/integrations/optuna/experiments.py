@@ -1,0 +1,107 @@
+"""A search as an experiment drives it: three trials at a time that end out of order, and a history to resume from."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search
+from prefect_tune.core.values import StepReport
+
+Config = Mapping[str, Any]
+LOSS = Objective(metrics=("loss",), modes=("min",))
+LOSS_AND_SCORE = Objective(metrics=("loss", "score"), modes=("min", "max"))
+SEED = 7
+AT_ONCE = 3
+
+
+@dataclass
+class Experiment:
+    """What was told to a search, and by that what a resume tells the next one."""
+
+    search: Search
+    space: Mapping[str, object]
+    objective: Objective = LOSS
+    events: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    configs: list[Config] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+
+    def run(self, count: int, *, sittings: int = 1) -> list[Config]:
+        """Propose so many trials, dying and resuming in between."""
+        for _ in range(sittings):
+            proposals = self.resumed()
+            for _ in range(count // sittings):
+                if not self._propose(proposals):
+                    return self.configs
+        return self.configs
+
+    def resumed(self) -> Proposals:
+        """Begin anew, and tell what the journal kept: JSON, with its keys in another order."""
+        proposals = self.search.begin(_turned(self.space), self.objective, SEED)
+        for act, arguments in self.events:
+            _tell(proposals, act, arguments)
+        return proposals
+
+    def _propose(self, proposals: Proposals) -> bool:
+        number = len(self.configs)
+        suggestion = proposals.suggest(number)
+        if isinstance(suggestion, Exhausted):
+            return False
+        assert isinstance(suggestion, Proposed)
+        self.configs.append(suggestion.config)
+        self.events.append(("recall", (number, json.loads(json.dumps(suggestion.config, sort_keys=True)))))
+        self.running.append(number)
+        if len(self.running) >= AT_ONCE:
+            self._end(proposals, self.running.pop(random.Random(number).randrange(AT_ONCE)))
+        return True
+
+    def _end(self, proposals: Proposals, number: int) -> None:
+        """Report twice, then finish; each seventh trial fails, and each fifth is stopped after its first report."""
+        reports = [StepReport(step=step, metrics=metrics(self.configs[number], step)) for step in (1, 2)]
+        acts: list[tuple[str, tuple[Any, ...]]]
+        if number % 7 == 6:
+            acts = [("failed", (number, None))]
+        elif number % 5 == 4:
+            acts = [("reported", (number, reports[0])), ("stopped", (number,)), ("ended", (number, reports[0]))]
+        else:
+            acts = [("reported", (number, reports[0])), ("ended", (number, reports[1]))]
+        for act, arguments in acts:
+            self.events.append((act, arguments))
+            _tell(proposals, act, arguments)
+
+
+def metrics(config: Config, step: int = 1) -> dict[str, object]:
+    """What a trial reports: good near the middle of every number, and for the first of each option."""
+    loss = sum(_distance(value) for value in _values(config)) / step
+    return {"loss": loss, "score": -abs(loss - 1), "size": loss - 0.5}
+
+
+def _tell(proposals: Proposals, act: str, arguments: tuple[Any, ...]) -> None:
+    match act:
+        case "ended" | "failed":
+            proposals.ended(*arguments, failed=act == "failed")
+        case _:
+            getattr(proposals, act)(*arguments)
+
+
+def _values(node: object) -> list[object]:
+    if isinstance(node, Mapping):
+        return [each for key in sorted(node) for each in _values(node[key])]
+    return [each for part in node for each in _values(part)] if isinstance(node, list) else [node]
+
+
+def _distance(value: object) -> float:
+    if isinstance(value, str):
+        return len(value) / 10
+    return 0.0 if value is None else abs(float(value) - 0.5)  # type: ignore[arg-type]  # numbers are left
+
+
+def _turned(node: object) -> Any:
+    """The space with its keys the other way round."""
+    if isinstance(node, dict):
+        return {key: _turned(node[key]) for key in reversed(node)}
+    return node

@@ -1,0 +1,215 @@
+"""A pruner decides here what it decides in Optuna, and after a resume what it would have decided."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import optuna
+import pytest
+from optuna import pruners
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.schedulers.scheduler import Schedule, TrialReport
+from prefect_tune.core.values import StepReport
+from prefect_tune.integrations.optuna import OptunaPruner
+
+ACCURACY = Objective(metrics=("accuracy",), modes=("max",))
+LOSS = Objective(metrics=("loss", "ignored"), modes=("min", "max"))
+SEED = 3
+STEPS = 30
+TRIALS = 30
+PRUNERS: dict[str, Callable[[], pruners.BasePruner]] = {
+    "median": lambda: pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=3, interval_steps=2),
+    "percentile": lambda: pruners.PercentilePruner(25.0, n_startup_trials=3),
+    "halving": lambda: pruners.SuccessiveHalvingPruner(min_resource=2, reduction_factor=3, min_early_stopping_rate=1),
+    "halving, resources found out": pruners.SuccessiveHalvingPruner,
+    "Hyperband": lambda: pruners.HyperbandPruner(min_resource=1, max_resource=27, reduction_factor=3),
+    "Hyperband, resources found out": pruners.HyperbandPruner,
+    "threshold": lambda: pruners.ThresholdPruner(lower=0.3, n_warmup_steps=4, interval_steps=5),
+    "patient": lambda: pruners.PatientPruner(pruners.MedianPruner(), patience=3),
+    "Wilcoxon": lambda: pruners.WilcoxonPruner(p_threshold=0.2),
+    "none": pruners.NopPruner,
+}
+
+
+def accuracy(trial: int, step: int) -> float:
+    """A learning curve with noise, of trials that are better or worse."""
+    chance = random.Random(f"{trial}")
+    best = chance.random()
+    return best * (1 - 0.8**step) + random.Random(f"{trial} {step}").uniform(-0.05, 0.05)
+
+
+@dataclass
+class Told:
+    """A schedule, and all that it was told: a resume tells the next one the same."""
+
+    pruner: pruners.BasePruner
+    objective: Objective = ACCURACY
+    events: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.schedule = self.resumed()
+
+    def resumed(self) -> Schedule:
+        schedule = OptunaPruner(self.pruner).begin(self.objective, SEED)
+        for act, arguments in self.events:
+            getattr(schedule, act)(*arguments)
+        return schedule
+
+    def tell(self, act: str, *arguments: object) -> str:
+        self.events.append((act, arguments))
+        decision = getattr(self.schedule, act)(*arguments)
+        return "" if decision is None else str(decision.type)
+
+    def says(self, trial: int, step: int) -> str:
+        report = StepReport(step=step, metrics={"accuracy": accuracy(trial, step)})
+        return self.tell("decide", TrialReport(f"{trial}", report))
+
+
+def stopped_at(told: Told, trial: int) -> Iterator[int]:
+    """Train a trial to its end, and yield the steps at which it is told to stop."""
+    step = 0
+    while (asked := told.schedule.milestone(f"{trial}", step)) is not None and asked <= STEPS:
+        assert asked > step
+        step = asked
+        if told.says(trial, step) == "stop":
+            yield step
+            return
+
+
+def lengths(told: Told) -> list[int]:
+    found = []
+    for trial in range(TRIALS):
+        told.tell("added", f"{trial}", {})
+        found.append(next(stopped_at(told, trial), STEPS))
+        told.tell("ended", f"{trial}")
+    return found
+
+
+def lengths_in_optuna(pruner: pruners.BasePruner) -> list[int]:
+    found = []
+
+    def train(trial: optuna.Trial) -> float:
+        for step in range(1, STEPS + 1):
+            trial.report(accuracy(trial.number, step), step)
+            if trial.should_prune():
+                found.append(step)
+                raise optuna.TrialPruned
+        found.append(STEPS)
+        return accuracy(trial.number, STEPS)
+
+    study = optuna.create_study(direction="maximize", pruner=pruner, study_name=f"prefect-tune-{SEED}")
+    study.optimize(train, n_trials=TRIALS)
+    return found
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps"
+)
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_trials_are_as_long_as_optuna_itself_makes_them(name: str) -> None:
+    found = lengths(Told(PRUNERS[name]()))
+    assert found == lengths_in_optuna(PRUNERS[name]())
+    assert (min(found) < STEPS) == (name != "none")  # each prunes
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_a_resumed_schedule_decides_what_the_first_would_have(name: str) -> None:
+    told, decisions = Told(PRUNERS[name]()), []
+    for trial in range(TRIALS):
+        told.tell("added", f"{trial}", {})
+        if trial % 10 == 9:
+            told.schedule = told.resumed()
+        decisions.append(next(stopped_at(told, trial), STEPS))
+        told.tell("ended", f"{trial}")
+    assert decisions == lengths(Told(PRUNERS[name]()))
+
+
+def test_trials_side_by_side_are_compared_as_they_come() -> None:
+    told = Told(pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2))
+    for trial in ("good", "bad"):
+        told.tell("added", trial, {})
+    assert told.tell("decide", TrialReport("good", StepReport(step=1, metrics={"accuracy": 0.9}))) == "continue"
+    assert told.tell("decide", TrialReport("bad", StepReport(step=1, metrics={"accuracy": 0.1}))) == "stop"
+
+
+def test_a_step_that_is_trained_again_is_answered_the_same_and_not_counted_twice() -> None:
+    def play(*, again: bool) -> list[str]:
+        told = Told(pruners.PatientPruner(None, patience=2))
+        told.tell("added", "trial", {})
+        for step, value in enumerate([0.5, 0.4, 0.3, 0.2], start=1):
+            for _ in range(3 if again else 1):
+                report = TrialReport("trial", StepReport(step=step, metrics={"accuracy": value}))
+                answers.append(told.tell("decide", report))
+        return answers[:: 3 if again else 1]
+
+    answers: list[str] = []
+    once = play(again=False)
+    answers = []
+    assert play(again=True) == once == ["continue", "continue", "continue", "stop"]
+    assert answers[-3:] == ["stop"] * 3
+
+
+def test_a_stopped_trial_that_is_to_go_on_goes_on() -> None:
+    told = Told(pruners.ThresholdPruner(upper=0.5))
+    told.tell("added", "trial", {})
+    assert told.tell("decide", TrialReport("trial", StepReport(step=1, metrics={"accuracy": 0.9}))) == "stop"
+    told.tell("ended", "trial")
+    told.tell("added", "trial", {})
+    assert told.tell("decide", TrialReport("trial", StepReport(step=2, metrics={"accuracy": 0.4}))) == "continue"
+    told.tell("ended", "trial")
+
+
+def test_the_reason_names_the_pruner_and_the_value_as_it_was_reported() -> None:
+    schedule = OptunaPruner(pruners.ThresholdPruner(lower=0.5)).begin(ACCURACY, SEED)
+    schedule.added("trial", {})
+    decision = schedule.decide(TrialReport("trial", StepReport(step=1, metrics={"accuracy": 0.25})))
+    assert decision.model_dump() == {"type": "stop", "reason": "ThresholdPruner at accuracy = 0.25"}
+
+
+def test_trials_are_asked_only_where_the_pruner_looks() -> None:
+    def asked(pruner: pruners.BasePruner) -> list[int]:
+        schedule, steps = OptunaPruner(pruner).begin(LOSS, SEED), [0]
+        schedule.added("trial", {})
+        while (step := schedule.milestone("trial", steps[-1])) is not None and step <= STEPS:
+            steps.append(step)
+        return steps[1:]
+
+    assert asked(PRUNERS["halving"]()) == [6, 18]
+    assert asked(PRUNERS["Hyperband"]()) == [1, 3, 9, 27]
+    assert asked(PRUNERS["threshold"]()) == [4, 9, 14, 19, 24, 29]
+    assert asked(PRUNERS["none"]()) == []
+    assert asked(PRUNERS["median"]()) == list(range(1, STEPS + 1))
+
+
+def test_the_pruner_of_the_user_is_not_touched() -> None:
+    pruner = pruners.HyperbandPruner()
+    before = dict(vars(pruner))
+    lengths(Told(pruner))
+    assert vars(pruner) == before
+
+
+def test_a_trial_without_its_metric_is_the_users_to_mend() -> None:
+    schedule = OptunaPruner(pruners.MedianPruner()).begin(LOSS, SEED)
+    schedule.added("trial", {})
+    with pytest.raises(BadMetric, match="trial 'trial', step 1: expected a number for metric 'loss'"):
+        schedule.decide(TrialReport("trial", StepReport(step=1, metrics={"ignored": 1.0})))
+
+
+def test_a_trial_that_ends_without_a_report_is_no_measure_for_others() -> None:
+    told = Told(pruners.MedianPruner(n_startup_trials=1))
+    told.tell("added", "silent", {})
+    told.tell("ended", "silent")
+    told.tell("added", "0", {})
+    assert told.says(0, 1) == "continue"
+
+
+def test_wilcoxon_says_that_it_misses_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefect_tune.integrations.optuna.pruner.find_spec", lambda _: None)
+    with pytest.raises(InvalidInput, match="WilcoxonPruner: it needs scipy: pip install scipy"):
+        OptunaPruner(PRUNERS["Wilcoxon"]()).begin(LOSS, SEED)

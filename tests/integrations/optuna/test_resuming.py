@@ -1,0 +1,196 @@
+"""40 seeded trials are 20 + 20 are 8 times 5: for every sampler, where Optuna itself differs."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+from optuna import samplers
+from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.trial import FrozenTrial
+
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.search.domains import (
+    choice,
+    lograndint,
+    loguniform,
+    qloguniform,
+    quniform,
+    randint,
+    randn,
+    sample_from,
+    uniform,
+)
+from prefect_tune.integrations.optuna import OptunaSearch
+from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, Experiment
+
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # half of it is
+
+NUMBERS = {"x": uniform(-1, 2), "y": loguniform(1e-3, 1), "n": randint(0, 20), "q": quniform(0.1, 0.9, 0.1)}
+FINITE = {"a": choice([1, 2, 3, 4]), "b": randint(0, 5), "c": quniform(0, 1, 0.5)}
+CONDITIONAL = {
+    "lr": loguniform(1e-4, 1),
+    "model": choice(
+        [
+            {"kind": "mlp", "depth": randint(1, 5), "drop": choice([0, uniform(0, 0.5)])},
+            {"kind": "cnn", "width": lograndint(8, 65), "noise": randn(0, 1)},
+        ]
+    ),
+    "size": qloguniform(1, 4, 0.5),
+    "twice": sample_from(lambda config: 2 * config["lr"]),
+    "optimizer": choice(["adam", "sgd", None], weights=[2, 1, 0]),
+    "fixed": 3,
+}
+
+
+class RunningSampler(samplers.BaseSampler):
+    """Somebody's own: chance of three kinds, a note at the study, and a memory that lasts as long as it does."""
+
+    def __init__(self) -> None:
+        self.chances = [random.Random(), np.random.default_rng(), np.random.RandomState()]
+        self.heard = 0
+
+    def infer_relative_search_space(self, *_: object) -> dict[str, BaseDistribution]:
+        return {"x": FloatDistribution(-1, 2)}
+
+    def sample_relative(self, study: optuna.Study, *_: object) -> dict[str, Any]:
+        count = study._storage.get_study_system_attrs(study._study_id).get("count", 0)
+        study._storage.set_study_system_attr(study._study_id, "count", count + 1)
+        return {"x": -1 + count * 0.01 + self.chances[0].random() * 0.01}
+
+    def sample_independent(self, _study: object, _trial: object, name: str, domain: BaseDistribution) -> Any:
+        self.heard += 1
+        shift = sum(chance.random() for chance in self.chances[1:]) / 2
+        middle = domain.low + shift * (domain.high - domain.low) / self.heard
+        return int(middle) if name == "n" else round(middle, 1) if name == "q" else middle
+
+    def after_trial(self, *_: object) -> None:
+        self.heard += 1  # lost, since each use gets the sampler as it was at first
+
+
+def crossed(crossover: samplers.nsgaii.BaseCrossover) -> samplers.NSGAIISampler:
+    return samplers.NSGAIISampler(population_size=6, crossover=crossover)
+
+
+Case = tuple[Callable[[], samplers.BaseSampler | None], Mapping[str, object], Objective]
+CASES: dict[str, Case] = {
+    "TPE": (lambda: None, CONDITIONAL, LOSS),
+    "TPE, grouped": (lambda: samplers.TPESampler(multivariate=True, group=True), CONDITIONAL, LOSS),
+    "TPE, each parameter for itself": (lambda: samplers.TPESampler(multivariate=False), CONDITIONAL, LOSS),
+    "TPE without a liar": (lambda: samplers.TPESampler(constant_liar=False, seed=3), NUMBERS, LOSS),
+    "TPE, two metrics": (lambda: None, CONDITIONAL, LOSS_AND_SCORE),
+    "random": (samplers.RandomSampler, CONDITIONAL, LOSS),
+    "Sobol": (lambda: samplers.QMCSampler(scramble=True, warn_asynchronous_seeding=False), NUMBERS, LOSS),
+    "Halton": (lambda: samplers.QMCSampler(qmc_type="halton"), CONDITIONAL, LOSS),
+    "CMA-ES": (lambda: samplers.CmaEsSampler(popsize=5), NUMBERS, LOSS),
+    "CMA-ES, some parameters for themselves": (
+        lambda: samplers.CmaEsSampler(popsize=4, independent_sampler=samplers.TPESampler()),
+        CONDITIONAL,
+        LOSS,
+    ),
+    "CMA-ES, separable": (lambda: samplers.CmaEsSampler(popsize=5, use_separable_cma=True), NUMBERS, LOSS),
+    "CMA-ES with margin": (lambda: samplers.CmaEsSampler(popsize=5, with_margin=True), NUMBERS, LOSS),
+    "CMA-ES, pruned ones too": (
+        lambda: samplers.CmaEsSampler(popsize=5, consider_pruned_trials=True, lr_adapt=True),
+        NUMBERS,
+        LOSS,
+    ),
+    "NSGA-II": (lambda: samplers.NSGAIISampler(population_size=6), CONDITIONAL, LOSS_AND_SCORE),
+    "NSGA-II, simulated binary": (lambda: crossed(samplers.nsgaii.SBXCrossover()), NUMBERS, LOSS),
+    "NSGA-II, unimodal": (lambda: crossed(samplers.nsgaii.UNDXCrossover()), NUMBERS, LOSS_AND_SCORE),
+    "NSGA-III": (lambda: samplers.NSGAIIISampler(population_size=6), CONDITIONAL, LOSS_AND_SCORE),
+    "some parameters fixed": (
+        lambda: samplers.PartialFixedSampler({"optimizer": "sgd"}, samplers.TPESampler()),
+        CONDITIONAL,
+        LOSS,
+    ),
+    "some fixed for CMA-ES": (
+        lambda: samplers.PartialFixedSampler({"y": 0.5}, samplers.CmaEsSampler(popsize=4)),
+        NUMBERS,
+        LOSS,
+    ),
+    "grid": (
+        lambda: samplers.GridSampler({"a": [1, 2, 3, 4], "b": [0, 1, 2, 3, 4], "c": [0, 0.5, 1]}),
+        FINITE,
+        LOSS,
+    ),
+    "brute force": (samplers.BruteForceSampler, FINITE, LOSS),
+    "somebody's own": (RunningSampler, NUMBERS, LOSS),
+}
+GAUSS: dict[str, Case] = {
+    "Gaussian process": (lambda: samplers.GPSampler(n_startup_trials=5), CONDITIONAL, LOSS),
+    "Gaussian process, two metrics": (lambda: samplers.GPSampler(n_startup_trials=5), NUMBERS, LOSS_AND_SCORE),
+}
+
+
+def experiment(case: Case) -> Experiment:
+    make, space, objective = case
+    constraints = ["size"] if objective == LOSS_AND_SCORE else None
+    return Experiment(OptunaSearch(make(), 40, constraints=constraints), space, objective)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_forty_trials_are_twenty_and_twenty_and_eight_times_five(case: Case) -> None:
+    whole = experiment(case).run(40)
+    assert len(whole) == 40
+    assert experiment(case).run(40, sittings=2) == whole
+    assert experiment(case).run(40, sittings=8) == whole
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("case", GAUSS.values(), ids=GAUSS)
+def test_forty_trials_of_a_gaussian_process_are_twenty_and_twenty_too(case: Case) -> None:
+    pytest.importorskip("torch")
+    whole = experiment(case).run(40)
+    assert experiment(case).run(40, sittings=2) == whole
+    assert experiment(case).run(40, sittings=8) == whole
+
+
+@pytest.mark.parametrize("name", ["TPE", "CMA-ES", "NSGA-II", "NSGA-III", "some fixed for CMA-ES"])
+def test_what_is_proposed_follows_from_what_was_reported(name: str) -> None:
+    make, space, objective = CASES[name]
+    opposite = Objective(metrics=objective.metrics, modes=("max", *objective.modes[1:]))
+    assert experiment(CASES[name]).run(40) != experiment((make, space, opposite)).run(40)
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PROPOSING = """
+from tests.integrations.optuna.test_resuming import CASES, experiment
+for name in ("TPE, grouped", "NSGA-III", "Sobol"):
+    print(experiment(CASES[name]).run(40))
+"""
+
+
+def test_another_process_proposes_the_same() -> None:
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", PROPOSING],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=100,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+def test_optuna_itself_differs_after_a_resume() -> None:
+    def studied(trials: list[FrozenTrial], count: int) -> list[FrozenTrial]:
+        study = optuna.create_study(sampler=samplers.TPESampler(seed=7))
+        study.add_trials(trials)
+        study.optimize(lambda trial: (trial.suggest_float("x", -1, 2) - 0.5) ** 2, n_trials=count)
+        return study.trials
+
+    whole, portioned = studied([], 40), studied(studied([], 20), 20)
+    assert [trial.params for trial in whole[:20]] == [trial.params for trial in portioned[:20]]
+    assert [trial.params for trial in whole[20:]] != [trial.params for trial in portioned[20:]]

@@ -1,0 +1,389 @@
+"""What a sampler is told, what it is asked, and what becomes of that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optuna
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optuna import samplers
+from optuna.trial import FrozenTrial, TrialState
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.search.domains import (
+    choice,
+    grid_search,
+    has_grid,
+    loguniform,
+    quniform,
+    randint,
+    randn,
+    sample_from,
+    uniform,
+)
+from prefect_tune.core.search.random_search import ENDLESS
+from prefect_tune.core.search.reading import Found, read
+from prefect_tune.core.search.search import Exhausted, Proposals, Proposed
+from prefect_tune.core.values import StepReport
+from prefect_tune.integrations.optuna import OptunaSearch
+from tests.fakes.spaces import spaces
+from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, SEED, Experiment
+
+warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # half of it is, said while tests are collected
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+
+SPACE = {"x": uniform(0, 1)}
+
+
+class Witness(samplers.RandomSampler):
+    """Notes down what Optuna shows it, each time it is asked."""
+
+    seen: list[list[FrozenTrial]] = []  # noqa: RUF012 - of the class: each use gets a fresh copy
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any]:
+        self.seen.append([each for each in study.get_trials() if each.number != trial.number])
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def unseen() -> None:
+    Witness.seen = []
+
+
+def begun(search: OptunaSearch, space: Mapping[str, object] = SPACE, objective: Objective = LOSS) -> Proposals:
+    return search.begin(space, objective, SEED)
+
+
+def proposed(proposals: Proposals, number: int) -> Mapping[str, Any]:
+    suggestion = proposals.suggest(number)
+    assert isinstance(suggestion, Proposed)
+    return suggestion.config
+
+
+def report(step: int = 1, **metrics: object) -> StepReport:
+    return StepReport(step=step, metrics=metrics)
+
+
+def shown_last(proposals: Proposals, number: int) -> list[FrozenTrial]:
+    proposed(proposals, number)
+    return Witness.seen[-1]
+
+
+# ------------------------------------------------------------------------------------------------- what it is told
+
+
+def test_a_sampler_sees_states_values_and_what_was_reported_on_the_way() -> None:
+    proposals = begun(OptunaSearch(Witness(), ENDLESS))
+    for number in range(4):
+        proposed(proposals, number)
+    proposals.reported(0, report(1, loss=3.0))
+    proposals.ended(0, report(2, loss=2.0), failed=False)
+    proposals.stopped(1)
+    proposals.ended(1, report(1, loss=5.0), failed=False)
+    proposals.ended(2, report(1, loss=1.0), failed=True)
+    seen = shown_last(proposals, 4)
+    assert [trial.state for trial in seen] == [
+        TrialState.COMPLETE,
+        TrialState.PRUNED,
+        TrialState.FAIL,
+        TrialState.RUNNING,
+    ]
+    assert [trial.values for trial in seen] == [[2.0], [5.0], None, None]
+    assert [trial.intermediate_values for trial in seen] == [{1: 3.0, 2: 2.0}, {1: 5.0}, {}, {}]
+    assert seen[0].user_attrs == {"loss": 2.0}
+
+
+def test_a_sampler_sees_metrics_as_they_were_reported_and_which_way_is_better() -> None:
+    directions: list[object] = []
+
+    class Asking(Witness):
+        def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any]:
+            directions.append([direction.name for direction in study.directions])
+            return super().infer_relative_search_space(study, trial)
+
+    proposals = begun(OptunaSearch(Asking(), ENDLESS), objective=LOSS_AND_SCORE)
+    proposed(proposals, 0)
+    proposals.reported(0, report(1, loss=1.0, score=0.5))
+    proposals.stopped(0)
+    proposals.ended(0, report(1, loss=1.0, score=0.5), failed=False)
+    (trial,) = shown_last(proposals, 1)
+    assert (trial.values, trial.state, trial.intermediate_values) == ([1.0, 0.5], TrialState.COMPLETE, {})
+    assert directions[-1] == ["MINIMIZE", "MAXIMIZE"]
+
+
+@pytest.mark.parametrize(
+    "constraints", [["size", "cost"], lambda config, metrics: (metrics["size"], config["x"] * 0 - 2.0)]
+)
+def test_a_sampler_sees_how_far_a_trial_is_from_feasible(constraints: Any) -> None:
+    proposals = begun(OptunaSearch(Witness(), ENDLESS, constraints=constraints))
+    proposed(proposals, 0)
+    proposals.ended(0, report(loss=0.0, size=1.5, cost=-2.0), failed=False)
+    (trial,) = shown_last(proposals, 1)
+    assert list(trial.constraints.values()) == [1.5, -2.0]
+
+
+def test_constraints_change_what_is_proposed() -> None:
+    def median_x(constraints: Sequence[str] | None) -> float:
+        search = OptunaSearch(samplers.TPESampler(n_startup_trials=5), ENDLESS, constraints=constraints)
+        proposals = begun(search)
+        for number in range(40):
+            x = proposed(proposals, number)["x"]
+            proposals.ended(number, report(loss=x, infeasible=0.5 - x), failed=False)
+        return sorted(proposed(proposals, number)["x"] for number in range(40, 61))[10]
+
+    assert median_x(None) < 0.2
+    assert median_x(["infeasible"]) > 0.4
+
+
+def test_a_metric_that_is_missing_is_the_users_to_mend() -> None:
+    proposals = begun(OptunaSearch(None, 5, constraints=["size"]))
+    proposed(proposals, 0)
+    with pytest.raises(BadMetric, match="trial 0, step 1: expected a number for metric 'loss'"):
+        proposals.ended(0, report(accuracy=1.0), failed=False)
+    with pytest.raises(BadMetric, match="trial 0, step 1: constraints: expected a number for metric 'size'"):
+        proposals.ended(0, report(loss=1.0), failed=False)
+
+
+def test_a_trial_that_ended_may_go_on_and_end_again() -> None:
+    proposals = begun(OptunaSearch(Witness(), ENDLESS))
+    proposed(proposals, 0)
+    proposals.ended(0, report(1, loss=3.0), failed=False)
+    proposals.reported(0, report(2, loss=2.5))
+    assert shown_last(proposals, 1)[0].state == TrialState.RUNNING
+    proposals.ended(0, report(3, loss=2.0), failed=False)
+    again = shown_last(proposals, 2)[0]
+    assert (again.state, again.values) == (TrialState.COMPLETE, [2.0])
+    assert again.intermediate_values == {1: 3.0, 2: 2.5, 3: 2.0}
+
+
+# --------------------------------------------------------------------------------------------------- another space
+
+
+def recalled(sampler: samplers.BaseSampler, space: Mapping[str, object], *configs: Mapping[str, object]) -> Proposals:
+    proposals = begun(OptunaSearch(sampler, ENDLESS), space)
+    for number, config in enumerate(configs):
+        proposals.recall(number, config)
+        proposals.ended(number, report(loss=float(number)), failed=False)
+    return proposals
+
+
+def test_a_trial_of_another_space_is_data_where_it_lies_in_this_one() -> None:
+    space = {"x": uniform(0, 1), "kind": choice(["a", "b"], [1, 0]), "epochs": 20}
+    proposals = recalled(
+        Witness(),
+        space,
+        {"x": 0.5, "kind": "a", "epochs": 10, "gone": 1},
+        {"x": 2.0, "kind": "a", "epochs": 10},  # x is smaller today
+        {"x": 0.5, "kind": "c", "epochs": 10},  # the option is gone
+        {"x": 0.5, "kind": "b", "epochs": 10},  # or is not to be drawn any more
+    )
+    assert [trial.values for trial in shown_last(proposals, 4)] == [[0.0]]
+    assert [trial.params for trial in Witness.seen[-1]] == [{"x": 0.5, "kind": "a"}]
+
+
+def test_only_who_can_use_part_of_a_configuration_sees_it() -> None:
+    space = {"x": uniform(0, 1), "y": uniform(0, 1)}
+    old = [{"x": 0.5}] * 20
+    for sampler in (samplers.CmaEsSampler(popsize=4), samplers.NSGAIISampler(population_size=4)):
+        untouched = begun(OptunaSearch(sampler, ENDLESS), space)
+        proposals = recalled(sampler, space, *old)
+        assert [proposed(proposals, number) for number in range(20, 23)] == [
+            proposed(untouched, number) for number in range(20, 23)
+        ]
+    taught = recalled(samplers.TPESampler(), space, *old)
+    assert proposed(taught, 20) != proposed(begun(OptunaSearch(None, ENDLESS), space), 20)
+
+
+def test_trials_that_somebody_else_proposed_are_not_proposed_again_by_a_grid() -> None:
+    points = {"a": [1, 2], "b": [3, 4]}
+    space = {"a": choice([1, 2]), "b": choice([3, 4])}
+    proposals = recalled(samplers.GridSampler(points), space, {"a": 9, "b": 9})
+    assert _everything(proposals, first=1) == Counter({(a, b): 1 for a in (1, 2) for b in (3, 4)})
+
+
+# ------------------------------------------------------------------------------------------------ what it proposes
+
+
+def _everything(proposals: Proposals, first: int = 0) -> Counter[tuple[object, ...]]:
+    """Propose until there is no more, with three trials running."""
+    found: Counter[tuple[object, ...]] = Counter()
+    for number in range(first, 1000):
+        suggestion = proposals.suggest(number)
+        if isinstance(suggestion, Exhausted):
+            assert proposals.suggest(number) == suggestion
+            return found
+        found[tuple(suggestion.config.values())] += 1
+        if number - 3 >= first:
+            proposals.ended(number - 3, report(loss=0.0), failed=False)
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        samplers.GridSampler({"a": [1, 2, 3], "b": [0, 1, 2, 3]}),
+        samplers.BruteForceSampler(),
+        samplers.BruteForceSampler(avoid_premature_stop=True),
+    ],
+    ids=["grid", "brute force", "brute force to the end"],
+)
+def test_a_finite_space_is_proposed_once_and_wholly_while_trials_run(sampler: samplers.BaseSampler) -> None:
+    proposals = begun(OptunaSearch(sampler), {"a": choice([1, 2, 3]), "b": randint(0, 4)})
+    assert _everything(proposals) == Counter({(a, b): 1 for a in (1, 2, 3) for b in range(4)})
+
+
+def test_brute_force_goes_down_every_branch() -> None:
+    space = {"model": choice([{"depth": randint(1, 3)}, {"width": choice(["s", "m", "l"])}])}
+    found = Experiment(OptunaSearch(samplers.BruteForceSampler()), space).run(99)
+    assert sorted(str(config["model"]) for config in found) == [
+        "{'depth': 1}", "{'depth': 2}", "{'width': 'l'}", "{'width': 'm'}", "{'width': 's'}"
+    ]  # fmt: skip
+
+
+def test_points_come_first_and_what_they_leave_out_is_sampled() -> None:
+    space = {"x": uniform(0, 1), "z": randn(0, 1), "kind": choice(["a", "b"]), "twice": sample_from(_twice)}
+    points = [{"x": 0.25, "z": 1.1, "kind": "b", "twice": 7}, {"x": 0.75}]
+    for sampler in (None, samplers.NSGAIISampler(population_size=2), samplers.CmaEsSampler()):
+        found = Experiment(OptunaSearch(sampler, 6, points), space).run(6)
+        assert found[0] == points[0]
+        assert (found[1]["x"], found[1]["twice"]) == (0.75, 1.5)
+        assert found[2]["x"] not in (0.25, 0.75)
+        assert Experiment(OptunaSearch(sampler, 6, points), space).run(6, sittings=6) == found
+
+
+def _twice(config: Mapping[str, Any]) -> object:
+    return 2 * config["x"]
+
+
+def test_a_grid_is_tried_whole_besides_its_points() -> None:
+    search = OptunaSearch(samplers.GridSampler({"a": [1, 2]}), None, [{"a": 2}])
+    assert [config["a"] for config in Experiment(search, {"a": choice([1, 2])}).run(9)] in ([2, 1, 2], [2, 2, 1])
+
+
+def test_there_are_as_many_trials_as_samples_and_more_after_more_samples() -> None:
+    first = Experiment(OptunaSearch(None, 3), SPACE)
+    assert len(first.run(10)) == 3
+    assert first.resumed().suggest(3) == Exhausted("3 samples")
+    longer = Experiment(OptunaSearch(None, 5), SPACE, events=first.events, configs=first.configs, running=first.running)
+    assert longer.run(10) == Experiment(OptunaSearch(None, 5), SPACE).run(5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spaces().filter(lambda space: not has_grid(space)), st.integers(0, 99))
+def test_a_proposal_is_json_of_the_space_and_is_read_back_as_it_was(space: dict[str, Any], seed: int) -> None:
+    proposals = OptunaSearch(samplers.TPESampler(n_startup_trials=1), 3).begin(space, LOSS, seed)
+    for number in range(3):
+        config = proposed(proposals, number)
+        assert json.loads(json.dumps(config, allow_nan=False)) == config
+        assert all(isinstance(reading, Found) for reading in read(space, config))
+        proposals.ended(number, report(loss=float(number)), failed=False)
+
+
+def test_the_seed_of_the_experiment_counts_and_not_that_of_the_sampler() -> None:
+    def first(seed: int, sampler: samplers.BaseSampler) -> Mapping[str, object]:
+        return proposed(OptunaSearch(sampler, 1).begin(SPACE, LOSS, seed), 0)
+
+    assert first(1, samplers.TPESampler(seed=1)) == first(1, samplers.TPESampler(seed=2))
+    assert first(1, samplers.TPESampler(seed=1)) != first(2, samplers.TPESampler(seed=1))
+
+
+def test_a_sampler_that_was_used_before_begins_anew() -> None:
+    used = samplers.TPESampler(n_startup_trials=2)
+    optuna.create_study(sampler=used).optimize(lambda trial: trial.suggest_float("other", 0, 1), n_trials=5)
+    fresh = OptunaSearch(samplers.TPESampler(n_startup_trials=2), 8)
+    assert Experiment(OptunaSearch(used, 8), SPACE).run(8) == Experiment(fresh, SPACE).run(8)
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("search", "message"),
+    [
+        (OptunaSearch(), "expected num_samples, since TPESampler goes on for ever"),
+        (OptunaSearch(samplers.CmaEsSampler(), 9), "CmaEsSampler: it serves one metric, found 2"),
+        (OptunaSearch(samplers.GridSampler({"y": [1]})), "GridSampler: expected values for each parameter.*'x'"),
+        (
+            OptunaSearch(samplers.PartialFixedSampler({"lr": 1}, samplers.RandomSampler()), 9),
+            "PartialFixedSampler: there is no parameter.*'lr'.*'x'",
+        ),
+        (OptunaSearch(None, 9, [{"x": 3}]), "points_to_evaluate: x: expected uniform"),
+        (OptunaSearch(samplers.GridSampler({"x": [0.5]}), 9, [{}]), "points_to_evaluate: expected whole .*found {}"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_trial(search: OptunaSearch, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        search.begin(SPACE, LOSS_AND_SCORE, 1)
+
+
+def test_a_grid_and_a_missing_metric_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="grid_search"):
+        OptunaSearch(None, 9).begin({"x": choice([1, 2]), "y": grid_search([1, 2])}, LOSS, 1)
+    with pytest.raises(InvalidInput, match="expected a metric"):
+        OptunaSearch(None, 9).begin(SPACE, None, 1)
+
+
+@pytest.mark.parametrize("count", [0, -2, True, 1.5])
+def test_a_number_of_samples_is_a_number_of_samples(count: Any) -> None:
+    with pytest.raises(InvalidInput, match="num_samples"):
+        OptunaSearch(None, count)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "package"),
+    [(samplers.CmaEsSampler, "cmaes"), (samplers.QMCSampler, "scipy"), (samplers.GPSampler, "torch")],
+)
+def test_a_sampler_says_which_package_it_misses(monkeypatch: pytest.MonkeyPatch, sampler: Any, package: str) -> None:
+    monkeypatch.setattr("prefect_tune.integrations.optuna.samplers.find_spec", lambda _: None)
+    with pytest.raises(InvalidInput, match=f"{sampler.__name__}: it needs {package}.*pip install {package}"):
+        OptunaSearch(sampler(), 9).begin(SPACE, LOSS, 1)
+
+
+def test_without_optuna_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['optuna'] = None; import prefect_tune.integrations.optuna"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert run.stderr.endswith(
+        "ImportError: OptunaSearch and OptunaPruner need Optuna 5: pip install 'prefect-tune[optuna]'\n"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ and besides
+
+
+def test_optuna_says_nothing_and_is_as_talkative_afterwards_as_before(capfd: pytest.CaptureFixture[str]) -> None:
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    try:
+        Experiment(OptunaSearch(samplers.CmaEsSampler(), 9), {"x": uniform(0, 1), "kind": choice([1, 2])}).run(9)
+        assert optuna.logging.get_verbosity() == optuna.logging.INFO
+    finally:
+        optuna.logging.set_verbosity(before)
+    assert capfd.readouterr() == ("", "")
+
+
+MANY = {"x": uniform(-1, 1), "y": loguniform(1e-3, 1), "q": quniform(0, 1, 0.1), "n": randint(0, 50)}
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [None, *(pytest.param(each, marks=pytest.mark.deep) for each in ("CmaEsSampler", "NSGAIISampler", "QMCSampler"))],
+)
+def test_a_thousand_trials_are_recalled_in_seconds(sampler: str | None, record_property: Any) -> None:
+    search = OptunaSearch(getattr(samplers, sampler)() if sampler else None, ENDLESS)
+    configs = [{"x": i / 1000, "y": 1 / (i + 1), "q": i % 11 / 10, "n": i % 50} for i in range(1000)]
+    before = time.process_time()
+    proposals = recalled(search.sampler or samplers.TPESampler(), MANY, *configs)
+    seconds = time.process_time() - before
+    record_property(f"figure: CPU seconds to recall 1,000 trials, {sampler or 'TPESampler'}", round(seconds, 2))
+    assert len(proposed(proposals, 1000)) == 4
+    assert seconds < 10
