@@ -10,18 +10,31 @@ from pathlib import Path
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.collect import collect, leftover
+from prefect_tune.core.clone import clear, clone, newest_of
+from prefect_tune.core.collect import leftover
 from prefect_tune.core.commit import commit, reusable
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
+from prefect_tune.core.events import CheckpointRef
+from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.manifest import About, Manifest
 from prefect_tune.core.restore import read_manifest, restore
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial
+from prefect_tune.core.values import Stamp
 from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
+from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import RETRYING
 
-__all__ = ["SavedCheckpoint", "delete_checkpoint", "find_leftovers", "restore_checkpoint", "save_checkpoint"]
+__all__ = [
+    "ClonedCheckpoint",
+    "SavedCheckpoint",
+    "clone_checkpoint",
+    "delete_checkpoint",
+    "find_leftovers",
+    "restore_checkpoint",
+    "save_checkpoint",
+]
 
 _TIMEOUT_SECONDS = 1800.0
 
@@ -88,6 +101,54 @@ def _if_readable(store: ObjectStore, parent: CheckpointKey | None) -> Manifest |
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class ClonedCheckpoint:
+    """A clone that is on the target, and is a checkpoint once its trial's journal says so; see `Cloned`."""
+
+    checkpoint: CheckpointRef
+    source: CheckpointKey
+
+
+@task(name="clone-checkpoint", task_run_name="clone {source.trial}", **RETRYING)
+def clone_checkpoint(
+    target: StorageTarget,
+    source: TrialKey | CheckpointKey,
+    into: Experiment,
+    trial: str,
+    stamp: Stamp,
+    *,
+    timeout_seconds: float = 120.0,
+) -> ClonedCheckpoint:
+    """Clone a checkpoint for `trial`, within an experiment or into another one; no byte of it is copied.
+
+    Its bytes stay for as long as the clone needs them, whatever becomes of it where it was. Journal
+    `Cloned(checkpoint=..., source=...)` with what this returns, in the journal that `into` is the state of: its
+    next entry, or at least before another checkpoint.
+
+    Args:
+        source: a trial, whose newest checkpoint is meant, or one checkpoint.
+        into: the journal that tells of `trial`, opened by the caller.
+        stamp: of this clone. A try with the same stamp is the same clone.
+        timeout_seconds: for each try.
+
+    Raises:
+        CheckpointNotFound: there is none, or not any more.
+        CheckpointCorrupt: its manifest is damaged; not retried.
+        StoreRefused: credentials, permission or bucket; not retried.
+        StoreUnavailable, CommitUnknown: the retries are spent.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        gone: CheckpointKey | None = None
+        while True:
+            key = newest_of(store, source, side_by_side=transfers) if isinstance(source, TrialKey) else source
+            try:
+                return ClonedCheckpoint(clone(store, key, into, trial, stamp, side_by_side=transfers), key)
+            except CheckpointNotFound:
+                if key in (gone, source):
+                    raise
+                gone = key  # the source has gone on meanwhile, and has a newer one
+
+
 @task(name="restore-checkpoint", task_run_name="restore {key.trial.trial} step {key.step}", **RETRYING)
 def restore_checkpoint(
     target: StorageTarget, key: CheckpointKey, destination: Path, *, timeout_seconds: float = _TIMEOUT_SECONDS
@@ -116,14 +177,14 @@ def delete_checkpoint(
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> int:
-    """Delete checkpoints that the journal has retired; blobs that a live one refers to stay.
+    """Delete checkpoints that the journal has retired; blobs that a live one, or a clone, refers to stay.
 
     `state` is the trial after the entry that retired them: whatever it lists as live is left alone.
-    Returns how many objects were deleted. Deleting twice is deleting once.
+    Returns how many objects were deleted. Deleting twice is deleting once. See `prefect_tune.core.clone.clear`.
 
     Raises:
         CheckpointCorrupt: a live manifest cannot be read, so that nothing may be deleted.
         StoreUnavailable: the retries are spent; the next owner of the experiment goes on with it.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
-        return collect(store, trial, state, retired, side_by_side=transfers)
+        return clear(store, trial, state, retired, new_stamp(), side_by_side=transfers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 import pytest
 
@@ -11,6 +12,9 @@ from prefect_tune.core.events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
+    Claim,
+    Claimed,
+    Cloned,
     Committed,
     Decided,
     Finished,
@@ -19,20 +23,39 @@ from prefect_tune.core.events import (
     Paused,
     Pinned,
     Quarantined,
+    Released,
     Reported,
     Requeued,
     Resumed,
     Retired,
     Started,
 )
-from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.schedulers.scheduler import Continue
-from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint, newest_key, with_adopted
+from prefect_tune.core.trial import (
+    Status,
+    Trial,
+    after,
+    is_held,
+    is_live,
+    newest_checkpoint,
+    newest_key,
+    with_adopted,
+)
 from prefect_tune.core.values import StepReport
 
 PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Status
 SAVED = CheckpointRef(step=3, sequence=7, metrics={"loss": 0.5}, trained_seconds=30.0)
 BASE = Trial(trial="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), trained_seconds=50.0)
+
+ELSEWHERE = CheckpointKey(trial=TrialKey(experiment="e", trial="u"), step=9, sequence=4)
+COPY = CheckpointRef(step=2, sequence=8, metrics={"loss": 0.3}, trained_seconds=20.0)
+
+
+def claim_to(step: int, sequence: int, clone: CheckpointKey = ELSEWHERE) -> Claimed:
+    journal = JournalKey(experiment="e", trial="u")
+    return Claimed(trial="t", claim=Claim(step=step, sequence=sequence, clone=clone, journal=journal, epoch=2))
+
 
 EVENTS: Mapping[str, OneTrialsEvent] = {
     "started": Started(trial="t", attempt=2, from_step=3, from_sequence=7),
@@ -41,6 +64,9 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "retired": Retired(trial="t", retires=()),
     "quarantined": Quarantined(trial="t", sequence=7, reason="damaged"),
     "pinned": Pinned(trial="t", sequence=7),
+    "cloned": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, config={"rate": 2}, reason="behind"),
+    "claimed": claim_to(3, 7),
+    "released": Released(trial="t", clone=ELSEWHERE),
     "attempt-ended": AttemptEnded(trial="t", cause=Cause.USER, message="ValueError"),
     "gave-up": GaveUp(trial="t", cause=Cause.USER, message="spent"),
     "finished": Finished(trial="t", reason="enough", returned=True),
@@ -68,7 +94,13 @@ LEGAL = {
     (PENDING, "paused"): PAUSED,
     (PENDING, "resumed"): PENDING,
     (RUNNING, "resumed"): RUNNING,
-    **{(status, event): status for status in Status for event in ("retired", "quarantined", "pinned", "decided")},
+    (PENDING, "cloned"): PENDING,
+    (PAUSED, "cloned"): PAUSED,
+    **{
+        (status, event): status
+        for status in Status
+        for event in ("retired", "quarantined", "pinned", "decided", "claimed", "released")
+    },
 }
 
 
@@ -87,7 +119,7 @@ def test_every_pair_of_status_and_event_is_legal_or_refused(status: Status, name
 
 
 def test_every_event_of_a_trial_is_in_that_table() -> None:
-    assert {type(event) for event in EVENTS.values()} == set(OneTrialsEvent.__args__)
+    assert {type(event) for event in EVENTS.values()} == set(get_args(OneTrialsEvent))
 
 
 def test_an_attempt_goes_on_from_its_checkpoint_and_counts_what_it_does_again() -> None:
@@ -227,3 +259,48 @@ def test_the_newest_checkpoint_has_a_key_on_the_target() -> None:
     folder = TrialKey(experiment="e", trial="t")
     assert newest_key(folder, BASE) == CheckpointKey(trial=folder, step=3, sequence=7)
     assert newest_key(folder, of(PENDING, checkpoints=())) is None
+
+
+def test_a_clone_is_where_the_trial_goes_on_from_and_no_budget_is_renewed() -> None:
+    failing = of(PENDING, machine_failures=3, user_failures=2, wasted_steps=1)
+    cloned = after(failing, EVENTS["cloned"], 9)
+
+    assert (cloned.step, cloned.metrics, cloned.trained_seconds) == (2, {"loss": 0.3}, 20)
+    assert (cloned.config, cloned.reason, cloned.checkpoints) == ({"rate": 2}, "behind", (SAVED, COPY))
+    assert (cloned.machine_failures, cloned.user_failures, cloned.wasted_steps) == (3, 2, 1)
+    started = after(cloned, Started(trial="t", attempt=2, from_step=2, from_sequence=8), 10)
+    assert (started.status, started.step, started.wasted_steps) == (RUNNING, 2, 1)
+
+
+def test_a_clone_without_a_configuration_leaves_the_trial_its_own() -> None:
+    keeps = Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, reason="fork")
+    assert after(of(PAUSED, config={"rate": 1}), keeps, 9).config == {"rate": 1}
+
+
+def test_a_clone_that_was_overtaken_is_none() -> None:
+    with pytest.raises(IllegalTransition, match="begun after entry 8"):
+        after(of(PENDING, collected_up_to=9), EVENTS["cloned"], 10)
+
+
+def test_what_is_claimed_is_held_beyond_its_retirement_until_the_last_clone_releases_it() -> None:
+    key = CheckpointKey(trial=TrialKey(experiment="e", trial="t"), step=3, sequence=7)
+    other = ELSEWHERE.model_copy(update={"step": 10})
+    trial = after(of(FINISHED), claim_to(3, 7), 9)
+    assert (is_live(trial, key), is_held(trial, key)) == (True, False)
+    assert after(trial, claim_to(3, 7), 10) == trial  # twice is once
+
+    trial = after(trial, Retired(trial="t", retires=(7,)), 10)
+    assert (is_live(trial, key), is_held(trial, key)) == (False, True)
+
+    trial = after(trial, claim_to(3, 7, other), 11)  # a clone of the clone
+    trial = after(trial, Released(trial="t", clone=ELSEWHERE), 12)
+    assert is_held(trial, key)
+    trial = after(trial, Released(trial="t", clone=other), 13)
+    assert not is_held(trial, key)
+    assert after(trial, Released(trial="t", clone=other), 14) == trial
+
+
+@pytest.mark.parametrize(("step", "sequence"), [(3, 8), (4, 7), (2, 6)])
+def test_what_is_no_checkpoint_cannot_be_claimed(step: int, sequence: int) -> None:
+    with pytest.raises(IllegalTransition, match="is no checkpoint any more"):
+        after(of(RUNNING), claim_to(step, sequence), 9)

@@ -24,7 +24,7 @@ from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Status, Trial, is_acceptable
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "ref_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: Mapper = 
     """
     running = [each for each in experiment.trials.values() if each.status is Status.RUNNING and not each.apart]
     found = list(side_by_side(lambda trial: _find(store, experiment, trial), running))
-    adopted = {each.trial.trial: (_ref(each.manifest),) for each in found if each.manifest}
+    adopted = {each.trial.trial: (ref_of(each.manifest),) for each in found if each.manifest}
     return [Adopted(checkpoints=adopted), *(event for each in found for event in _told_by(each))]
 
 
@@ -62,6 +62,8 @@ def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _Found:
         except CheckpointCorrupt as corrupt:
             damaged.append(Quarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
             continue
+        if manifest.origin is not None:
+            continue  # a clone is a checkpoint only once its owner has said so
         if manifest.about.attempt == trial.attempt:  # its owner has given up what earlier attempts left
             return _Found(trial, manifest, tuple(damaged))
     return _Found(trial, None, tuple(damaged))
@@ -79,7 +81,8 @@ def _candidates(store: ObjectStore, experiment: Experiment, trial: Trial) -> lis
     return sorted(unsettled, key=lambda key: (key.sequence, key.step), reverse=True)
 
 
-def _ref(manifest: Manifest) -> CheckpointRef:
+def ref_of(manifest: Manifest) -> CheckpointRef:
+    """Return a checkpoint as the journal names it."""
     about = manifest.about
     return CheckpointRef(
         step=manifest.step,

@@ -6,7 +6,9 @@ request thought lost, hits nothing that was written since.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
@@ -14,63 +16,97 @@ from prefect_tune.core.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.manifest import Manifest
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import Listed, ObjectStore
-from prefect_tune.core.trial import Trial
+from prefect_tune.core.trial import Trial, is_held, is_live
 
-__all__ = ["collect", "leftover", "orphans"]
+__all__ = ["LetGo", "collect", "is_collectable", "leftover", "orphans"]
+
+LetGo: TypeAlias = Callable[[CheckpointKey, CheckpointKey], int]
+"""Hears of a clone and its origin before the clone is deleted; returns how many objects that let it delete."""
 
 
-def collect(
+@dataclass(frozen=True, slots=True)
+class _Doomed:
+    """A checkpoint that is none any more, and is still there."""
+
+    key: CheckpointKey
+    blobs: frozenset[str] = frozenset()
+    origin: CheckpointKey | None = None
+
+
+def _nothing(clone: CheckpointKey, origin: CheckpointKey) -> int:
+    del clone, origin
+    return 0
+
+
+def collect(  # noqa: PLR0913 - the last one is what a clone needs, and known to those who know of clones
     store: ObjectStore,
     trial: TrialKey,
     state: Trial,
     doomed: Iterable[CheckpointKey],
     *,
     side_by_side: Mapper,
+    let_go: LetGo = _nothing,
 ) -> int:
-    """Delete retired checkpoints: blobs that no live one refers to, what was said of them, then manifests.
+    """Delete retired checkpoints: blobs that nobody else needs, what was said of them, then manifests.
 
     The manifest goes last, so that a deletion cut short is found, and finished, by the next one.
-    Only what was begun before the last retirement that `state` knows of is deleted: no save reuses
-    that any more, here or in a process that takes over while the deletion is on its way. The rest of
-    `doomed` is left alone until its retirement is journaled too. Returns how many blobs
-    and manifests were deleted.
+    What is not collectable is left alone. Returns how many blobs and manifests were deleted.
 
     Raises:
-        CheckpointCorrupt: a live manifest is missing or unreadable: nothing is deleted on a guess.
+        CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable: nothing is
+            deleted on a guess.
     """
-    keys = [key for key in doomed if not _is_live(state, key) and key.sequence < state.collected_up_to]
+    keys = [key for key in doomed if is_collectable(state, key)]
     found = [each for each in side_by_side(lambda key: _doomed(store, key), keys) if each is not None]
     if not found:
         return 0
-    blobs = {path for each in found for path in each} - _reachable(store, trial, state, side_by_side)
+    blobs = {path for each in found for path in each.blobs} - _reachable(store, trial, state, side_by_side)
     ours = sorted(path for path in blobs if path.startswith(f"{trial.blobs}/"))
     store.delete(ours)
     store.delete([each.path for key in keys for each in store.list(key.metadata_folder)])
-    store.delete([key.manifest_path for key in keys])
-    return len(ours) + len(found)
+    store.delete([each.key.manifest_path for each in found if each.origin is None])
+    let_go_of = [_let_go(store, each.key, each.origin, let_go) for each in found if each.origin is not None]
+    return len(ours) + len(found) + sum(let_go_of)
+
+
+def _let_go(store: ObjectStore, clone: CheckpointKey, origin: CheckpointKey, let_go: LetGo) -> int:
+    deleted = let_go(clone, origin)
+    store.delete([clone.manifest_path])
+    return deleted
+
+
+def is_collectable(state: Trial, key: CheckpointKey) -> bool:
+    """Return whether the bytes of `key` may be deleted: now, and at any later time.
+
+    It was begun before the last retirement that `state` knows of: no save reuses it any more, here or
+    in a process that takes over while the deletion is on its way. It is no checkpoint, and no clone needs
+    it: of what is neither, no clone is begun any more.
+    """
+    return not is_live(state, key) and not is_held(state, key) and key.sequence < state.collected_up_to
 
 
 def leftover(store: ObjectStore, trial: TrialKey, state: Trial, settled_from: int) -> Sequence[CheckpointKey]:
     """Return checkpoints on the target that are none: retired and not yet deleted, or never a commit.
 
+    Those that clones need are among them: they are looked at again until they are not needed any more.
     `settled_from` is the experiment's: manifests from there on may belong to a save that is under way.
     """
     keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in store.list(trial.checkpoints))
     return [
         key
         for key in keys
-        if key and not _is_live(state, key) and key.sequence not in state.quarantined and key.sequence < settled_from
+        if key and not is_live(state, key) and key.sequence not in state.quarantined and key.sequence < settled_from
     ]
 
 
 def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: Mapper) -> Sequence[Listed]:
-    """Return the blobs that no live checkpoint refers to and that no save will ever reuse.
+    """Return the blobs that no live checkpoint refers to, and no clone, and that no save will ever reuse.
 
     Saves that were cut short leave them, and so do deletions of manifests that cannot be read. They
     may be deleted at any time; blobs of quarantined checkpoints are among them.
 
     Raises:
-        CheckpointCorrupt: a live manifest is missing or unreadable.
+        CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable.
     """
     reachable = _reachable(store, trial, state, side_by_side)
     return [
@@ -80,26 +116,26 @@ def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: 
     ]
 
 
-def _is_live(state: Trial, key: CheckpointKey) -> bool:
-    return any((each.step, each.sequence) == (key.step, key.sequence) for each in state.checkpoints)
-
-
-def _doomed(store: ObjectStore, key: CheckpointKey) -> frozenset[str] | None:
-    """Return the blobs that a retired checkpoint names; None if it is gone already."""
+def _doomed(store: ObjectStore, key: CheckpointKey) -> _Doomed | None:
+    """Return what a retired checkpoint names; None if it is gone already."""
     try:
-        return read_manifest(store, key).blob_paths()
+        manifest = read_manifest(store, key)
     except CheckpointNotFound:
         return None
     except CheckpointCorrupt:
-        return frozenset()  # it is no checkpoint any more, whatever it said; its blobs become orphans
+        return _Doomed(key)  # it is no checkpoint any more, whatever it said; its blobs become orphans
+    return _Doomed(key, manifest.blob_paths(), manifest.origin)
 
 
 def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: Mapper) -> set[str]:
-    live = [CheckpointKey(trial=trial, step=each.step, sequence=each.sequence) for each in state.checkpoints]
-    return {path for each in side_by_side(lambda key: _live(store, key), live) for path in each.blob_paths()}
+    """The blobs of checkpoints that are live, or that a clone needs."""
+    live = [(each.step, each.sequence) for each in state.checkpoints]
+    needed = dict.fromkeys([*live, *((each.step, each.sequence) for each in state.claims)])
+    keys = [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in needed]
+    return {path for each in side_by_side(lambda key: _needed(store, key), keys) for path in each.blob_paths()}
 
 
-def _live(store: ObjectStore, key: CheckpointKey) -> Manifest:
+def _needed(store: ObjectStore, key: CheckpointKey) -> Manifest:
     try:
         return read_manifest(store, key)
     except CheckpointNotFound as missing:

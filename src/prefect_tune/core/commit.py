@@ -23,7 +23,7 @@ from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Digest, digest_of
 
-__all__ = ["Committed", "Mapper", "Reusable", "commit", "reusable"]
+__all__ = ["Committed", "Mapper", "Reusable", "commit", "publish", "reusable"]
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -42,7 +42,6 @@ class _Place:
     path: str
     size_bytes: int
     offset: int
-    experiment: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +88,21 @@ def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, colle
         for path in sizes
         if path in live or blob_sequence(path) >= collected_up_to
     }
-    return Reusable(_chunks_of(parent, trial, sizes) if parent else {}, blobs, sizes)
+    return Reusable(_chunks_of(parent, sizes) if parent else {}, blobs, sizes)
 
 
-def _chunks_of(parent: Manifest, trial: TrialKey, sizes: Mapping[str, int]) -> dict[Digest, _Place]:
-    """Only chunks whose blob the listing shows whole: what is damaged is sent again, and so healed."""
+def _chunks_of(parent: Manifest, sizes: Mapping[str, int]) -> dict[Digest, _Place]:
+    """Only chunks whose blob the listing shows whole: what is damaged is sent again, and so healed.
+
+    A clone's blobs are another trial's, and not in it: they stay for the clone, and for nobody after it.
+    """
     places: dict[Digest, _Place] = {}
     for file in parent.files:
         for chunk in file.chunks:
             blob = parent.blobs[chunk.blob]
             path = parent.blob_path(chunk.blob)
-            foreign = not path.startswith(f"{trial.blobs}/")
-            if foreign or sizes.get(path) == blob.size_bytes:
-                home = path.partition("/")[0] if not path.startswith(f"{trial.experiment}/") else None
-                places[Digest(chunk.digest)] = _Place(path, blob.size_bytes, chunk.offset, home)
+            if sizes.get(path) == blob.size_bytes:
+                places[Digest(chunk.digest)] = _Place(path, blob.size_bytes, chunk.offset)
     return places
 
 
@@ -133,7 +133,7 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none can be had
     written = dict(blob.written for blob in blobs if blob.written)
     source.require_unchanged()
     _see(store, key.trial, written)
-    manifest = _publish(store, key, _manifest(key, source, about, [chunk for blob in blobs for chunk in blob.chunks]))
+    manifest = publish(store, key, _manifest(key, source, about, [chunk for blob in blobs for chunk in blob.chunks]))
     return Committed(manifest, len(written), sum(written.values()))
 
 
@@ -198,7 +198,7 @@ def _manifest(
         if place.path not in blobs:
             blobs[place.path] = len(refs)
             path = place.path.partition("/")[2]
-            refs.append(BlobRef(path=path, size_bytes=place.size_bytes, experiment=place.experiment))
+            refs.append(BlobRef(path=path, size_bytes=place.size_bytes))
         chunk = ChunkRef(blob=blobs[place.path], offset=place.offset, length=piece.length, digest=digest)
         of_file.setdefault(piece.file, []).append((piece.offset, chunk))
     return Manifest(
@@ -218,7 +218,13 @@ def _file(file: FileStat, chunks: Iterable[tuple[int, ChunkRef]]) -> FileRef:
     return FileRef(path=file.path, size_bytes=file.size_bytes, mode=file.mode, chunks=in_order)
 
 
-def _publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manifest:
+def publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manifest:
+    """Create the manifest of `key`, which is the commit, and return it as it is there.
+
+    Raises:
+        AlreadyCommitted: the key holds another write.
+        CommitUnknown: the target did not say, and could not be asked.
+    """
     try:
         create_or_recognize(store, key.manifest_path, encode_manifest(manifest))
     except AlreadyExists as exists:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from prefect_tune.core.layout import CheckpointKey, JournalKey
 from prefect_tune.core.schedulers.scheduler import Decision
 from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value
 
@@ -17,17 +18,22 @@ __all__ = [
     "AttemptEnded",
     "Cause",
     "CheckpointRef",
+    "Claim",
+    "Claimed",
+    "Cloned",
     "Committed",
     "Decided",
     "Event",
     "Finished",
     "GaveUp",
+    "GuestsEvent",
     "OneTrialsEvent",
     "Opened",
     "Owner",
     "Paused",
     "Pinned",
     "Quarantined",
+    "Released",
     "Reported",
     "Requeued",
     "Resumed",
@@ -77,6 +83,19 @@ class CheckpointRef(Value):
     trained_seconds: float = 0.0
     size_bytes: int = 0
     pinned: bool = False
+
+
+class Claim(Value):
+    """A clone needs the bytes of one of the trial's checkpoints: they stay, retired or not, until it is released."""
+
+    step: int
+    sequence: int
+    clone: CheckpointKey
+    """Whose manifest refers to them."""
+    journal: JournalKey
+    """In which the clone is told of; see `Cloned`."""
+    epoch: int
+    """Of that journal, when the clone was begun: its owner makes the clone a checkpoint, and nobody after it."""
 
 
 class Opened(Value):
@@ -172,6 +191,34 @@ class Pinned(TrialEvent):
     pinned: bool = True
 
 
+class Cloned(TrialEvent):
+    """The trial goes on from a copy of another one's checkpoint, and with `config` where that is given.
+
+    The copy is its newest checkpoint from now on; its manifest was created before, and refers to the bytes
+    of the other trial.
+    """
+
+    type: Literal["cloned"] = "cloned"
+    checkpoint: CheckpointRef
+    source: CheckpointKey
+    config: Mapping[str, object] | None = None
+    reason: str
+
+
+class Claimed(TrialEvent):
+    """Somebody is about to clone a checkpoint of the trial. Written as a guest: the owner goes on after it."""
+
+    type: Literal["claimed"] = "claimed"
+    claim: Claim
+
+
+class Released(TrialEvent):
+    """A clone is no checkpoint any more, or never will be one. Written as a guest, as `Claimed`."""
+
+    type: Literal["released"] = "released"
+    clone: CheckpointKey
+
+
 class AttemptEnded(TrialEvent):
     """The attempt is over and the trial is not: it waits to be started again."""
 
@@ -227,6 +274,8 @@ class Decided(TrialEvent):
     decision: Decision
 
 
+GuestsEvent: TypeAlias = Claimed | Released
+"""What others than the owner write: an entry of nothing else supersedes nobody."""
 OneTrialsEvent: TypeAlias = (
     Started
     | Reported
@@ -234,6 +283,8 @@ OneTrialsEvent: TypeAlias = (
     | Retired
     | Quarantined
     | Pinned
+    | Cloned
+    | GuestsEvent
     | AttemptEnded
     | GaveUp
     | Finished

@@ -10,17 +10,16 @@ from itertools import pairwise
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import (
     AlreadyExists,
-    InvalidInput,
     JournalCorrupt,
     ObjectNotFound,
     StoreRefused,
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.events import Event, Opened, Owner
+from prefect_tune.core.events import Claimed, Event, GuestsEvent, Opened, Owner, Released
 from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
 from prefect_tune.core.layout import JournalKey, journal_key, number_in
-from prefect_tune.core.sealed import seal, unseal
+from prefect_tune.core.sealed import seal_and_read_back, unseal
 from prefect_tune.core.segments import (
     UnusableSegmentError,
     after_segment,
@@ -36,7 +35,7 @@ from prefect_tune.core.spans import begin_of, boundaries
 from prefect_tune.core.store import Buffer, ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 
-__all__ = ["append", "entries_beyond", "history", "load", "next_entry", "take_over"]
+__all__ = ["append", "append_as_guest", "entries_beyond", "history", "load", "next_entry", "take_over"]
 
 _RACES = 16
 
@@ -84,7 +83,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
     """Write the next entry, and return the experiment after it. What it returns is durable.
 
     The events are taken as they will be read back (a tuple in a config becomes a list), so that who
-    goes on now and who resumes later see the same.
+    goes on now and who resumes later see the same. What guests wrote meanwhile comes before it.
 
     Raises:
         InvalidInput: an event holds what JSON cannot say, or could not be read back; nothing was written.
@@ -93,6 +92,44 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
         JournalCorrupt: the events cannot follow; nothing was written.
         StoreUnavailable: the entry before it is not there any more, or the target is not to be had.
     """
+    while True:
+        try:
+            return _append_next(store, experiment, events, stamp)
+        except AlreadyExists as exists:
+            experiment = _after_guest(store, experiment, exists)
+
+
+def append_as_guest(
+    store: ObjectStore,
+    journal: JournalKey | str,
+    say: Callable[[Experiment], Sequence[GuestsEvent]],
+    stamp: Stamp,
+    *,
+    side_by_side: Mapper,
+) -> Experiment:
+    """Add an entry to a journal that is somebody else's, who goes on after it; return the experiment after it.
+
+    `say` is asked what is to be written after the state that it is given; nothing, and nothing is written.
+    It is asked again when somebody is faster, so that between the state and the entry nothing happens. What
+    `say` raises ends it.
+
+    Raises:
+        StoreUnavailable: others were faster, again and again.
+        CommitUnknown: the target did not say; call again, `say` may find it written.
+    """
+    for _ in range(_RACES):
+        found = load(store, journal, side_by_side=side_by_side)
+        events = say(found)
+        if not events:
+            return found
+        with suppress(AlreadyExists):
+            after = _append_next(store, found, events, stamp)
+            write_due_segment(store, after)  # the owner goes on after it, and does not look back
+            return after
+    raise StoreUnavailable(f"{journal}: {_RACES} other writers were faster; try again")
+
+
+def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
     entry = Entry(
         number=experiment.number + 1,
         epoch=experiment.epoch + any(isinstance(event, Opened) for event in events),
@@ -102,14 +139,22 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
         events=tuple(events),
     )
     path = experiment.key.entry_path(entry.number)
-    data = seal(entry)
-    result = apply(experiment, unseal(Entry, data, path, InvalidInput), digest_of(data))
+    data, entry = seal_and_read_back(entry)
+    result = apply(experiment, entry, digest_of(data))
     _require_predecessor(store, experiment)
-    try:
-        create_or_recognize(store, path, data)
-    except AlreadyExists as exists:
-        raise _superseded(store, experiment, path) from exists
+    create_or_recognize(store, path, data)
     return result
+
+
+def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
+    """The experiment after the entry that is there; whoever is no guest there has superseded us."""
+    path = experiment.key.entry_path(experiment.number + 1)
+    data = store.read(path)
+    entry = _decode(data, path)
+    is_guests = bool(entry.events) and all(isinstance(event, Claimed | Released) for event in entry.events)
+    if not is_guests or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
+        raise _superseded(experiment, entry) from exists
+    return apply(experiment, entry, digest_of(data))
 
 
 def _require_predecessor(store: ObjectStore, experiment: Experiment) -> None:
@@ -295,8 +340,7 @@ def _decode(data: Buffer, path: str) -> Entry:
     return entry
 
 
-def _superseded(store: ObjectStore, experiment: Experiment, path: str) -> Superseded:
-    winner = _decode(store.read(path), path)
+def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
     opened = next((event for event in winner.events if isinstance(event, Opened)), None)
     by = str(opened.owner) if opened else f"epoch {winner.epoch}"
     return Superseded(

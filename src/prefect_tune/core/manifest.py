@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from prefect_tune.core.errors import CheckpointCorrupt
+from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.sealed import VERSION, seal, unseal
 from prefect_tune.core.store import Buffer
 from prefect_tune.core.values import ExperimentName, StepReport, Value
@@ -88,6 +89,15 @@ class Manifest(Value):
     blobs: tuple[BlobRef, ...]
     files: tuple[FileRef, ...]
     empty_directories: tuple[str, ...] = ()
+    origin: CheckpointKey | None = None
+    """For a clone: the checkpoint whose blobs all of its blobs are. Written only then."""
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        said: dict[str, object] = write(self)
+        if self.origin is None:
+            del said["origin"]
+        return said
 
     @model_validator(mode="after")
     def _holds_together(self) -> Manifest:
@@ -99,6 +109,8 @@ class Manifest(Value):
                     raise ValueError(f"{file.path!r}: a chunk ends beyond blob {chunk.blob}")
         for directory in self.empty_directories:
             _require_safe(directory)
+        if self.origin and not self.lies_at(self.origin):
+            raise ValueError("a clone's blobs lie elsewhere than the checkpoint's that it is a clone of")
         _require_a_tree([file.path for file in self.files], self.empty_directories)
         return self
 
@@ -111,6 +123,10 @@ class Manifest(Value):
         """Return the path of blob `index` from the target's root."""
         blob = self.blobs[index]
         return f"{blob.experiment or self.experiment}/{blob.path}"
+
+    def lies_at(self, home: CheckpointKey) -> bool:
+        """Return whether all its blobs are those of one trial, `home`'s."""
+        return all(path.startswith(f"{home.trial.blobs}/") for path in self.blob_paths())
 
     def blob_paths(self) -> frozenset[str]:
         """Return the paths of all its blobs from the target's root."""

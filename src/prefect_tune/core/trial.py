@@ -13,6 +13,9 @@ from prefect_tune.core.events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
+    Claim,
+    Claimed,
+    Cloned,
     Committed,
     Decided,
     Finished,
@@ -21,6 +24,7 @@ from prefect_tune.core.events import (
     Paused,
     Pinned,
     Quarantined,
+    Released,
     Reported,
     Requeued,
     Resumed,
@@ -39,6 +43,8 @@ __all__ = [
     "Trial",
     "after",
     "is_acceptable",
+    "is_held",
+    "is_live",
     "newest_checkpoint",
     "newest_key",
     "with_adopted",
@@ -77,6 +83,7 @@ NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.RUNNING, Resumed): Status.RUNNING,
 }
 _ONLY_WHILE_RUNNING = (Reported, Committed)
+_ONLY_WHILE_WAITING = (Cloned,)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
 _CHANGES_STATUS = frozenset(event for _, event in NEXT)
 
@@ -117,6 +124,8 @@ class Trial(Value):
     """How many of them had been committed: where these were all there were, a start from nothing is no resume."""
     collected_up_to: int = 0
     """The entry of the last retirement: blobs begun before it are reused only while a checkpoint has them."""
+    claims: tuple[Claim, ...] = ()
+    """By whom its checkpoints, live ones and retired ones, were cloned: their bytes stay until that is over."""
     user_failures: int = 0
     """Failures of the user's code since the trial was added or requeued."""
     machine_failures: int = 0
@@ -152,6 +161,17 @@ def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
     return CheckpointKey(trial=folder, step=newest.step, sequence=newest.sequence) if newest else None
 
 
+def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
+    """Return whether it is a checkpoint of `trial` now."""
+    return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.checkpoints)
+
+
+def is_held(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
+    """Return whether a clone needs its bytes, though it is no checkpoint of `trial` any more."""
+    claimed = any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.claims)
+    return claimed and not is_live(trial, checkpoint)
+
+
 def is_acceptable(trial: Trial, sequence: int) -> bool:
     """Return whether a save that began after entry `sequence` may still become a checkpoint of `trial`.
 
@@ -184,7 +204,9 @@ def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
 
 
 def _next_status(trial: Trial, event: OneTrialsEvent) -> Status:
-    misplaced = isinstance(event, _ONLY_WHILE_RUNNING) and trial.status is not Status.RUNNING
+    misplaced = (isinstance(event, _ONLY_WHILE_RUNNING) and trial.status is not Status.RUNNING) or (
+        isinstance(event, _ONLY_WHILE_WAITING) and trial.status not in (Status.PENDING, Status.PAUSED)
+    )
     status = NEXT.get((trial.status, type(event)))
     if misplaced or (status is None and type(event) in _CHANGES_STATUS):
         raise IllegalTransition(f"trial {trial.trial!r} is {trial.status}: {event.type!r} cannot happen to it")
@@ -207,6 +229,10 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
             return _pinned(trial, event)
         case AttemptEnded() | GaveUp():
             return _failed(trial, event)
+        case Cloned():
+            return _cloned(trial, event)
+        case Claimed() | Released():
+            return trial.model_copy(update={"claims": _claims(trial, event)})
         case _:
             return _given_reason(trial, event)
 
@@ -266,7 +292,43 @@ def _committed(trial: Trial, event: Committed, number: int) -> Trial:
     return _retired(committed, event.retires, number) if event.retires else committed
 
 
+def _cloned(trial: Trial, event: Cloned) -> Trial:
+    """What it trained itself is none of the copy's history, and nothing of it was in vain. No budget is renewed."""
+    copy = event.checkpoint
+    _require_acceptable(trial, copy)
+    return trial.model_copy(
+        update={
+            "checkpoints": (*trial.checkpoints, copy),
+            "step": copy.step,
+            "metrics": copy.metrics,
+            "trained_seconds": copy.trained_seconds,
+            "config": trial.config if event.config is None else event.config,
+            "reason": event.reason,
+        }
+    )
+
+
+def _claims(trial: Trial, event: Claimed | Released) -> tuple[Claim, ...]:
+    """What is neither live nor held is lost: its deletion may have begun."""
+    if isinstance(event, Released):
+        return tuple(each for each in trial.claims if each.clone != event.clone)
+    claim = event.claim
+    if not (is_live(trial, claim) or is_held(trial, claim)):
+        raise IllegalTransition(
+            f"trial {trial.trial!r}: step {claim.step} ({claim.sequence}) is claimed by {claim.clone.folder}, and is "
+            "no checkpoint any more"
+        )
+    return trial.claims if claim in trial.claims else (*trial.claims, claim)
+
+
 def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
+    _require_acceptable(trial, checkpoint)
+    checkpoints = (*trial.checkpoints, checkpoint)
+    since_then = {"machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0}
+    return trial.model_copy(update={"checkpoints": checkpoints, **since_then})
+
+
+def _require_acceptable(trial: Trial, checkpoint: CheckpointRef) -> None:
     if not is_acceptable(trial, checkpoint.sequence):
         raise IllegalTransition(
             f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} was begun after entry "
@@ -274,9 +336,6 @@ def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
             f"{[each.sequence for each in trial.checkpoints]}, those quarantined {list(trial.quarantined)} "
             f"and the last retirement ({trial.collected_up_to})"
         )
-    checkpoints = (*trial.checkpoints, checkpoint)
-    since_then = {"machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0}
-    return trial.model_copy(update={"checkpoints": checkpoints, **since_then})
 
 
 def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
