@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,13 +17,13 @@ from prefect_tune.core.search import domains as pt
 
 def explored(
     mutations: Mapping[str, object], config: Mapping[str, object], *, again: float = 0.0, times: int = 200
-) -> list[Mapping[str, object]]:
+) -> list[Mapping[str, Any]]:
     """Explore from one configuration many times."""
     explorer = Explorer(as_mutations(mutations, "here"), again, (1.2, 0.8), seed=7)
     return [explorer.explored(config, "test", number) for number in range(times)]
 
 
-def values(mutation: object, value: object, *, again: float = 0.0, times: int = 200) -> Counter[object]:
+def values(mutation: object, value: object, *, again: float = 0.0, times: int = 200) -> Counter[Any]:
     return Counter(each["x"] for each in explored({"x": mutation}, {"x": value}, again=again, times=times))
 
 
