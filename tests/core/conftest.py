@@ -5,9 +5,17 @@ from collections.abc import Iterator
 import pytest
 
 from tests.core.cut import cut_small
+from tests.core.histories import base
 
 
 @pytest.fixture
 def tiny_blobs() -> Iterator[None]:
     with cut_small():
+        yield
+
+
+@pytest.fixture
+def short_segments() -> Iterator[None]:
+    """As many segments within some entries as otherwise within hundreds."""
+    with base(3):
         yield

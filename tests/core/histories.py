@@ -15,7 +15,6 @@ from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Stamp, StepReport, digest_of
 from tests.core.driver import JOURNAL
-from tests.fakes.memory_store import MemoryStore
 
 __all__ = ["ME", "base", "fold", "next_event", "next_state", "opened", "stamp"]
 
@@ -58,8 +57,8 @@ def next_state(store: ObjectStore, experiment: Experiment, trials: Sequence[str]
     return journal.append(store, experiment, events, stamp(f"{experiment.number + 1}"))
 
 
-def fold(store: MemoryStore, key: JournalKey = JOURNAL) -> Experiment:
+def fold(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:
     """Apply every entry, and read nothing else."""
     entries = journal.history(store, key, side_by_side=map)
-    digests = [digest_of(store.objects[key.entry_path(entry.number)]) for entry in entries]
+    digests = [digest_of(store.read(key.entry_path(entry.number))) for entry in entries]
     return reduce(lambda state, each: apply(state, *each), zip(entries, digests, strict=True), nothing_yet(key))

@@ -15,6 +15,7 @@ from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial, newest_checkpoint
 from tests.core.driver import KEY, NAME, Session, Witness, run_to
+from tests.core.histories import fold
 from tests.fakes.memory_files import restored
 
 __all__ = ["after_recovery", "violations", "what_lies_about"]
@@ -75,6 +76,7 @@ def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> 
         *_acknowledged(entries, trial, witness),
         *_whole(store, trial, witness),
         *_history(entries, trial, witness),
+        *_segments(store),
     ]
 
 
@@ -132,6 +134,12 @@ def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterat
         head = witness.before[head]
     if told != trained:
         yield f"I6: the newest checkpoint was trained through {trained}, and the curve tells {told}"
+
+
+def _segments(store: ObjectStore) -> Iterator[str]:
+    by_segments, by_entries = journal.load(store, NAME, side_by_side=map), fold(store)
+    if by_segments != by_entries:
+        yield f"I6: the segments tell {by_segments}, and the entries {by_entries}"
 
 
 def nothing_published_is_lost(trial: Trial, witness: Witness) -> Iterator[str]:

@@ -19,7 +19,7 @@ from tests.core.matrix import (
 from tests.core.worlds import ObjectWorld, PosixWorld
 from tests.fakes.dying_store import Way
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "short_segments")
 
 STORIES = [
     pytest.param(None, fresh_run, id="fresh run"),

@@ -8,14 +8,16 @@ from types import FunctionType
 
 import pytest
 
-from prefect_tune.core import adopt, collect, commit, experiment, journal, restore, settle, trial
-from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable
+from prefect_tune.core import adopt, collect, commit, experiment, journal, restore, segments, settle, trial
+from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneError
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import Buffer
 from prefect_tune.core.trial import newest_checkpoint
+from prefect_tune.core.trials import Trials
 from prefect_tune.stores.posix import PosixStore
-from tests.core.driver import KEY, Session, Witness
+from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness
+from tests.core.histories import base, fold, next_state, opened
 from tests.core.invariants import after_recovery
 from tests.core.matrix import (
     STEPS,
@@ -122,6 +124,52 @@ def every_flipped_blob() -> Sequence[str]:
     return []
 
 
+def some_segments(entries: int, *trials: str, lost: int = 0) -> MemoryStore:
+    """A history of so many entries, with all segments but the one at entry `lost`."""
+    store = MemoryStore()
+    state = opened(store)
+    while state.number < entries:
+        state = next_state(store, state, [trials[state.number // 4 % len(trials)]])
+        if state.number != lost:
+            segments.write_due_segment(store, state)
+    return store
+
+
+def differs(store: MemoryStore) -> list[str]:
+    try:
+        found = journal.load(store, NAME, side_by_side=map)
+    except TuneError as error:
+        return [f"I4: {error}"]
+    return [] if (found, list(found.trials)) == (fold(store), list(fold(store).trials)) else [f"I6: {found}"]
+
+
+def every_lost_segment() -> Sequence[str]:
+    with base(3):
+        runs = [(entries, lost) for entries in (28, 40) for lost in range(0, entries, 3)]
+        return [each for run, lost in runs for each in differs(some_segments(run, *"acbed", lost=lost))]
+
+
+def segments_of_a_journal_that_was_deleted() -> Sequence[str]:
+    with base(3):
+        store, old = some_segments(27, "new"), some_segments(27, "old")
+        store.objects[JOURNAL.segment_path(27)] = old.objects[JOURNAL.segment_path(27)]
+        return differs(store)
+
+
+def every_torn_segment() -> Sequence[str]:
+    store = some_segments(23, "b", "a")
+    path = JOURNAL.segment_path(20)
+    store.objects[path] = store.objects[path].replace(b'"attempt":1', b'"attempt":2')
+    return differs(store)
+
+
+def segments_of_two_histories() -> Sequence[str]:
+    with base(3):
+        store, old = some_segments(31, "new"), some_segments(27, "old")
+        store.objects[JOURNAL.segment_path(27)] = old.objects[JOURNAL.segment_path(27)]
+        return differs(store)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """Who is to notice, and which lines are broken: by function, what they say, and what they say instead."""
@@ -198,6 +246,25 @@ MUTANTS = {
             }
         },
     ),
+    "forget at a boundary what changed before it": Mutant(
+        every_lost_segment, {Trials.at_boundary: {"changed[level + 1].update(changed[level])": "changed[level]"}}
+    ),
+    "count a new trial as no change": Mutant(
+        every_lost_segment, {Trials.with_trial: {"if number in lately": "if number == len(numbers) - 1"}}
+    ),
+    "keep a segment's trials in the order of their names": Mutant(
+        every_lost_segment, {Trials.with_segment: {"for trial in changed:": "for trial in sorted(changed, key=str):"}}
+    ),
+    "believe a segment without a look at the journal": Mutant(
+        segments_of_a_journal_that_was_deleted, {journal._require_last: {"if data is None or": "if False and"}}
+    ),
+    "believe segments of two histories": Mutant(
+        segments_of_two_histories, {segments.after_segment: {"if known.get": "if False and known.get"}}
+    ),
+    "believe a segment that is torn": Mutant(
+        every_torn_segment,
+        {segments.decode_segment: {"if digest_of(lines) != head.digest_of_trials:": "if False:"}},
+    ),
     "settle on opening": Mutant(
         every_death,
         {experiment._opened: {'"opened_at": entry.number': '"opened_at": entry.number, "settled_from": entry.number'}},
@@ -219,6 +286,18 @@ def test_the_suite_notices(
     record_property("figure: mutants of the package, each noticed", 1)
 
 
-@pytest.mark.parametrize("finder", [every_late_deletion, a_careless_cleaner, every_lie, every_flipped_blob])
+FINDERS = [
+    every_late_deletion,
+    a_careless_cleaner,
+    every_lie,
+    every_flipped_blob,
+    every_lost_segment,
+    every_torn_segment,
+    segments_of_a_journal_that_was_deleted,
+    segments_of_two_histories,
+]
+
+
+@pytest.mark.parametrize("finder", FINDERS)
 def test_what_notices_the_mutants_finds_nothing_wrong_with_the_package(finder: Finder) -> None:
     assert list(finder()) == []

@@ -230,14 +230,12 @@ class _Loaded:
 
 def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> _Loaded:
     """The journal is the truth: where it does not follow from the segments, it is read without them."""
-    begun = _by_segments(store, key, side_by_side)
     try:
-        return _followed(store, begun, side_by_side)
+        return _followed(store, _by_segments(store, key, side_by_side), side_by_side)
     except JournalCorrupt:
-        if begun.experiment.number == 0:
+        if not (listed := listed_segments(store, key)):
             raise
-        unusable = begun.unusable | listed_segments(store, key)
-        return _followed(store, _Loaded(nothing_yet(key), unusable=unusable), side_by_side)
+        return _followed(store, _Loaded(nothing_yet(key), unusable=listed), side_by_side)
 
 
 def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> _Loaded:
