@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from tests.flows.driver import Drivers
 from tests.flows.trouble import Trouble, listening
 
 BUCKET = "durable"
+_POOL = "tune-test"
+_REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -82,3 +86,33 @@ def _make_bucket(port: int) -> None:
         aws_secret_access_key="test",
     )
     client.create_bucket(Bucket=BUCKET)
+
+
+@pytest.fixture
+def environment(prefect_server: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PREFECT_API_URL": prefect_server,
+        "PREFECT_TUNE_WORK_POOL": _POOL,
+        "PYTHONPATH": str(_REPOSITORY),
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+    }
+
+
+@pytest.fixture
+def worker(environment: dict[str, str], tmp_path: Path) -> Iterator[None]:
+    """A process worker on the pool that `prefect deploy --all` has just deployed to."""
+    _prefect(environment, "work-pool", "create", _POOL, "--type", "process", "--overwrite")
+    _prefect(environment, "--no-prompt", "deploy", "--all")
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", _POOL, "--limit", "2"]
+    with (tmp_path / "worker.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
+    yield
+    process.terminate()
+    process.wait(60)
+
+
+def _prefect(environment: dict[str, str], *arguments: str) -> None:
+    command = [sys.executable, "-m", "prefect", *arguments]
+    done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,33 +21,7 @@ from prefect_tune.core.journal import load
 from prefect_tune.core.trial import Status
 from prefect_tune.stores.staging import side_by_side
 
-_REPOSITORY = Path(__file__).parents[2]
-_POOL = "tune-test"
 _DEPLOYMENT = "durable-trainable/durable-trainable"
-
-
-@pytest.fixture
-def environment(prefect_server: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PREFECT_API_URL": prefect_server,
-        "PREFECT_TUNE_WORK_POOL": _POOL,
-        "PYTHONPATH": str(_REPOSITORY),
-        "PREFECT_WORKER_QUERY_SECONDS": "1",
-    }
-
-
-@pytest.fixture
-def worker(environment: dict[str, str], tmp_path: Path) -> Iterator[None]:
-    """A process worker on the pool that `prefect deploy --all` has just deployed to."""
-    _prefect(environment, "work-pool", "create", _POOL, "--type", "process", "--overwrite")
-    _prefect(environment, "--no-prompt", "deploy", "--all")
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", _POOL, "--limit", "2"]
-    with (tmp_path / "worker.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
-    yield
-    process.terminate()
-    process.wait(60)
 
 
 @pytest.mark.usefixtures("prefect_server", "worker")
@@ -104,12 +76,6 @@ def _shows_what_one_would_want(client: SyncPrefectClient, flow_run: UUID) -> Non
         return "\n".join(log.message for log in logs)
 
     _until("the logs have arrived", lambda: "goes on from step" in logged() and "committed" in logged())
-
-
-def _prefect(environment: dict[str, str], *arguments: str) -> None:
-    command = [sys.executable, "-m", "prefect", *arguments]
-    done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _start(client: SyncPrefectClient, parameters: dict[str, Any]) -> FlowRun:
