@@ -104,8 +104,9 @@ class Council:
                 pass  # `decide` was asked for it
 
     def _added(self, trial: Trial, number: int) -> None:
+        proposed = trial.proposed or trial.config
         if number == self._proposed:
             if self._suggested != number:
-                self._proposals.recall(number, trial.config)
+                self._proposals.recall(number, proposed)
             self._proposed += 1
-        self._schedule.added(trial.trial, trial.config)
+        self._schedule.added(trial.trial, proposed)

@@ -204,6 +204,7 @@ class Driver:
             config=state.config,
             milestone=self._council.milestone(state),
             saves_first=self._council.saves_first,
+            exploit=state.exploits,
             puts_aside=self._put_aside.pop(trial, ()),
         )
         self._attempts[trial] = state.attempt
@@ -295,6 +296,13 @@ class Driver:
             self._lose(trial.trial, over.error)
         elif trial.status is Status.PENDING:
             self._startable.append(trial.trial)  # it was stopped before it began
+        else:
+            self._let_exploit(trial)
+
+    def _let_exploit(self, trial: Trial) -> None:
+        if trial.status is Status.PAUSED and trial.exploits is not None:
+            self._put(Resumed(trial=trial.trial))
+            self._startable.append(trial.trial)
 
     def _failed(self, trial: Trial, cause: Cause) -> None:
         if not (self._ends and cause is Cause.PREEMPTED):
@@ -336,11 +344,12 @@ class Driver:
 
     def _take_up(self) -> None:
         """Bring the trials that an earlier owner left in the middle into a state from which they go on."""
-        unended = [each for each in self._state.trials.values() if each.status in (Status.PENDING, Status.RUNNING)]
+        unended = [each for each in self._state.trials.values() if _goes_on(each)]
         for trial in unended:
             self._catch_up(trial.trial)
             self._decide_what_is_open(trial.trial)
             state = self._state.trial(trial.trial)
+            self._let_exploit(state)
             if state.status is Status.PENDING and state.cause is not None and state.attempt:
                 self._judge(trial.trial, state.cause)
             elif state.status in (Status.PENDING, Status.RUNNING):
@@ -360,6 +369,12 @@ class Driver:
             self._put(Finished(trial=name, reason=answer.reason))
         elif isinstance(answer, Leave):
             self._put(Paused(trial=name, reason=answer.reason))
+
+
+def _goes_on(trial: Trial) -> bool:
+    return trial.status in (Status.PENDING, Status.RUNNING) or (
+        trial.status is Status.PAUSED and trial.exploits is not None
+    )
 
 
 def _is_saved(trial: Trial) -> bool:

@@ -15,6 +15,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events import Quarantined
 from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.retention import Retention
+from prefect_tune.core.schedulers.scheduler import Exploit
 
 __all__ = ["Orders", "TrialPlan", "payload"]
 
@@ -61,6 +62,8 @@ class Orders:
     """The step at which the trial asks whether to go on."""
     saves_first: bool = False
     """Whether it commits a checkpoint of that step before it asks."""
+    exploit: Exploit | None = None
+    """Go on from a clone of another trial's newest checkpoint, with another configuration."""
     puts_aside: tuple[Quarantined, ...] = ()
     """Checkpoints that are not to be used, since they kill the trainable."""
     environment: Mapping[str, str] = field(default_factory=dict)

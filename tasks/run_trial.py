@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ from prefect_tune.core.events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
+    Cloned,
     Event,
     Quarantined,
     Requeued,
@@ -27,6 +28,8 @@ from prefect_tune.core.events import (
 )
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import history
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.schedulers.scheduler import Exploit
 from prefect_tune.core.trial import ENDED, Status, newest_checkpoint, newest_key
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start
@@ -34,13 +37,13 @@ from prefect_tune.stores.scratch import scratch_directory
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.attempt import Failed, Outcome, events_of, supervise
 from prefect_tune.tasks.book import Book
-from prefect_tune.tasks.checkpoints import restore_checkpoint
+from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
 from prefect_tune.tasks.experiment_state import Opening, open_journal, read_experiment, write_directly, write_entry
 from prefect_tune.tasks.ledger import Ledger
 from prefect_tune.tasks.line import Line
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.stamp import new_stamp, this_owner
-from prefect_tune.tasks.transient import RETRYING
+from prefect_tune.tasks.transient import RETRYING, unseen
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 from prefect_tune.tasks.trial_channel import Log, trial_in_place
 
@@ -129,7 +132,28 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book:
         events.append(Requeued(trial=trial, reason="it goes on"))
     if events:
         book.write(events)
+    if orders.exploit is not None:
+        _exploit(plan, orders.exploit, book)
     return book
+
+
+def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:
+    """Clone the source's newest checkpoint; where it has none, the new configuration goes on from the trial's own."""
+    trial = plan.trial.trial
+    for source in (exploit.source, trial):
+        key = TrialKey(experiment=plan.trial.experiment, trial=source)
+        with suppress(CheckpointNotFound):
+            cloned = clone_checkpoint(plan.target, key, unseen(book.experiment), trial, new_stamp())
+            event = Cloned(
+                trial=trial,
+                checkpoint=cloned.checkpoint,
+                source=cloned.source,
+                config=exploit.config,
+                reason=exploit.reason,
+            )
+            book.write([event])
+            return
+    get_run_logger().warning("trial %s: neither it nor %s has a checkpoint to exploit", trial, exploit.source)
 
 
 def _restore_newest(plan: TrialPlan, book: Book, destination: Path, log: Log) -> Path | None:

@@ -32,7 +32,7 @@ from prefect_tune.core.events import (
     Started,
 )
 from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.schedulers.scheduler import Decision
+from prefect_tune.core.schedulers.scheduler import Decision, Exploit
 from prefect_tune.core.values import StepReport, Value
 
 __all__ = [
@@ -146,6 +146,10 @@ class Trial(Value):
     """Whether the trainable ended by itself."""
     absorbed: int = 0
     """The last entry of its own journal that the experiment's journal has taken in."""
+    proposed: Mapping[str, object] | None = None
+    """The configuration it was added with, where it has exploited another trial since."""
+    exploits: Exploit | None = None
+    """What the scheduler has decided and the trial has not done yet."""
     past: tuple[Happening, ...] = ()
     """What search and scheduler have to be told again when the experiment is resumed, oldest first."""
 
@@ -245,6 +249,8 @@ def _given_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | 
             return trial.model_copy(update={"reason": event.reason})
         case Requeued():
             return trial.model_copy(update={"reason": event.reason, **_FRESH_BUDGETS})
+        case Decided(decision=Exploit() as exploit):
+            return trial.model_copy(update={"exploits": exploit})
         case Resumed() | Decided():
             return trial  # the experiment keeps them in `past`
         case _:
@@ -303,6 +309,8 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
             "metrics": copy.metrics,
             "trained_seconds": copy.trained_seconds,
             "config": trial.config if event.config is None else event.config,
+            "proposed": trial.proposed or trial.config,
+            "exploits": None,
             "reason": event.reason,
         }
     )
