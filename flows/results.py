@@ -1,24 +1,75 @@
-"""What came out of an experiment: the best trial, all of them, and their errors."""
+"""What came out of an experiment: the best trials, all of them, their curves, errors and checkpoints, as tables too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, assert_never
 
-from prefect_tune.blocks import StorageTarget
+from prefect_tune.blocks import LocalTarget, StorageTarget, resolve_target
 from prefect_tune.checkpoint import Checkpoint
-from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.curve import curve
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.objective import Objective
+from prefect_tune.core.journal import history, load
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.objective import Mode, Objective, objective_of
+from prefect_tune.core.published import Rows
+from prefect_tune.core.ranking import Losses, front, losses_in, needs_curve, scored, valid_scope
 from prefect_tune.core.trial import Status, Trial, newest_key
+from prefect_tune.core.values import StepReport
+from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tables import trials_table
+from prefect_tune.tasks.results import read_reports
 
-__all__ = ["Results"]
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+__all__ = ["Results", "load_results"]
+
+_TIMEOUT = timedelta(minutes=10)
 
 
-@dataclass(frozen=True)
+def load_results(
+    target: StorageTarget | str | os.PathLike[str],
+    experiment: str,
+    *,
+    metric: str | Sequence[str] | None = None,
+    mode: Mode | Sequence[Mode] = "min",
+) -> Results:
+    """Return the results of an experiment as it stands, from anywhere: nothing is run, and nothing is written.
+
+    It may be running meanwhile; what its journal holds now is what is told.
+
+    Args:
+        target: where it lives: a block, a `"block-type/name"` slug, a URI, or a path.
+        experiment: its name on the target.
+        metric: the reported metric, or several, that trials are compared by.
+        mode: whether a small metric is good (`"min"`), or a large one (`"max"`); one for all, or one for each.
+
+    Raises:
+        InvalidInput: there is no such experiment.
+        JournalCorrupt: there is, and its history does not hold together.
+        StoreUnavailable: the target did not answer.
+    """
+    place = resolve_target(target)
+    if isinstance(place, LocalTarget):
+        place = place.model_copy(update={"must_exist": True})
+    with place.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+        state = load(store, experiment, side_by_side=transfers)
+    if not state.number:
+        raise InvalidInput(f"{place.uri}: there is no experiment {experiment!r}")
+    return Results(state, place, objective_of(metric, mode))
+
+
+@dataclass(frozen=True, repr=False)
 class Results:
-    """An experiment as it stands."""
+    """An experiment as it stands. What it does not know by heart, it reads from the target when it is asked."""
 
     experiment: Experiment
     target: StorageTarget
@@ -34,28 +85,146 @@ class Results:
         """Why trials errored, by trial."""
         return {each.trial: each.reason for each in self.trials.values() if each.status is Status.ERRORED}
 
+    # ------------------------------------------------------------------------------------------------- the best
+
     @property
     def best(self) -> Trial:
-        """The trial whose last report is the best.
+        """The trial whose last report is the best. Raises as `best_trial`."""
+        return self.best_trial()
+
+    def best_trial(
+        self, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min", *, scope: str = "last"
+    ) -> Trial:
+        """Return the best trial, of equals the one that was proposed first.
+
+        Args:
+            metric: what they are compared by; of several the first decides. Default: what the search was for.
+            mode: goes with `metric`.
+            scope: by which reports: `"last"`, the best of all (`"best"`, or `"all"`), their mean (`"avg"`),
+                or the mean of the last few (`"last-5-avg"`, with any number).
 
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
         """
-        losses = [(loss, each) for each in self.trials.values() if (loss := self._loss(each)) is not None]
-        if not losses:
-            raise InvalidInput(f"experiment {self.experiment.name!r}: no trial has reported what it is compared by")
-        return min(losses, key=lambda pair: pair[0])[1]
+        scores = self._scores(self._by(metric, mode), valid_scope(scope))
+        return self.trials[min(scores, key=lambda trial: scores[trial][0])]
 
-    def checkpoint(self, trial: str) -> Checkpoint | None:
-        """Return the newest committed checkpoint of a trial."""
-        folder = TrialKey(experiment=self.experiment.name, trial=trial)
-        key = newest_key(folder, self.experiment.trial(trial))
+    @property
+    def best_trials(self) -> Sequence[Trial]:
+        """The trials that no other beats in one metric without being beaten in another, by their last reports.
+
+        With several metrics that is the Pareto front, the best by the first metric first. Raises as `best_trial`.
+        """
+        scores = self._scores(self._by(None, "min"), "last")
+        return [self.trials[trial] for trial in front(scores.items())]
+
+    def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
+        objective = self.objective if metric is None else objective_of(metric, mode)
+        if objective is None:
+            raise InvalidInput(f"experiment {self.experiment.name!r}: compared by what? Name a metric: metric='loss'")
+        return objective
+
+    def _scores(self, objective: Objective, scope: str) -> Mapping[str, Losses]:
+        found = {trial: losses for trial, losses in self._compared(objective, scope) if losses is not None}
+        if not found:
+            raise InvalidInput(
+                f"experiment {self.experiment.name!r}: none of its {len(self.trials)} trials has reported "
+                f"{', '.join(objective.metrics)}"
+            )
+        return found
+
+    def _compared(self, objective: Objective, scope: str) -> Iterable[tuple[str, Losses | None]]:
+        if not needs_curve(scope):
+            return ((each.trial, losses_in(each.metrics, objective)) for each in self.trials.values())
+        curves = self._curves_of(objective.metrics)
+        return ((trial, scored(curves.get(trial, ()), objective, scope)) for trial in self.trials)
+
+    def _curves_of(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
+        known = [name for name in metrics if name in self._reports.column_names]
+        rows = self._reports.select(["trial", *known]).to_pylist()
+        curves: dict[str, list[Mapping[str, object]]] = defaultdict(list)
+        for row in rows:
+            curves[row["trial"]].append(row)
+        return curves
+
+    # ------------------------------------------------------------------------------------------------ one trial
+
+    def curve(self, trial: str | Trial) -> Sequence[StepReport]:
+        """Return the reports of a trial that count, by step, from its journal."""
+        known = self._trial(trial)
+        journal = JournalKey(experiment=self.experiment.name, trial=known.trial if known.apart else None)
+        last = known.absorbed if known.apart else self.experiment.number
+        with self.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+            entries = history(store, journal, side_by_side=transfers)
+        return curve((entry for entry in entries if entry.number <= last), known.trial)
+
+    def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
+        """Return the newest committed checkpoint of a trial; None where it has none."""
+        known = self._trial(trial)
+        key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
         return self.target.checkpoint(key) if key else None
 
-    def _loss(self, trial: Trial) -> float | None:
-        if self.objective is None or not trial.step:
+    def best_checkpoint(self, trial: str | Trial, metric: str | None = None, mode: Mode = "min") -> Checkpoint | None:
+        """Return the committed checkpoint whose step reported the best metric, of equals the newest one.
+
+        None where none of those that are kept reported it.
+
+        Raises:
+            InvalidInput: there is no metric to compare by.
+        """
+        objective = self._by(metric, mode)
+        known = self._trial(trial)
+        scores = [
+            (losses[0], -each.sequence, each)
+            for each in known.checkpoints
+            if (losses := losses_in(each.metrics, objective))
+        ]
+        if not scores:
             return None
+        ref = min(scores, key=lambda score: score[:2])[2]
+        folder = TrialKey(experiment=self.experiment.name, trial=known.trial)
+        return self.target.checkpoint(CheckpointKey(trial=folder, step=ref.step, sequence=ref.sequence))
+
+    def _trial(self, trial: str | Trial) -> Trial:
+        name = trial.trial if isinstance(trial, Trial) else trial
+        if name not in self.trials:
+            raise InvalidInput(f"experiment {self.experiment.name!r}: there is no trial {name!r}")
+        return self.trials[name]
+
+    # --------------------------------------------------------------------------------------------------- tables
+
+    def to_arrow(self, rows: Rows = "trials") -> pa.Table:
+        """Return a table with a row for each of the trials, or of the reports that count.
+
+        Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
+        experiment that has ended are read from the file that it published, those of another from its journal.
+        """
+        match rows:
+            case "trials":
+                return trials_table(self.experiment)
+            case "reports":
+                return self._reports
+            case _:
+                assert_never(rows)
+
+    def to_pandas(self, rows: Rows = "trials") -> pd.DataFrame:
+        """Return the same as a pandas `DataFrame`.
+
+        Raises:
+            InvalidInput: pandas is not installed.
+        """
         try:
-            return self.objective.loss(trial.metrics, f"trial {trial.trial}")
-        except BadMetric:
-            return None
+            import pandas as pd  # noqa: F401  what `to_pandas` needs, and says in its own way
+        except ImportError as missing:
+            raise InvalidInput("to_pandas needs pandas: pip install pandas; `to_arrow` does without") from missing
+        return self.to_arrow(rows).to_pandas()
+
+    @cached_property
+    def _reports(self) -> pa.Table:
+        with self.target.open(timeout=_TIMEOUT) as store:
+            return read_reports(store, self.experiment)
+
+    def __repr__(self) -> str:
+        statuses = Counter(str(each.status) for each in self.trials.values())
+        counts = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'})"

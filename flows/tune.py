@@ -15,22 +15,24 @@ from prefect.logging import get_run_logger
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.failures import FailurePolicy
 from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.objective import Mode, Objective
+from prefect_tune.core.objective import Mode, Objective, objective_of
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.values import digest_of
+from prefect_tune.flows.audience import Audience
+from prefect_tune.flows.callbacks import callbacks_for
 from prefect_tune.flows.council import Council
 from prefect_tune.flows.crew import Crew, LocalCrew
 from prefect_tune.flows.driver import Driver, Limits
 from prefect_tune.flows.elsewhere import OnDeployment, on_task_runner
-from prefect_tune.flows.listening import Listeners
 from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.results import Results
@@ -69,6 +71,7 @@ def tune(
     failures: FailurePolicy | None = None,
     fail_fast: bool = False,
     sync: SyncConfig | None = None,
+    callbacks: list[Any] | None = None,
     trials: Literal["tasks", "deployment"] = "tasks",
     trial_deployment: str = "train-trial/train-trial",
     isolation: Literal["process", "thread"] = "process",
@@ -101,6 +104,7 @@ def tune(
         failures: the retry budgets of a trial. Default: none for its own failures, 10 for the machine's.
         fail_fast: end the experiment at the first trial that errors; the others save and can be resumed.
         sync: periods, timeouts, artifacts, and `commit="async"`.
+        callbacks: who hears of the trials, such as `pt.CSVLogger()`; from a deployment `"package.module:Name"`.
         trials: `"tasks"` runs them on the flow's task runner (threads, Dask, Ray); `"deployment"` gives each attempt a
             flow run of its own, on whatever work pool `trial_deployment` is deployed to.
         trial_deployment: a deployment of `prefect_tune.flows.train_trial.train_trial`.
@@ -117,7 +121,7 @@ def tune(
         ResumeFailed: the experiment exists and cannot be read.
     """
     name = experiment_name(experiment)
-    objective = _objective(metric, mode)
+    objective = objective_of(metric, mode)
     stopper = stopper_for(stop)
     plan = TrialPlan(
         target=resolve_target(target),
@@ -144,7 +148,8 @@ def tune(
     proposals = (search or RandomSearch(num_samples)).begin(space or {}, objective, drawn)
     council = Council(proposals, _begun(scheduler or FIFO(), objective, drawn))
     crew = _crew(plan, limits, OnDeployment(trial_deployment) if trials == "deployment" else None)
-    return Results(_search(plan, limits, council, crew), plan.target, objective)
+    audience = Audience(plan.target, SearchInfo(name, plan.target.uri, objective), callbacks_for(callbacks))
+    return Results(_search(plan, limits, council, crew, audience), plan.target, objective)
 
 
 def _crew(plan: TrialPlan, limits: Limits, deployment: OnDeployment | None) -> AbstractContextManager[Crew]:
@@ -166,13 +171,15 @@ def _local_crew(plan: TrialPlan, limits: Limits) -> Iterator[Crew]:
         yield LocalCrew(nursery)
 
 
-def _search(plan: TrialPlan, limits: Limits, council: Council, crew: AbstractContextManager[Crew]) -> Experiment:
+def _search(
+    plan: TrialPlan, limits: Limits, council: Council, crew: AbstractContextManager[Crew], audience: Audience
+) -> Experiment:
     def search(stop: threading.Event) -> Experiment:
         check_target(plan.target)
         state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp())
         book = Book(plan.target, state, write_directly, lambda _events, _state: None)
-        with crew as who:
-            return Driver(plan, limits, council, who, book, get_run_logger(), Listeners()).run(stop.is_set)
+        with crew as who, audience.listening(book, stop, log := get_run_logger()) as listener:
+            return Driver(plan, limits, council, who, book, log, listener).run(stop.is_set)
 
     return interruptible(search, grace=plan.grace)
 
@@ -181,14 +188,6 @@ def _begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Sche
     if objective is None and not isinstance(scheduler, FIFO):
         raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; name it: metric='loss'")
     return scheduler.begin(objective or _NAMELESS, seed)
-
-
-def _objective(metric: str | list[str] | None, mode: Mode | list[Mode]) -> Objective | None:
-    if metric is None:
-        return None
-    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
-    modes = (mode,) * len(metrics) if isinstance(mode, str) else tuple(mode)
-    return Objective(metrics=metrics, modes=modes)
 
 
 def _seed(given: int | None, experiment: str) -> int:

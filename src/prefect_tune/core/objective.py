@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from pydantic import model_validator
@@ -11,7 +11,7 @@ from pydantic import model_validator
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.values import Value
 
-__all__ = ["Mode", "Objective"]
+__all__ = ["Mode", "Objective", "objective_of"]
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -42,6 +42,19 @@ class Objective(Value):
             (1 if mode == "min" else -1) * _number(metrics, name, where)
             for name, mode in zip(self.metrics, self.modes, strict=True)
         )
+
+
+def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
+    """Return what `metric` and `mode` say: one mode for all metrics, or one for each; None without a metric.
+
+    Raises:
+        ValueError: there are as many modes as metrics, or there is one.
+    """
+    if metric is None:
+        return None
+    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+    modes = (mode,) * len(metrics) if isinstance(mode, str) else tuple(mode)
+    return Objective(metrics=metrics, modes=modes)
 
 
 def _number(metrics: Mapping[str, object], name: str, where: str) -> float:

@@ -1,0 +1,80 @@
+"""Everybody who listens to a search: callbacks, progress, and whoever keeps the curves for its results."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.curves import Curves
+from prefect_tune.core.errors import TuneError
+from prefect_tune.core.events import Event
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.flows.callbacks import Callbacks
+from prefect_tune.flows.listening import Listener, Listeners
+from prefect_tune.tasks import line
+from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.results import publish_results
+from prefect_tune.tasks.transient import unseen
+from prefect_tune.tasks.trial_channel import Log
+
+__all__ = ["Audience"]
+
+_PATIENCE = timedelta(seconds=30)
+_PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
+_MOST_REPORTS = 300_000
+
+
+class Audience:
+    """Who listens to one run of a search, from its beginning to its end."""
+
+    def __init__(self, target: StorageTarget, search: SearchInfo, callbacks: Sequence[Callback]) -> None:
+        self._target = target
+        self._search = search
+        self._callbacks = callbacks
+
+    @contextmanager
+    def listening(self, book: Book, stop: threading.Event, log: Log) -> Iterator[Listener]:
+        """Lend the listener that the driver of a search tells; at the end everybody gets time to take it in.
+
+        Where the search ends by itself, its results are published.
+        """
+        callbacks = Callbacks(self._callbacks, self._target, self._search, log)
+        keeper = _CurveKeeper(book.experiment)
+        callbacks.start(book.experiment)
+        try:
+            yield Listeners([keeper, callbacks])
+            if not stop.is_set():
+                self._publish(book.experiment, keeper.curves, log)
+        finally:
+            callbacks.end(book.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+
+    def _publish(self, experiment: Experiment, curves: Curves | None, log: Log) -> None:
+        """The journal has it all: where the files cannot be written, nothing is lost."""
+        try:
+            publish_results(self._target, unseen(experiment), self._search.objective, unseen(curves))
+        except TuneError as error:
+            log.error("the results are not published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
+
+
+class _CurveKeeper:
+    """Keeps the curves of a new experiment as it goes, so that publishing them need not read the journal."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.curves: Curves | None = None if experiment.trials else Curves()
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        del experiment
+        if self.curves is not None:
+            self.curves.tell_event(event)
+            if self.curves.told > _MOST_REPORTS:
+                self.curves = None  # so many are read again in the end, rather than kept all the time
+
+    def told(self, told: line.Told, experiment: Experiment) -> None:
+        del told, experiment
+
+    def wrote(self, experiment: Experiment) -> None:
+        del experiment

@@ -1,0 +1,64 @@
+"""The papers of a callback: how far it was told, its state, and what it has to be told of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.callbacks import SearchInfo
+from prefect_tune.core.callback_state import CallbackState, keep_state, newest_state
+from prefect_tune.core.errors import CommitUnknown, TuneError
+from prefect_tune.core.experiment import Entry
+from prefect_tune.core.journal import entries_beyond
+from prefect_tune.core.telling import Heard
+from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tasks.stamp import new_stamp
+from prefect_tune.tasks.transient import retrying
+
+__all__ = ["Desk"]
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+class Desk:
+    """Where one callback's state is kept, and the journal read that it has to be told of."""
+
+    def __init__(self, target: StorageTarget, search: SearchInfo, name: str) -> None:
+        self.name = name
+        self.search = search
+        self._target = target
+        self._number = 0
+
+    def newest(self) -> CallbackState | None:
+        """Return the state that an earlier run kept."""
+
+        def read() -> CallbackState | None:
+            with self._target.open(timeout=_TIMEOUT) as store:
+                return newest_state(store, self.search.experiment, self.name)
+
+        found = retrying(read)
+        self._number = found.number if found else 0
+        return found
+
+    def keep(self, heard: Heard, state: Mapping[str, object] | None) -> None:
+        """Keep the state. Raises what `keep_state` raises."""
+        self._number += 1
+        kept = CallbackState(number=self._number, write_id=new_stamp().write_id, heard=heard, state=state)
+        try:
+            with self._target.open(timeout=_TIMEOUT) as store:
+                keep_state(store, self.search.experiment, self.name, kept)
+        except CommitUnknown:
+            raise  # the number may be taken: the next one is used
+        except TuneError:
+            self._number -= 1
+            raise
+
+    def entries(self, beyond: int) -> Sequence[Entry]:
+        """Return the entries of the experiment's journal after that one."""
+
+        def read() -> Sequence[Entry]:
+            with self._target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+                return entries_beyond(store, self.search.experiment, beyond, side_by_side=transfers)
+
+        return retrying(read)

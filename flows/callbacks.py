@@ -1,0 +1,251 @@
+"""Callbacks of a search: each is told in a thread of its own, off the path on which anything is decided."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import copy_context
+from datetime import timedelta
+from typing import Any
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.callback_state import CallbackState
+from prefect_tune.core.errors import AlreadyExists, InvalidInput, TuneError
+from prefect_tune.core.events import AttemptEnded, Committed, Event, Finished, GaveUp, OneTrialsEvent, Reported, Started
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.telling import Telling
+from prefect_tune.core.trial import Trial
+from prefect_tune.core.values import valid_name
+from prefect_tune.flows.callback_desk import Desk
+from prefect_tune.flows.inbox import Happened, Inbox, Item, Missed, Over, Told, Written
+from prefect_tune.flows.listening import Listeners
+from prefect_tune.tasks import line
+from prefect_tune.tasks.trial_channel import Log
+from prefect_tune.trial_process import load_trainable
+
+__all__ = ["CallbackThread", "Callbacks", "callbacks_for"]
+
+_KEEP_PERIOD = timedelta(seconds=10)
+_TRACES = 3
+_MILESTONES = frozenset(10**exponent for exponent in range(1, 12))
+
+
+def callbacks_for(given: Sequence[Any] | None) -> Sequence[Callback]:
+    """Return the callbacks that are meant: objects, classes, or `"package.module:Name"` of either.
+
+    Raises:
+        InvalidInput: one of them means none.
+    """
+    return [_callback(each) for each in given or ()]
+
+
+def _callback(given: Any) -> Callback:
+    named = load_trainable(given) if isinstance(given, str) and ":" in given else given
+    made = named() if callable(named) and not isinstance(named, Callback) else named
+    if isinstance(made, Callback):
+        valid_name(made.name)
+        return made
+    raise InvalidInput(
+        f"callback {given!r}: expected a pt.Callback, a class or function that makes one without arguments, or "
+        "'package.module:Name' of one"
+    )
+
+
+class CallbackThread:
+    """Tells one callback. Whatever that does, the listener's methods return at once."""
+
+    def __init__(self, callback: Callback, desk: Desk, log: Log, inbox: Inbox | None = None) -> None:
+        self._callback = callback
+        self._desk = desk
+        self._log = log
+        self._inbox = inbox or Inbox()
+        self._telling = Telling()
+        self._is_behind = True  # what happened before this run is in the journal
+        self._has_news = False
+        self._is_owner = True
+        self._errors = 0
+        self._kept_at = time.monotonic()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name=desk.name, daemon=True)
+
+    def start(self, experiment: Experiment) -> None:
+        """Begin, with everything up to this state."""
+        self._inbox.put(Written(experiment))
+        self._thread.start()
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        self._inbox.put(Happened(event, experiment))
+
+    def told(self, told: line.Told, experiment: Experiment) -> None:
+        self._inbox.put(Told(told.trial, told.report, experiment))
+
+    def wrote(self, experiment: Experiment) -> None:
+        self._inbox.put(Written(experiment))
+
+    def end(self, experiment: Experiment) -> None:
+        """Let it be told what is left, and that this was all."""
+        self._inbox.put(Over(experiment))
+
+    def join(self, until: float) -> None:
+        """Wait for it until the clock says so, and no longer."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._log.warning("callback %s is left behind: the next run tells it what it has missed", self._desk.name)
+
+    # -------------------------------------------------------------------------------------- the thread's own
+
+    def _run(self) -> None:
+        if not self._is_set_up():
+            return
+        while True:
+            item = self._inbox.take(_KEEP_PERIOD)
+            if item is not None:
+                self._take(item)
+            if isinstance(item, Over):
+                break
+            if time.monotonic() - self._kept_at >= _KEEP_PERIOD.total_seconds():
+                self._keep()
+        self._call(lambda: self._callback.on_experiment_end(item.experiment.trials))
+        self._keep()
+
+    def _is_set_up(self) -> bool:
+        try:
+            self._callback.setup(self._desk.search)
+            if (kept := self._desk.newest()) is not None:
+                self._telling = Telling(kept.heard if self._takes_up(kept) else None)
+        except BaseException:  # noqa: BLE001  whatever it is, it is the callback's, and the search goes on
+            self._log.exception("callback %s cannot be set up, and is told nothing in this run", self._desk.name)
+            return False
+        return True
+
+    def _takes_up(self, kept: CallbackState) -> bool:
+        return kept.state is None or self._callback.set_state(kept.state) is not False
+
+    def _take(self, item: Item) -> None:
+        match item:
+            case Missed():
+                self._is_behind = True
+            case Written(experiment=experiment) | Over(experiment=experiment):
+                self._written(experiment)
+            case Happened(event=event, experiment=experiment) if not self._is_behind:
+                self._tell(self._telling.news(event), experiment)
+            case Told() if not self._is_behind:
+                self._tell_report(item)
+            case _:
+                pass  # the journal tells it
+
+    def _written(self, experiment: Experiment) -> None:
+        if self._is_behind:
+            self._is_behind = not self._caught_up(experiment)
+        else:
+            self._telling.written(experiment.number)
+
+    def _caught_up(self, experiment: Experiment) -> bool:
+        """Tell what the journal holds and this callback has not heard."""
+        try:
+            entries = self._desk.entries(self._telling.number)
+        except TuneError as error:
+            self._log.warning("callback %s hears later of what it has missed: %s", self._desk.name, error)
+            return False
+        for entry in entries:
+            if entry.number <= experiment.number:
+                self._tell(self._telling.replay(entry), experiment)
+        return True
+
+    def _tell(self, news: Iterable[OneTrialsEvent], experiment: Experiment) -> None:
+        for event in news:
+            self._has_news = True
+            for hook in hooks_for(self._callback, event, experiment.trial(event.trial)):
+                self._call(hook)
+
+    def _tell_report(self, told: Told) -> None:
+        if self._telling.report(told.trial, told.report):
+            self._has_news = True
+            trial = told.experiment.trial(told.trial)
+            self._call(lambda: self._callback.on_trial_result(trial, told.report))
+
+    def _call(self, hook: Callable[[], object]) -> None:
+        try:
+            hook()
+        except BaseException as error:  # noqa: BLE001  whatever it is, it is the callback's, and the search goes on
+            self._complain(error)
+
+    def _complain(self, error: BaseException) -> None:
+        """With its trace the first few times; then rarely, since it will be the same each time."""
+        self._errors += 1
+        if self._errors <= _TRACES:
+            self._log.error("callback %s failed", self._desk.name, exc_info=error)
+        elif self._errors in _MILESTONES:
+            self._log.error("callback %s has failed %d times: %r", self._desk.name, self._errors, error)
+
+    def _keep(self) -> None:
+        """Keep how far it has been told, where that has changed."""
+        self._kept_at = time.monotonic()
+        if not (self._has_news and self._is_owner):
+            return
+        try:
+            self._desk.keep(self._telling.heard, self._callback.get_state())
+            self._has_news = False
+        except AlreadyExists:
+            self._is_owner = False
+            self._log.warning("callback %s: another run keeps its state now", self._desk.name)
+        except BaseException as error:  # noqa: BLE001  as in `_call`; it is tried again
+            self._complain(error)
+
+
+def hooks_for(callback: Callback, event: OneTrialsEvent, trial: Trial) -> Iterator[Callable[[], object]]:
+    """Return what an event of a trial means to a callback, in order."""
+    match event:
+        case Started():
+            if event.from_sequence is not None:
+                yield lambda: callback.on_trial_restore(trial, event)
+            yield lambda: callback.on_trial_start(trial, event)
+        case Reported(report=report):
+            yield lambda: callback.on_trial_result(trial, report)
+        case Committed(checkpoint=checkpoint):
+            yield lambda: callback.on_trial_save(trial, checkpoint)
+            yield lambda: callback.on_checkpoint(trial, checkpoint)
+        case AttemptEnded():
+            yield lambda: callback.on_trial_recover(trial, event)
+        case Finished():
+            yield lambda: callback.on_trial_complete(trial, event)
+        case GaveUp():
+            yield lambda: callback.on_trial_error(trial, event)
+        case _:
+            pass
+
+
+class Callbacks(Listeners):
+    """The callbacks of a search, as one listener."""
+
+    def __init__(self, callbacks: Sequence[Callback], target: StorageTarget, search: SearchInfo, log: Log) -> None:
+        names = _distinct([each.name for each in callbacks])
+        self._threads = [
+            CallbackThread(callback, Desk(target, search, name), log)
+            for callback, name in zip(callbacks, names, strict=True)
+        ]
+        super().__init__(self._threads)
+
+    def start(self, experiment: Experiment) -> None:
+        """Begin, with everything up to this state."""
+        for each in self._threads:
+            each.start(experiment)
+
+    def end(self, experiment: Experiment, patience: timedelta) -> None:
+        """Have them told what is left, all of it written by now; wait so long for all of them together."""
+        until = time.monotonic() + patience.total_seconds()
+        for each in self._threads:
+            each.end(experiment)
+        for each in self._threads:
+            each.join(until)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return found

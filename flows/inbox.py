@@ -1,0 +1,80 @@
+"""What waits to be told to a callback: never more than so much, and whoever puts something in never waits."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+
+from prefect_tune.core.events import Event
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.values import StepReport
+
+__all__ = ["Happened", "Inbox", "Item", "Missed", "Over", "Told", "Written"]
+
+_MOST = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """The next entry of the journal will hold this event."""
+
+    event: Event
+    experiment: Experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A trial reported a step."""
+
+    trial: str
+    report: StepReport
+    experiment: Experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """All that happened before is written."""
+
+    experiment: Experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """There was no room for what came here: the journal tells it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Nothing follows."""
+
+    experiment: Experiment
+
+
+Item: TypeAlias = Happened | Told | Written | Missed | Over
+
+
+class Inbox:
+    """One thread puts, another takes. When it is full, all that is in it is dropped, and `Missed` says so."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._items: deque[Item] = deque()
+        self._changed = threading.Condition()
+
+    def put(self, item: Item) -> None:
+        """Add an item at the end."""
+        with self._changed:
+            if len(self._items) >= self._most:
+                self._items.clear()
+                self._items.append(Missed())
+            self._items.append(item)
+            self._changed.notify()
+
+    def take(self, patience: timedelta) -> Item | None:
+        """Return the first item; None where none came in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items, timeout=max(0.0, patience.total_seconds()))
+            return self._items.popleft() if self._items else None

@@ -1,0 +1,71 @@
+"""How far a callback was told, and its own state: numbered documents, of which the highest counts.
+
+Below it nothing is kept but what its writer did not come to delete. A document is created only if absent, so
+that of two searches that both believe they own the experiment one stops keeping the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
+from prefect_tune.core.layout import number_in
+from prefect_tune.core.sealed import VERSION, seal, unseal
+from prefect_tune.core.settle import create_or_recognize
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.telling import Heard
+from prefect_tune.core.values import Value, valid_name
+
+__all__ = ["CallbackState", "keep_state", "newest_state"]
+
+_DIGITS = 10
+
+
+class CallbackState(Value):
+    """All that is kept of one callback of an experiment."""
+
+    format: Literal["prefect-tune/callback"] = "prefect-tune/callback"
+    version: Literal[1] = VERSION
+    number: int
+    write_id: str
+    heard: Heard
+    state: Mapping[str, object] | None = None
+    """What its `get_state` gave."""
+
+
+def newest_state(store: ObjectStore, experiment: str, name: str) -> CallbackState | None:
+    """Return the state that counts; None where nothing was ever told.
+
+    Raises:
+        JournalCorrupt: it is torn or altered.
+    """
+    folder = _folder(experiment, name)
+    while number := max((number_in(folder, each.path) or 0 for each in store.list(folder)), default=0):
+        path = _path(experiment, name, number)
+        try:
+            return unseal(CallbackState, store.read(path), path, JournalCorrupt)
+        except ObjectNotFound:
+            continue  # deleted since: there is a newer one
+    return None
+
+
+def keep_state(store: ObjectStore, experiment: str, name: str, state: CallbackState) -> None:
+    """Make `state` the one that counts, and delete the one before it.
+
+    Raises:
+        InvalidInput: it holds what JSON cannot say.
+        AlreadyExists: somebody else keeps the state of this callback.
+        CommitUnknown: the target did not say.
+    """
+    create_or_recognize(store, _path(experiment, name, state.number), seal(state))
+    if state.number > 1:
+        store.delete([_path(experiment, name, state.number - 1)])
+
+
+def _folder(experiment: str, name: str) -> str:
+    return f"{valid_name(experiment)}/callbacks/{valid_name(name)}"
+
+
+def _path(experiment: str, name: str, number: int) -> str:
+    return f"{_folder(experiment, name)}/{number:0{_DIGITS}d}.json"

@@ -1,0 +1,143 @@
+"""An experiment as Arrow tables: a row for each trial, or a row for each report. No Prefect, and no target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.store import Buffer
+from prefect_tune.core.trial import Trial, newest_key
+from prefect_tune.core.values import StepReport
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["as_parquet", "flat", "from_parquet", "reports_table", "trials_table"]
+
+_INT64 = 2**63
+
+
+def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested `values` as one level, named as in `model/depth`; a list is its JSON."""
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}/")
+        else:
+            found[f"{prefix}{name}"] = json.dumps(value) if isinstance(value, list | tuple) else value
+    return found
+
+
+def trials_table(experiment: Experiment) -> pa.Table:
+    """Return one row for each trial, in the order in which they were added.
+
+    After the columns that every experiment has come `config/...`, then the metrics of the last report
+    that counts. A metric named like another column is `metrics/...`.
+    """
+    import pyarrow as pa
+
+    trials = list(experiment.trials.values())
+    columns = _fixed({name: [fact(each) for each in trials] for name, fact in _FACTS.items()})
+    columns |= _fixed({"checkpoint": [_newest_path(experiment.name, each) for each in trials]})
+    columns |= _spread((flat(each.config, "config/") for each in trials), len(trials), ())
+    return pa.table({**columns, **_spread((flat(each.metrics) for each in trials), len(trials), columns)})
+
+
+def reports_table(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
+    """Return one row for each report that counts: trial, step, training time up to it, and its metrics."""
+    import pyarrow as pa
+
+    rows = [(trial, report) for trial, curve in curves for report in curve]
+    columns = _fixed(
+        {
+            "trial": [trial for trial, _ in rows],
+            "step": [report.step for _, report in rows],
+            "trained_seconds": [report.trained_seconds for _, report in rows],
+        }
+    )
+    return pa.table({**columns, **_spread((flat(report.metrics) for _, report in rows), len(rows), columns)})
+
+
+def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
+    """Return `table` as a Parquet file; `about` stands in its metadata, under `prefect-tune/` names."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    described = table.replace_schema_metadata({f"prefect-tune/{name}": value for name, value in about.items()})
+    sink = pa.BufferOutputStream()
+    pq.write_table(described, sink, compression="zstd")
+    return bytes(sink.getvalue())
+
+
+def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
+    """Return the table in a Parquet file; None where it was made of another history than that which ends with `digest`.
+
+    Nothing in such a file is executed. What is no Parquet file raises as pyarrow does.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(pa.BufferReader(pa.py_buffer(data)))
+    about = table.schema.metadata or {}
+    return table if about.get(b"prefect-tune/digest") == digest.encode() else None
+
+
+# ---------------------------------------------------------------------------------------------- the columns
+
+_FACTS: Mapping[str, Callable[[Trial], object]] = {
+    "trial": lambda trial: trial.trial,
+    "status": lambda trial: str(trial.status),
+    "reason": lambda trial: trial.reason,
+    "cause": lambda trial: trial.cause and str(trial.cause),
+    "step": lambda trial: trial.step,
+    "trained_seconds": lambda trial: trial.trained_seconds,
+    "attempts": lambda trial: trial.attempt,
+    "wasted_steps": lambda trial: trial.wasted_steps,
+    "checkpoints": lambda trial: len(trial.checkpoints),
+}
+_TYPES = {"step": "int64", "trained_seconds": "float64", "attempts": "int64", "wasted_steps": "int64"} | {
+    "checkpoints": "int64"
+}
+
+
+def _newest_path(experiment: str, trial: Trial) -> str | None:
+    key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
+    return key.folder if key else None
+
+
+def _spread(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:
+    """The columns that any of the rows has; null where one has it not."""
+    found: dict[str, list[Any]] = {}
+    for index, row in enumerate(rows):
+        for name, value in row.items():
+            column = found.get(name)
+            if column is None:
+                column = found[name] = [None] * count
+            column[index] = value
+    return {f"metrics/{name}" if name in taken else name: _inferred(column) for name, column in found.items()}
+
+
+def _fixed(columns: Mapping[str, list[Any]]) -> dict[str, pa.Array]:
+    """Columns that are of the same type in every experiment, an empty one too."""
+    import pyarrow as pa
+
+    return {name: pa.array(column, _TYPES.get(name, "string")) for name, column in columns.items()}
+
+
+def _inferred(column: list[Any]) -> pa.Array:
+    """As one type; values of several, and what no column holds, become their JSON."""
+    import pyarrow as pa
+
+    kinds = {type(value) for value in column if value is not None}
+    if kinds == {int, float}:
+        column = [None if value is None else float(value) for value in column]
+    elif len(kinds) > 1 or (kinds == {int} and not all(value is None or _fits(value) for value in column)):
+        column = [None if value is None else json.dumps(value) for value in column]
+    return pa.array(column, pa.float64() if not kinds else None)
+
+
+def _fits(value: int) -> bool:
+    return -_INT64 <= value < _INT64

@@ -1,0 +1,94 @@
+"""Publish what came out of an experiment, as files that anybody can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from prefect import task
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.curves import Curves
+from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import history
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.published import Rows, delete_older_results, results_path
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tables import as_parquet, from_parquet, reports_table, trials_table
+from prefect_tune.tasks.transient import RETRYING
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["publish_results", "read_curves", "read_reports"]
+
+_TIMEOUT_SECONDS = 300.0
+
+
+@task(name="publish-results", task_run_name="publish results {experiment.name}", **RETRYING)
+def publish_results(
+    target: StorageTarget,
+    experiment: Experiment,
+    objective: Objective | None = None,
+    curves: Curves | None = None,
+    *,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> Mapping[Rows, str]:
+    """Write the experiment's trials and reports as Parquet files on `target`, and return their paths.
+
+    Done twice it is done once. What was published of an earlier state is deleted: the newest tells all.
+
+    Args:
+        curves: what the journal holds, where somebody has read it already.
+
+    Raises:
+        StoreUnavailable, CommitUnknown: the retries are spent.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
+        told = curves or read_curves(store, experiment)
+        tables: Mapping[Rows, Callable[[], pa.Table]] = {
+            "trials": lambda: trials_table(experiment),
+            "reports": lambda: reports_table((trial, told.of(trial)) for trial in experiment.trials),
+        }
+        return {rows: _publish(store, experiment, objective, rows, table()) for rows, table in tables.items()}
+
+
+def _publish(
+    store: ObjectStore, experiment: Experiment, objective: Objective | None, rows: Rows, table: pa.Table
+) -> str:
+    path = results_path(experiment.name, rows, experiment.number)
+    about = {"experiment": experiment.name, "entry": str(experiment.number), "digest": experiment.digest}
+    if objective is not None:
+        about["objective"] = objective.model_dump_json()
+    with suppress(AlreadyExists):  # named by the entry, whose digest decides what is in it
+        store.create(path, as_parquet(table, about))
+    delete_older_results(store, experiment.name, rows, experiment.number)
+    return path
+
+
+def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
+    """Return the reports that count, one a row: as they were published of this very state, or from the journal."""
+    path = results_path(experiment.name, "reports", experiment.number)
+    try:
+        found = from_parquet(store.read(path), experiment.digest)
+    except ObjectNotFound:
+        found = None
+    if found is not None:
+        return found
+    curves = read_curves(store, experiment)
+    return reports_table((trial, curves.of(trial)) for trial in experiment.trials)
+
+
+def read_curves(store: ObjectStore, experiment: Experiment) -> Curves:
+    """Return the curves of all trials up to the experiment's last entry."""
+    with side_by_side() as transfers:
+        entries = history(store, experiment.key, side_by_side=transfers)
+    curves = Curves()
+    for entry in entries:
+        if entry.number <= experiment.number:
+            curves.tell(entry)
+    return curves
