@@ -1,0 +1,29 @@
+"""How close TPE comes to the least value in a hundred trials: acceptance 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import pytest
+
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.integrations.optuna import OptunaSearch
+from tests.fakes.functions import BRANIN, HARTMANN, Problem, regret
+
+
+def test_tpe_comes_closer_than_chance_in_sixty_trials() -> None:
+    learned = median(regret(OptunaSearch(None, 60), BRANIN, seed, trials=60).value for seed in range(5))
+    drawn = median(regret(RandomSearch(60), BRANIN, seed, trials=60).value for seed in range(5))
+    assert learned < 0.15
+    assert learned < drawn / 2
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("problem", "limit"), [(BRANIN, 0.05), (HARTMANN, 0.30)], ids=lambda value: str(value)[:16])
+def test_the_median_regret_of_twenty_seeds_is_small(
+    problem: Problem, limit: float, record_property: Callable[[str, object], None]
+) -> None:
+    found = median(regret(OptunaSearch(None, 100), problem, seed).value for seed in range(20))
+    record_property(f"figure: median regret of TPE after 100 trials, {problem.name}", round(found, 4))
+    assert found <= limit
