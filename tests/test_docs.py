@@ -23,10 +23,12 @@ from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 README = ROOT / "README.md"
 LAYOUT = ROOT / "docs" / "storage-layout.md"
 SPACES = ROOT / "docs" / "search-spaces.md"
+OPTUNA = ROOT / "docs" / "optuna.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
     LAYOUT: {"python", "json", "text"},
     SPACES: {"python", "json"},
+    OPTUNA: {"python"},
 }
 
 
@@ -55,6 +57,18 @@ def test_the_page_on_search_spaces_works_from_top_to_bottom(tmp_path: Path) -> N
     runs = [block for block in blocks_of(SPACES) if block.language == "python"]
     done = run_blocks(runs, tmp_path, {})
     assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_optuna_works_from_top_to_bottom(tmp_path: Path) -> None:
+    done = run_blocks(blocks_of(OPTUNA), tmp_path, {})
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_optuna_names_every_sampler_and_pruner() -> None:
+    from optuna import pruners, samplers
+
+    every = {*samplers.__all__, *pruners.__all__} - {"BaseSampler", "BaseGASampler", "BasePruner", "nsgaii"}
+    assert every <= set(re.findall(r"`(\w+(?:Sampler|Pruner))`", OPTUNA.read_text()))
 
 
 def test_the_page_on_search_spaces_names_every_domain() -> None:

@@ -1,4 +1,4 @@
-"""How close TPE comes to the least value in a hundred trials: acceptance 2."""
+"""How close TPE comes to the least value in a hundred trials."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from prefect_tune.integrations.optuna import OptunaSearch
 from tests.fakes.functions import BRANIN, HARTMANN, Problem, regret
 
 
-def test_tpe_comes_closer_than_chance_in_sixty_trials() -> None:
-    learned = median(regret(OptunaSearch(None, 60), BRANIN, seed, trials=60).value for seed in range(5))
-    drawn = median(regret(RandomSearch(60), BRANIN, seed, trials=60).value for seed in range(5))
-    assert learned < 0.15
-    assert learned < drawn / 2
+def test_tpe_comes_closer_than_chance() -> None:
+    learned = median(regret(OptunaSearch(None, 100), BRANIN, seed).value for seed in range(5))
+    drawn = median(regret(RandomSearch(100), BRANIN, seed).value for seed in range(5))
+    assert learned < 0.1 < drawn
 
 
 @pytest.mark.deep
