@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
 
@@ -19,11 +19,12 @@ from prefect_tune.core.events import (
     GaveUp,
     Paused,
     Quarantined,
+    Requeued,
     Resumed,
     TrialAdded,
 )
 from prefect_tune.core.experiment import Experiment, after_event
-from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, verdict
+from prefect_tune.core.failures import GiveUp, Quarantine, Resumable, TryAgain, verdict
 from prefect_tune.core.journal import entries_beyond
 from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.schedulers.scheduler import Continue, Decision, Exploit, Pause, Stop
@@ -33,6 +34,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave
 from prefect_tune.flows.council import Council, trial_id
 from prefect_tune.flows.crew import Crew, Message, Over
+from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.listening import Listener
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.book import Book
@@ -40,22 +42,10 @@ from prefect_tune.tasks.line import Told, Wrote
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.trial_channel import Log
 
-__all__ = ["Driver", "Limits"]
+__all__ = ["Driver"]
 
 _PATIENCE = timedelta(seconds=0.5)
 _NO_CHANGE = timedelta(minutes=5)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How far an experiment may go."""
-
-    max_concurrent_trials: int
-    failures: FailurePolicy = field(default_factory=FailurePolicy)
-    fail_fast: bool = False
-    """Whether the first trial that errors ends the experiment; the others save, and can be resumed."""
-    time: timedelta | None = None
-    """After which everything saves and ends, resumable."""
 
 
 class Driver:
@@ -161,7 +151,7 @@ class Driver:
 
     def _stop_unneeded(self) -> None:
         while (stopped := self._council.stop_next()) is not None and stopped[0] not in self._crew:
-            self._put(Finished(trial=stopped[0], reason=stopped[1].reason))
+            self._put(Finished(trial=stopped[0], reason=stopped[1].reason, left=True))
 
     def _resume(self, trial: str) -> str | None:
         """One that is still saving what it pauses with is waited for."""
@@ -344,6 +334,7 @@ class Driver:
 
     def _take_up(self) -> None:
         """Bring the trials that an earlier owner left in the middle into a state from which they go on."""
+        self._requeue()
         unended = [each for each in self._state.trials.values() if _goes_on(each)]
         for trial in unended:
             self._catch_up(trial.trial)
@@ -354,6 +345,14 @@ class Driver:
                 self._judge(trial.trial, state.cause)
             elif state.status in (Status.PENDING, Status.RUNNING):
                 self._startable.append(trial.trial)
+
+    def _requeue(self) -> None:
+        """Have go on what had ended, and today is asked to."""
+        for trial in list(self._state.trials.values()):
+            if trial.status is Status.ERRORED and self._limits.reruns_errored:
+                self._put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
+            elif trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
+                self._put(Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}"))
 
     def _decide_what_is_open(self, name: str) -> None:
         """A milestone that was reached and reported, and not decided any more, is decided without training it again."""
@@ -366,7 +365,7 @@ class Driver:
         self._put(Decided(trial=name, report=report, decision=decision))
         answer = self._answer(name, decision)
         if isinstance(answer, Leave) and answer.for_good:
-            self._put(Finished(trial=name, reason=answer.reason))
+            self._put(Finished(trial=name, reason=answer.reason, left=True))
         elif isinstance(answer, Leave):
             self._put(Paused(trial=name, reason=answer.reason))
 

@@ -17,14 +17,14 @@ from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.checkpoint import Checkpoint
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, TrialFailed
-from prefect_tune.core.events import Cause, CheckpointRef, Event, GaveUp, Quarantined, Requeued, TrialAdded
+from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, verdict
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
-from prefect_tune.core.values import StepReport
+from prefect_tune.flows.limits import has_had_enough
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
@@ -33,7 +33,6 @@ from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.line import SoloLine
 from prefect_tune.tasks.plan import Orders, TrialPlan, payload
-from prefect_tune.tasks.run_trial import curve_up_to
 from prefect_tune.tasks.stamp import new_stamp, this_owner
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 
@@ -173,7 +172,7 @@ def _ready(
     _require_same(plan, trial, config)
     if trial.status is Status.ERRORED:
         return _write(plan, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
-    if trial.status is Status.FINISHED and not _has_had_enough(plan, trial, stopper):
+    if trial.status is Status.FINISHED and not has_had_enough(plan, trial, stopper):
         return _write(plan, state, Requeued(trial=_TRIAL, reason=f"extended beyond step {trial.step}"))
     if trial.status is Status.PENDING and trial.cause is not None:
         return _judge(plan, state, trial.cause, policy)
@@ -193,15 +192,6 @@ def _require_same(plan: TrialPlan, trial: Trial, config: Mapping[str, object]) -
             f"{where}: it trains {before!r}, and was asked to go on with {now!r}. Two trials need two experiment "
             "names; the default is one for each flow run"
         )
-
-
-def _has_had_enough(plan: TrialPlan, trial: Trial, stopper: Stopper) -> bool:
-    """Whether a finished trial is finished under today's criterion too."""
-    if trial.returned or trial.metrics.get("done") is True:
-        return True
-    last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
-    told = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
-    return bool(told) and stopper.why_stop(told) is not None
 
 
 def _write(plan: TrialPlan, state: Experiment, event: Event) -> Experiment:

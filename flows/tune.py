@@ -31,8 +31,9 @@ from prefect_tune.flows.audience import Audience
 from prefect_tune.flows.callbacks import callbacks_for
 from prefect_tune.flows.council import Council
 from prefect_tune.flows.crew import Crew, LocalCrew
-from prefect_tune.flows.driver import Driver, Limits
+from prefect_tune.flows.driver import Driver
 from prefect_tune.flows.elsewhere import OnDeployment, on_task_runner
+from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.results import Results

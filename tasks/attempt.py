@@ -30,6 +30,8 @@ class Done:
 
     reason: str
     returned: bool
+    left: bool = False
+    """Whether it was told to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ Outcome: TypeAlias = Done | Failed | Yielded
 def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
     """Return what the journal is told of an outcome."""
     match outcome:
-        case Done(reason=reason, returned=returned):
-            return [Finished(trial=trial, reason=reason, returned=returned)]
+        case Done(reason=reason, returned=returned, left=left):
+            return [Finished(trial=trial, reason=reason, returned=returned, left=left)]
         case Yielded(reason=reason):
             return [Paused(trial=trial, reason=reason)]
         case Failed(cause=cause, message=message, at_start=at_start):
@@ -118,8 +120,8 @@ class _Supervisor:
                 return self._failed(Cause.PREEMPTED, reason)
             case TrialEnded(reason=reason, paused=True):
                 return Yielded(reason)
-            case TrialEnded(reason=reason, returned=returned):
-                return Done(reason, returned)
+            case TrialEnded(reason=reason, returned=returned, left=left):
+                return Done(reason, returned, left)
             case Broke(cause=cause, message=why, traceback=trace):
                 return self._failed(cause, f"{why}\n{trace}")
             case _:

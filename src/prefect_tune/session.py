@@ -27,11 +27,12 @@ __all__ = ["TrialOver", "TrialSession", "send", "storable"]
 class TrialOver(BaseException):
     """Unwinds the user's function when the trial is to end; not an Exception, so that no broad except stops it."""
 
-    def __init__(self, reason: str, *, interrupted: bool = False, paused: bool = False) -> None:
+    def __init__(self, reason: str, *, interrupted: bool = False, paused: bool = False, left: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.interrupted = interrupted
         self.paused = paused
+        self.left = left
 
 
 class TrialSession:
@@ -166,7 +167,8 @@ class TrialSession:
         if why := self.why_stop():
             return TrialOver(why)
         if self._leave is not None:
-            return TrialOver(self._leave.reason, paused=not self._leave.for_good)
+            for_good = self._leave.for_good
+            return TrialOver(self._leave.reason, paused=not for_good, left=for_good)
         return TrialOver("saved, as asked", interrupted=True) if saved and self.asked_to_stop else None
 
     @property

@@ -211,7 +211,7 @@ def _reset(kept: _SetUp, start: Start) -> _SetUp:
 
 
 def _ended(over: TrialOver) -> TrialEnded:
-    return TrialEnded(reason=over.reason, interrupted=over.interrupted, paused=over.paused)
+    return TrialEnded(reason=over.reason, interrupted=over.interrupted, paused=over.paused, left=over.left)
 
 
 def _run_function(session: TrialSession, function: TrainFunction, start: Start) -> TrialEnded:

@@ -23,6 +23,7 @@ __all__ = [
     "Cloned",
     "Committed",
     "Decided",
+    "Described",
     "Event",
     "Finished",
     "GaveUp",
@@ -117,6 +118,13 @@ class Adopted(Value):
 
     type: Literal["adopted"] = "adopted"
     checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
+
+
+class Described(Value):
+    """What the experiment was asked to be, as JSON: what a resume by name needs to know."""
+
+    type: Literal["described"] = "described"
+    settings: Mapping[str, object]
 
 
 class TrialEvent(Value):
@@ -244,6 +252,8 @@ class Finished(TrialEvent):
     reason: str
     returned: bool = False
     """Whether the trainable ended by itself, so that no larger budget makes it go on."""
+    left: bool = False
+    """Whether the scheduler, or whoever was asked, ended it; no larger budget makes it go on either."""
 
 
 class Requeued(TrialEvent):
@@ -305,4 +315,6 @@ class Absorbed(TrialEvent):
     events: tuple[_OwnEvent, ...]
 
 
-Event: TypeAlias = Annotated[Opened | Adopted | TrialAdded | OneTrialsEvent | Absorbed, Field(discriminator="type")]
+Event: TypeAlias = Annotated[
+    Opened | Adopted | Described | TrialAdded | OneTrialsEvent | Absorbed, Field(discriminator="type")
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -11,6 +12,7 @@ from prefect_tune.core.events import (
     Absorbed,
     Adopted,
     Decided,
+    Described,
     Event,
     OneTrialsEvent,
     Opened,
@@ -55,6 +57,8 @@ class Experiment(Value):
     """The entry by which the present owner opened the experiment."""
     settled_from: int = 0
     """Manifests whose sequence is below this and that no entry names were never commits."""
+    settings: Mapping[str, object] = Field(default_factory=dict)
+    """What it was asked to be when it was last opened; see `Described`."""
     happened: int = 0
     """How much search and scheduler have to be told again; see `Trial.past`."""
     milestones: tuple[tuple[int, Digest], ...] = ()
@@ -131,6 +135,8 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _opened(experiment, event, number)
         case Adopted():
             return _adopted(experiment, event)
+        case Described(settings=settings):
+            return experiment.model_copy(update={"settings": settings})
         case TrialAdded():
             return _added(experiment, event)
         case Absorbed():

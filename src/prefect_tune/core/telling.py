@@ -14,6 +14,7 @@ from pydantic import Field
 from prefect_tune.core.events import (
     Absorbed,
     Adopted,
+    Described,
     Event,
     Finished,
     GaveUp,
@@ -87,7 +88,7 @@ class Telling:
     def news(self, event: Event) -> Iterator[OneTrialsEvent]:
         """Return what is news in an event, and in those that it absorbs."""
         match event:
-            case Opened() | Adopted() | TrialAdded():
+            case Opened() | Adopted() | Described() | TrialAdded():
                 return
             case Absorbed(trial=trial, number=number, events=events):
                 if number > self._mark(trial).absorbed:

@@ -144,6 +144,8 @@ class Trial(Value):
     """What kind of death that was."""
     returned: bool = False
     """Whether the trainable ended by itself."""
+    left: bool = False
+    """Whether somebody ended it who is not its stopper."""
     absorbed: int = 0
     """The last entry of its own journal that the experiment's journal has taken in."""
     proposed: Mapping[str, object] | None = None
@@ -244,7 +246,8 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
 def _given_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | Decided) -> Trial:
     match event:
         case Finished():
-            return trial.model_copy(update={"reason": event.reason, "returned": event.returned})
+            ends = {"reason": event.reason, "returned": event.returned, "left": event.left}
+            return trial.model_copy(update=ends)
         case Paused():
             return trial.model_copy(update={"reason": event.reason})
         case Requeued():

@@ -37,6 +37,7 @@ class Surroundings(Value):
     environment: Mapping[str, str]
     """The whole of it; each character stands for a byte (Latin-1)."""
     working_directory: str
+    """Likewise; empty to stay where the process is."""
 
 
 class Start(Value):
@@ -137,6 +138,8 @@ class TrialEnded(Value):
     type: Literal["trial-ended"] = "trial-ended"
     reason: str
     returned: bool = False
+    left: bool = False
+    """Whether it ended because it was told to leave for good."""
     interrupted: bool = False
     paused: bool = False
     """Whether it only gave its slot away, as it was told to."""
