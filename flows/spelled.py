@@ -1,0 +1,94 @@
+"""Schedulers and searches as JSON: `{"ASHA": {"max_t": 81}}`, for a form, a deployment and the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.search.search import Search
+from prefect_tune.core.search.space_json import space_from_json, space_to_json
+from prefect_tune.core.values import canonical_json
+
+__all__ = ["scheduler_from", "search_from", "spelled"]
+
+_SCHEDULERS = {
+    "FIFO": "prefect_tune.core.schedulers.fifo",
+    "ASHA": "prefect_tune.core.schedulers.asha",
+    "Hyperband": "prefect_tune.core.schedulers.hyperband",
+    "MedianStopping": "prefect_tune.core.schedulers.median_stopping",
+    "PBT": "prefect_tune.core.schedulers.pbt",
+}
+_SEARCHES = {
+    "RandomSearch": "prefect_tune.core.search.random_search",
+    "OptunaSearch": "prefect_tune.integrations.optuna",
+}
+_SPACES = frozenset({"hyperparam_mutations"})
+"""Fields that hold domains."""
+
+
+def scheduler_from(given: object) -> Scheduler:
+    """Return the scheduler that `given` is, or spells.
+
+    Raises:
+        InvalidInput: it is none.
+    """
+    made = given if isinstance(given, Scheduler) else _made(given, "scheduler", _SCHEDULERS)
+    if isinstance(made, Scheduler):
+        return made
+    raise InvalidInput(f"scheduler: expected one, such as pt.ASHA(max_t=81), found {given!r}")
+
+
+def search_from(given: object) -> Search:
+    """Return the search that `given` is, or spells. Raises as `scheduler_from`."""
+    made = given if isinstance(given, Search) else _made(given, "search", _SEARCHES)
+    if isinstance(made, Search):
+        return made
+    raise InvalidInput(f"search: expected one, such as pt.RandomSearch(num_samples=20), found {given!r}")
+
+
+def spelled(thing: object) -> dict[str, Any] | None:
+    """Return a scheduler or a search as JSON; None where it holds what JSON cannot say, or is not one of ours."""
+    name = type(thing).__name__
+    home = {**_SCHEDULERS, **_SEARCHES}.get(name)
+    if home is None or not is_dataclass(thing) or not type(thing).__module__.startswith(home):
+        return None
+    changed = {each.name: getattr(thing, each.name) for each in fields(thing) if not _is_default(thing, each)}
+    try:
+        arguments = {key: space_to_json(value) if key in _SPACES else value for key, value in changed.items()}
+        canonical_json(arguments)
+    except (InvalidInput, TypeError, ValueError):
+        return None
+    return {name: arguments}
+
+
+def _is_default(thing: object, field: Any) -> bool:
+    default = field.default if field.default is not MISSING else None
+    return bool(getattr(thing, field.name) == default)
+
+
+def _made(given: object, where: str, known: Mapping[str, str]) -> object:
+    name, arguments = _parts(given, where, known)
+    kind = getattr(import_module(known[name]), name)
+    read = {key: space_from_json(value) if key in _SPACES else value for key, value in arguments.items()}
+    try:
+        return kind(**read)
+    except TypeError as error:
+        raise InvalidInput(f"{where}: {name}: {error}") from error
+
+
+def _parts(given: object, where: str, known: Mapping[str, str]) -> tuple[str, Mapping[str, Any]]:
+    spelling = {given: {}} if isinstance(given, str) else given
+    if isinstance(spelling, Mapping) and len(spelling) == 1:
+        ((name, arguments),) = spelling.items()
+        if name in known and isinstance(arguments, Mapping):
+            return name, arguments
+        near = get_close_matches(str(name), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InvalidInput(f"{where}: {name!r} is none of {', '.join(known)}{hint}")
+    example = next(iter(known))
+    raise InvalidInput(f"{where}: expected one, or its JSON such as {{{example!r}: {{...}}}}, found {given!r}")
