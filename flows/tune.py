@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any, Literal
 
 from prefect import flow
-from prefect.context import FlowRunContext
-from prefect.logging import get_run_logger
-from prefect.task_runners import ThreadPoolTaskRunner
 
-from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
-from prefect_tune.callbacks import SearchInfo
+from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.failures import FailurePolicy
-from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.objective import Mode, Objective, objective_of
+from prefect_tune.core.objective import Mode
 from prefect_tune.core.retention import Retention
-from prefect_tune.core.schedulers.fifo import FIFO
-from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
-from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.values import digest_of
-from prefect_tune.flows.audience import Audience
-from prefect_tune.flows.callbacks import callbacks_for
-from prefect_tune.flows.council import Council
-from prefect_tune.flows.crew import Crew, LocalCrew
-from prefect_tune.flows.driver import Driver
-from prefect_tune.flows.elsewhere import OnDeployment, on_task_runner
-from prefect_tune.flows.limits import Limits
-from prefect_tune.flows.remote_crew import RemoteCrew
-from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
+from prefect_tune.flows.asked import Asked
 from prefect_tune.flows.results import Results
-from prefect_tune.tasks import restore_experiment_state
-from prefect_tune.tasks.book import Book
-from prefect_tune.tasks.experiment_state import check_target, write_directly
-from prefect_tune.tasks.interruption import interruptible
-from prefect_tune.tasks.nursery import Nursery
-from prefect_tune.tasks.plan import TrialPlan, payload
-from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.flows.search import searched
 
 __all__ = ["tune"]
-
-_LOOK_EVERY = timedelta(seconds=0.5)
-_NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 
 @flow(name="tune", persist_result=False)
@@ -78,6 +45,7 @@ def tune(
     isolation: Literal["process", "thread"] = "process",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
+    rerun_errored: bool = False,
 ) -> Results:
     """Search `space` for the configuration with which `trainable` does best; go on wherever an earlier run ended.
 
@@ -112,6 +80,7 @@ def tune(
         isolation: `"process"` trains each trial in a child process; `"thread"` in this one, for debuggers.
         grace_period_seconds: how long trials may take to save once SIGTERM or a cancellation arrives.
         silence_timeout_seconds: without a report for so long a trial is taken for hung and started again.
+        rerun_errored: try trials again that errored in an earlier run.
 
     Returns:
         Results: the best configuration and its checkpoint, every trial, every error.
@@ -121,75 +90,31 @@ def tune(
         Superseded: another run has taken the experiment over.
         ResumeFailed: the experiment exists and cannot be read.
     """
-    name = experiment_name(experiment)
-    objective = objective_of(metric, mode)
-    stopper = stopper_for(stop)
-    plan = TrialPlan(
-        target=resolve_target(target),
-        trial=TrialKey(experiment=name, trial="any"),
-        trainable=payload(valid_trainable(trainable)),
-        fingerprint=name_of(trainable),
-        stopper=payload(stopper),
-        needs_curve=stopper.looks_back,
-        cadence=checkpoint or Cadence(),
-        retention=retention or Retention(),
-        sync=sync or SyncConfig(),
-        isolation=isolation,
-        grace=timedelta(seconds=grace_period_seconds),
-        silence=None if silence_timeout_seconds is None else timedelta(seconds=silence_timeout_seconds),
-        apart=True,
-    )
-    limits = Limits(
-        max_concurrent_trials=max_concurrent_trials or os.cpu_count() or 1,
-        failures=failures or FailurePolicy(),
+    asked = Asked(
+        trainable=trainable,
+        space=space or {},
+        target=target,
+        experiment=experiment,
+        metric=metric,
+        mode=mode,
+        num_samples=num_samples,
+        search=search,
+        scheduler=scheduler,
+        seed=seed,
+        stop=stop,
+        max_concurrent_trials=max_concurrent_trials,
+        time_budget_seconds=time_budget_seconds,
+        checkpoint=checkpoint,
+        retention=retention,
+        failures=failures,
         fail_fast=fail_fast,
-        time=None if time_budget_seconds is None else timedelta(seconds=time_budget_seconds),
+        sync=sync,
+        callbacks=callbacks,
+        trials=trials,
+        trial_deployment=trial_deployment,
+        isolation=isolation,
+        grace_period_seconds=grace_period_seconds,
+        silence_timeout_seconds=silence_timeout_seconds,
+        rerun_errored=rerun_errored,
     )
-    drawn = _seed(seed, name)
-    proposals = (search or RandomSearch(num_samples)).begin(space or {}, objective, drawn)
-    council = Council(proposals, _begun(scheduler or FIFO(), objective, drawn))
-    crew = _crew(plan, limits, OnDeployment(trial_deployment) if trials == "deployment" else None)
-    audience = Audience(plan.target, SearchInfo(name, plan.target.uri, objective), callbacks_for(callbacks))
-    return Results(_search(plan, limits, council, crew, audience), plan.target, objective)
-
-
-def _crew(plan: TrialPlan, limits: Limits, deployment: OnDeployment | None) -> AbstractContextManager[Crew]:
-    """Who trains: threads of this process beside it, or others elsewhere."""
-    if deployment is not None:
-        deployment.require(plan)
-        return nullcontext(RemoteCrew(plan.target, deployment, _LOOK_EVERY))
-    context = FlowRunContext.get()
-    if context is not None and not isinstance(context.task_runner, ThreadPoolTaskRunner):
-        return nullcontext(RemoteCrew(plan.target, on_task_runner, _LOOK_EVERY))
-    return _local_crew(plan, limits)
-
-
-@contextmanager
-def _local_crew(plan: TrialPlan, limits: Limits) -> Iterator[Crew]:
-    with Nursery(slots=limits.max_concurrent_trials) as nursery:
-        if plan.isolation == "process":
-            nursery.prepare()
-        yield LocalCrew(nursery)
-
-
-def _search(
-    plan: TrialPlan, limits: Limits, council: Council, crew: AbstractContextManager[Crew], audience: Audience
-) -> Experiment:
-    def search(stop: threading.Event) -> Experiment:
-        check_target(plan.target)
-        state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp())
-        book = Book(plan.target, state, write_directly, lambda _events, _state: None)
-        with crew as who, audience.listening(book, stop, log := get_run_logger()) as listener:
-            return Driver(plan, limits, council, who, book, log, listener).run(stop.is_set)
-
-    return interruptible(search, grace=plan.grace)
-
-
-def _begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
-    if objective is None and not isinstance(scheduler, FIFO):
-        raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; name it: metric='loss'")
-    return scheduler.begin(objective or _NAMELESS, seed)
-
-
-def _seed(given: int | None, experiment: str) -> int:
-    return given if given is not None else int(digest_of(experiment.encode())[:8], 16)
+    return searched(asked)

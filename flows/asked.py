@@ -1,0 +1,126 @@
+"""What a search was asked for: the parameters of `tune`, and as much of them as the journal can keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, cast
+
+from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.failures import FailurePolicy
+from prefect_tune.core.objective import Mode
+from prefect_tune.core.retention import Retention
+from prefect_tune.core.search.space_json import space_from_json, space_to_json
+from prefect_tune.core.values import Value, canonical_json
+from prefect_tune.flows.spelled import scheduler_from, search_from, spelled
+from prefect_tune.trial_process import load_trainable
+
+__all__ = ["Asked", "from_settings", "settings_of", "space_of"]
+
+Function: TypeAlias = Callable[[Mapping[str, Any]], object]
+# What belongs to one run of the experiment, and not to the experiment.
+_OF_THE_RUN = frozenset({"target", "experiment", "rerun_errored", "time_budget_seconds"})
+_VALUES: Mapping[str, type[Value]] = {"checkpoint": Cadence, "retention": Retention, "failures": FailurePolicy}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The parameters of `prefect_tune.flows.tune.tune`, which tells what they mean."""
+
+    trainable: Any
+    target: StorageTarget | str
+    space: Mapping[str, Any] = field(default_factory=dict)
+    experiment: str | None = None
+    metric: str | list[str] | None = None
+    mode: Mode | list[Mode] = "min"
+    num_samples: int = 10
+    search: Any = None
+    scheduler: Any = None
+    seed: int | None = None
+    stop: Any = None
+    max_concurrent_trials: int | None = None
+    time_budget_seconds: float | None = None
+    checkpoint: Cadence | None = None
+    retention: Retention | None = None
+    failures: FailurePolicy | None = None
+    fail_fast: bool = False
+    sync: SyncConfig | None = None
+    callbacks: list[Any] | None = None
+    trials: Literal["tasks", "deployment"] = "tasks"
+    trial_deployment: str = "train-trial/train-trial"
+    isolation: Literal["process", "thread"] = "process"
+    grace_period_seconds: float = 25
+    silence_timeout_seconds: float | None = None
+    rerun_errored: bool = False
+
+
+def space_of(space: Mapping[str, Any]) -> dict[str, object]:
+    """Return a space with the domains that its JSON spells; those that are objects already stay."""
+    return space_from_json(space, load=lambda name: cast("Function", load_trainable(name)))
+
+
+def settings_of(asked: Asked) -> dict[str, object]:
+    """Return what the journal keeps: everything that differs from the default and can be said in JSON.
+
+    The rest is named under `only_in_code`: a resume by name alone cannot know it.
+    """
+    settings: dict[str, object] = {}
+    only_in_code: list[str] = []
+    for each in fields(asked):
+        value = getattr(asked, each.name)
+        if each.name in _OF_THE_RUN or value is None or value == each.default:
+            continue
+        said = _said(each.name, value)
+        if said is None:
+            only_in_code.append(each.name)
+        else:
+            settings[each.name] = said
+    return {**settings, **({"only_in_code": only_in_code} if only_in_code else {})}
+
+
+def _said(name: str, value: Any) -> object | None:
+    match value:
+        case Value() | SyncConfig():
+            return value.model_dump(mode="json")
+        case Mapping() if name == "space":
+            return _or_none(lambda: space_to_json(space_of(value)))
+        case _ if name in ("scheduler", "search"):
+            make = scheduler_from if name == "scheduler" else search_from
+            return spelled(make(value))
+        case _:
+            return _or_none(lambda: canonical_json(value) and value)
+
+
+def _or_none(say: Any) -> object | None:
+    try:
+        said: object = say()
+    except (InvalidInput, TypeError, ValueError):
+        return None
+    return said
+
+
+def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> Asked:
+    """Return what an experiment with these settings was asked for, on today's `target`, with what is `changed`.
+
+    Raises:
+        InvalidInput: the settings lack what only the code knew, and `changed` does not say it either.
+    """
+    missing = [name for name in settings.get("only_in_code", ()) if name not in changed]  # type: ignore[attr-defined]  # a list, as it was written
+    if "trainable" not in settings and "trainable" not in changed and "trainable" not in missing:
+        missing.insert(0, "trainable")
+    if missing:
+        raise InvalidInput(
+            f"resume: the journal cannot hold {', '.join(map(repr, missing))} of this experiment; pass "
+            "it here, or call pt.tune(...) as before, with the same experiment name"
+        )
+    known = {each.name for each in fields(Asked)}
+    kept = {name: _read(name, value) for name, value in settings.items() if name in known}
+    return replace(Asked(**{**kept, **run}), **changed)
+
+
+def _read(name: str, value: Any) -> object:
+    if name in _VALUES:
+        return _VALUES[name].model_validate(value)
+    return SyncConfig.model_validate(value) if name == "sync" else value

@@ -1,0 +1,159 @@
+"""A search, from what was asked for to its results."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+
+from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from prefect_tune.blocks import SyncConfig, resolve_target
+from prefect_tune.callbacks import SearchInfo
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events import Described
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.failures import FailurePolicy
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.objective import Objective, objective_of
+from prefect_tune.core.retention import Retention
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.stoppers import Stopper
+from prefect_tune.core.values import digest_of
+from prefect_tune.flows.asked import Asked, settings_of, space_of
+from prefect_tune.flows.audience import Audience
+from prefect_tune.flows.callbacks import callbacks_for
+from prefect_tune.flows.council import Council
+from prefect_tune.flows.crew import Crew, LocalCrew
+from prefect_tune.flows.driver import Driver
+from prefect_tune.flows.elsewhere import OnDeployment, on_task_runner
+from prefect_tune.flows.limits import Limits, has_had_enough
+from prefect_tune.flows.remote_crew import RemoteCrew
+from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
+from prefect_tune.flows.results import Results
+from prefect_tune.flows.spelled import scheduler_from, search_from
+from prefect_tune.tasks import restore_experiment_state
+from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.experiment_state import check_target, write_directly
+from prefect_tune.tasks.interruption import interruptible
+from prefect_tune.tasks.nursery import Nursery
+from prefect_tune.tasks.plan import TrialPlan, payload
+from prefect_tune.tasks.stamp import new_stamp, this_owner
+
+__all__ = ["searched"]
+
+_LOOK_EVERY = timedelta(seconds=0.5)
+_NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
+
+
+def searched(asked: Asked) -> Results:
+    """Do what was asked for, within a flow. Raises what `tune` raises."""
+    name = experiment_name(asked.experiment)
+    objective = objective_of(asked.metric, asked.mode)
+    stopper = stopper_for(asked.stop)
+    plan = _plan(asked, name, stopper)
+    council = _council(asked, name, objective)
+    crew = _crew(asked, plan, limits := _limits(asked, plan, stopper))
+    audience = Audience(plan.target, SearchInfo(name, plan.target.uri, objective), callbacks_for(asked.callbacks))
+
+    def search(stop: threading.Event) -> Experiment:
+        check_target(plan.target)
+        state = restore_experiment_state(plan.target, name, this_owner(), new_stamp())
+        _require_same(asked, state)
+        book = Book(plan.target, state, write_directly, lambda _events, _state: None)
+        if (settings := settings_of(asked)) != state.settings:
+            book.write([Described(settings=settings)])
+        with crew as who, audience.listening(book, stop, log := get_run_logger()) as listener:
+            return Driver(plan, limits, council, who, book, log, listener).run(stop.is_set)
+
+    return Results(interruptible(search, grace=plan.grace), plan.target, objective)
+
+
+def _plan(asked: Asked, experiment: str, stopper: Stopper) -> TrialPlan:
+    silence = asked.silence_timeout_seconds
+    return TrialPlan(
+        target=resolve_target(asked.target),
+        trial=TrialKey(experiment=experiment, trial="any"),
+        trainable=payload(valid_trainable(asked.trainable)),
+        fingerprint=name_of(asked.trainable),
+        stopper=payload(stopper),
+        needs_curve=stopper.looks_back,
+        cadence=asked.checkpoint or Cadence(),
+        retention=asked.retention or Retention(),
+        sync=asked.sync or SyncConfig(),
+        isolation=asked.isolation,
+        grace=timedelta(seconds=asked.grace_period_seconds),
+        silence=None if silence is None else timedelta(seconds=silence),
+        apart=True,
+    )
+
+
+def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper) -> Limits:
+    budget = asked.time_budget_seconds
+    return Limits(
+        max_concurrent_trials=asked.max_concurrent_trials or os.cpu_count() or 1,
+        failures=asked.failures or FailurePolicy(),
+        fail_fast=asked.fail_fast,
+        time=None if budget is None else timedelta(seconds=budget),
+        reruns_errored=asked.rerun_errored,
+        has_had_enough=lambda trial: has_had_enough(plan, trial, stopper),
+    )
+
+
+def _council(asked: Asked, experiment: str, objective: Objective | None) -> Council:
+    seed = asked.seed if asked.seed is not None else int(digest_of(experiment.encode())[:8], 16)
+    search = RandomSearch(asked.num_samples) if asked.search is None else search_from(asked.search)
+    scheduler = FIFO() if asked.scheduler is None else scheduler_from(asked.scheduler)
+    return Council(search.begin(space_of(asked.space), objective, seed), _begun(scheduler, objective, seed))
+
+
+def _begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
+    if objective is None and not isinstance(scheduler, FIFO):
+        raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; name it: metric='loss'")
+    return scheduler.begin(objective or _NAMELESS, seed)
+
+
+def _crew(asked: Asked, plan: TrialPlan, limits: Limits) -> AbstractContextManager[Crew]:
+    """Who trains: threads of this process beside it, or others elsewhere."""
+    if asked.trials == "deployment":
+        deployment = OnDeployment(asked.trial_deployment)
+        deployment.require(plan)
+        return nullcontext(RemoteCrew(plan.target, deployment, _LOOK_EVERY))
+    context = FlowRunContext.get()
+    if context is not None and not isinstance(context.task_runner, ThreadPoolTaskRunner):
+        return nullcontext(RemoteCrew(plan.target, on_task_runner, _LOOK_EVERY))
+    return _local_crew(plan, limits)
+
+
+@contextmanager
+def _local_crew(plan: TrialPlan, limits: Limits) -> Iterator[Crew]:
+    with Nursery(slots=limits.max_concurrent_trials) as nursery:
+        if plan.isolation == "process":
+            nursery.prepare()
+        yield LocalCrew(nursery)
+
+
+def _require_same(asked: Asked, state: Experiment) -> None:
+    """What the journal says must mean today what it meant when it was written."""
+    before = {**state.settings}
+    now = {**settings_of(asked)}
+    for name, why in _FIXED.items():
+        if state.trials and before.get(name) != now.get(name):
+            raise InvalidInput(
+                f"{name}: experiment {state.name!r} was begun with {before.get(name, 'the default')!r}, and is asked "
+                f"to go on with {now.get(name, 'the default')!r}: {why}. Give the same, or another experiment name"
+            )
+
+
+_FIXED = {
+    "metric": "what was decided by one metric is not true of another",
+    "mode": "what was good would be bad",
+    "seed": "the search would not propose what it proposed",
+}
