@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import get_args
 
@@ -15,6 +16,11 @@ from prefect_tune.core import layout
 from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Entry
 from prefect_tune.core.manifest import Manifest
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.median_stopping import MedianStopping
+from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search import space_json
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.experiments import write_experiment
@@ -23,11 +29,13 @@ from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 README = ROOT / "README.md"
 LAYOUT = ROOT / "docs" / "storage-layout.md"
 SPACES = ROOT / "docs" / "search-spaces.md"
+SCHEDULERS = ROOT / "docs" / "schedulers.md"
 OPTUNA = ROOT / "docs" / "optuna.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
     LAYOUT: {"python", "json", "text"},
     SPACES: {"python", "json"},
+    SCHEDULERS: {"python"},
     OPTUNA: {"python"},
 }
 
@@ -69,6 +77,21 @@ def test_the_page_on_optuna_names_every_sampler_and_pruner() -> None:
 
     every = {*samplers.__all__, *pruners.__all__} - {"BaseSampler", "BaseGASampler", "BasePruner", "nsgaii"}
     assert every <= set(re.findall(r"`(\w+(?:Sampler|Pruner))`", OPTUNA.read_text()))
+
+
+def test_the_page_on_schedulers_works_from_top_to_bottom(tmp_path: Path) -> None:
+    done = run_blocks(blocks_of(SCHEDULERS), tmp_path, {})
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("scheduler", [FIFO, ASHA, Hyperband, MedianStopping, PBT], ids=lambda each: each.__name__)
+def test_the_page_on_schedulers_shows_every_parameter_and_its_default(scheduler: type) -> None:
+    page = " ".join(SCHEDULERS.read_text().replace('"', "'").split())
+    parameters = [
+        re.sub(r": [^=]*", "", str(each)).replace(" ", "") for each in signature(scheduler).parameters.values()
+    ]
+    shown = ", ".join(parameters).replace("(1.2,0.8)", "(1.2, 0.8)")
+    assert f"**`{scheduler.__name__}({shown})`**" in page
 
 
 def test_the_page_on_search_spaces_names_every_domain() -> None:

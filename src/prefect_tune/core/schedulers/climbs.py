@@ -54,6 +54,8 @@ class Brackets:
 
     def enter(self, number: int) -> Climb:
         """Return the way of trial `number`: drawn so that each bracket trains about as many steps in all."""
+        if len(self.rungs) == 1:
+            return Climb(self.rungs[0])
         sizes = [self.reduction_factor ** len(rungs) / (len(rungs) + 1) for rungs in self.rungs]
         ends = list(accumulate(sizes))
         share = draws.uniform(self.seed, "asha-bracket", number) * ends[-1]

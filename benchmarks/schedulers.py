@@ -1,0 +1,202 @@
+"""What schedulers save, and what their decisions cost.
+
+    python -m benchmarks.schedulers [--write]
+
+The first table runs each scheduler over 160 recorded trainings (`tests/data/README.md`) in 200 orders, one trial at a
+time, in virtual time. The second counts the CPU time of everything that a schedule is told and asked (new trials,
+milestones, decisions, who has the next slot), per decision, when it has heard of 100, 1,000 and 10,000 trials, 50 of
+them at a time; and of telling a fresh one the history of all 10,000, as a resume does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean, median
+from typing import Any, TypeAlias
+
+from benchmarks.tables import circumstances, table, write
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.median_stopping import MedianStopping
+from prefect_tune.core.schedulers.pbt import PBT
+from prefect_tune.core.schedulers.scheduler import Decision, Schedule, Scheduler, Stop, TrialReport
+from prefect_tune.core.search.domains import uniform
+from tests.fakes import digits
+from tests.fakes.virtual_driver import Config, Outcome, State, VirtualRun, World
+
+Call: TypeAlias = tuple[str, tuple[object, ...]]
+CHANGES = {"added", "decide", "resumed", "ended"}
+ORDERS = 200
+REPEATS = 3
+SIZES = (100, 1_000, 10_000)
+SLOTS = 50
+LOSS = Objective(metrics=("loss",), modes=("min",))
+SAVING: Mapping[str, Scheduler] = {
+    "`FIFO()`": FIFO(),
+    "`MedianStopping()`": MedianStopping(),
+    "`Hyperband(27)`": Hyperband(27),
+    '`ASHA(27, variant="stopping")`': ASHA(27),
+    '`ASHA(27, variant="promotion")`': ASHA(27, variant="promotion"),
+}
+DECIDING: Mapping[str, Scheduler] = {
+    '`ASHA(81, variant="stopping")`': ASHA(81),
+    '`ASHA(81, variant="promotion")`': ASHA(81, variant="promotion"),
+    "`Hyperband(81)`": Hyperband(81),
+    "`MedianStopping(interval=9)`": MedianStopping(grace_period=9, interval=9),
+    "`PBT(9, ...)`, all of them one population": PBT(9, {"lr": uniform(0, 1)}),
+}
+
+
+class Listening(Schedule):
+    """Another schedule, with a record of every call."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.calls: list[Call] = []
+
+    def added(self, trial: str, config: Mapping[str, object]) -> None:
+        self._call("added", trial, config)
+
+    def decide(self, report: TrialReport) -> Decision:
+        decision: Decision = self._call("decide", report)
+        return decision
+
+    def resumed(self, trial: str) -> None:
+        self._call("resumed", trial)
+
+    def ended(self, trial: str) -> None:
+        self._call("ended", trial)
+
+    def exhausted(self) -> None:
+        self._call("exhausted")
+
+    def milestone(self, trial: str, step: int) -> int | None:
+        milestone: int | None = self._call("milestone", trial, step)
+        return milestone
+
+    def resume_next(self) -> str | None:
+        trial: str | None = self._call("resume_next")
+        return trial
+
+    def stop_next(self) -> tuple[str, Stop] | None:
+        stopped: tuple[str, Stop] | None = self._call("stop_next")
+        return stopped
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        self.calls.append((name, arguments))
+        return getattr(self._schedule, name)(*arguments)
+
+
+class Noise:
+    """Losses that fall with the steps, about a level that each trial draws."""
+
+    def begin(self, config: Config) -> State:
+        del config
+        return None
+
+    def advance(self, config: Config, state: State, steps: int) -> State:
+        del config, state, steps
+        return None
+
+    def metrics(self, config: Config, state: State, step: int) -> Mapping[str, object]:
+        del state
+        return {"loss": float(str(config["level"])) + 1 / step}
+
+
+def configs(count: int) -> Iterator[Config]:
+    chance = random.Random(0)
+    return ({"level": chance.random(), "lr": 0.5} for _ in range(count))
+
+
+def decided(scheduler: Scheduler, trials: int) -> tuple[float, float]:
+    """Return the CPU time per decision in microseconds, and that of telling it all again in seconds.
+
+    The first is of the last tenth of all calls up to the last new trial, questions included: then there are as
+    many trials as there will be. The best of three, with the garbage of this script out of the way.
+    """
+    listening = Listening(scheduler.begin(LOSS, 0))
+    world = World(slots=SLOTS, max_steps=27 if isinstance(scheduler, PBT) else 82)
+    VirtualRun(listening, Noise(), configs(trials), world).run()
+    end = max(at for at, (name, _) in enumerate(listening.calls) if name == "added")
+    told = [call for call in listening.calls if call[0] in CHANGES]
+    gc.collect()
+    gc.freeze()
+    per_decision = min(_per_decision_us(scheduler, listening.calls[:end]) for _ in range(REPEATS))
+    again = min(_seconds(scheduler.begin(LOSS, 0), told) for _ in range(REPEATS))
+    gc.unfreeze()
+    return per_decision, again
+
+
+def _per_decision_us(scheduler: Scheduler, calls: Sequence[Call]) -> float:
+    schedule, begin = scheduler.begin(LOSS, 0), len(calls) - max(50, len(calls) // 10)
+    _seconds(schedule, calls[:begin])
+    decisions = sum(name == "decide" for name, _ in calls[begin:])
+    return _seconds(schedule, calls[begin:]) / decisions * 1e6
+
+
+def _seconds(schedule: Schedule, calls: Sequence[Call]) -> float:
+    began = time.process_time()
+    for name, arguments in calls:
+        getattr(schedule, name)(*arguments)
+    return time.process_time() - began
+
+
+def searched(scheduler: Scheduler) -> Sequence[Outcome]:
+    """Return one search over all recorded trainings for each order."""
+    world = World(max_steps=digits.EPOCHS)
+    return [
+        VirtualRun(scheduler.begin(LOSS, seed), digits.table(), digits.configs(seed), world).run()
+        for seed in range(ORDERS)
+    ]
+
+
+def epochs_to_a_good_one(search: Outcome) -> int | None:
+    """Return how many epochs were trained until one of the best configurations was trained to the end."""
+    return search.steps_until(
+        lambda each: each.end >= digits.EPOCHS and digits.is_good(search.trials[each.trial].config)
+    )
+
+
+def _saving_row(name: str, scheduler: Scheduler) -> list[str]:
+    outcomes = searched(scheduler)
+    found = list(map(epochs_to_a_good_one, outcomes))
+    budget = mean(outcome.steps for outcome in outcomes) / (digits.TRIALS * digits.EPOCHS)
+    epochs = median(digits.TRIALS * digits.EPOCHS if each is None else each for each in found)
+    full = mean(len(outcome.reached(digits.EPOCHS)) for outcome in outcomes)
+    good = mean(each is not None for each in found)
+    return [name, f"{budget:.1%}", f"{good:.2f}", f"{epochs:.0f}", f"{full:.1f}"]
+
+
+def _deciding_row(name: str, scheduler: Scheduler) -> list[str]:
+    costs = [decided(scheduler, size) for size in SIZES]
+    return [name, *(f"{microseconds:.0f}" for microseconds, _ in costs), f"{costs[-1][1]:.2f}"]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
+    asked = parser.parse_args()
+    saving_head = [
+        "scheduler",
+        "share of all epochs",
+        "a good one was found",
+        "epochs until then",
+        "trained to the end",
+    ]
+    saving = table(saving_head, [_saving_row(*each) for each in SAVING.items()])
+    deciding_head = ["scheduler", *(f"µs at {size:,} trials" for size in SIZES), "s to tell it all again"]
+    deciding = table(deciding_head, [_deciding_row(*each) for each in DECIDING.items()])
+    text = f"{saving}\n\n{deciding}\n\n{circumstances('pydantic', 'blake3')}"
+    print(text)
+    if asked.write:
+        write("schedulers", text)
+
+
+if __name__ == "__main__":
+    _main()
