@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, cast
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
@@ -31,7 +31,7 @@ class Asked:
 
     trainable: Any
     target: StorageTarget | str
-    space: Mapping[str, Any] = field(default_factory=dict)
+    space: Mapping[str, Any] | None = None
     experiment: str | None = None
     metric: str | list[str] | None = None
     mode: Mode | list[Mode] = "min"

@@ -24,7 +24,7 @@ from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
-from prefect_tune.flows.limits import has_had_enough
+from prefect_tune.flows.limits import has_had_enough, require_possible
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
@@ -117,7 +117,7 @@ def durable_trainable(
         grace=timedelta(seconds=grace_period_seconds),
         silence=None if silence_timeout_seconds is None else timedelta(seconds=silence_timeout_seconds),
     )
-    _require_possible(plan)
+    require_possible(plan)
     return _train(plan, storable_config(config), stopper, failures or FailurePolicy())
 
 
@@ -221,15 +221,6 @@ def _say_what_is_not_saved(trial: Trial) -> None:
             saved,
             trial.step - saved,
         )
-
-
-def _require_possible(plan: TrialPlan) -> None:
-    """Find out before anything is written."""
-    TrialArtifacts(plan, Path(), get_run_logger())
-    if plan.grace < timedelta(0):
-        raise InvalidInput(f"grace_period_seconds: expected 0 or more, found {plan.grace.total_seconds():g}")
-    if plan.silence is not None and plan.silence <= timedelta(0):
-        raise InvalidInput(f"silence_timeout_seconds: expected more than 0, found {plan.silence.total_seconds():g}")
 
 
 def _result(plan: TrialPlan, trial: Trial) -> TrialResult:

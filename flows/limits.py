@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
+from prefect.logging import get_run_logger
+
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events import CheckpointRef
 from prefect_tune.core.failures import FailurePolicy
 from prefect_tune.core.stoppers import Stopper
@@ -13,8 +17,9 @@ from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import StepReport
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.run_trial import curve_up_to
+from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 
-__all__ = ["Limits", "has_had_enough"]
+__all__ = ["Limits", "has_had_enough", "require_possible"]
 
 
 @dataclass(frozen=True)
@@ -40,3 +45,16 @@ def has_had_enough(plan: TrialPlan, trial: Trial, stopper: Stopper) -> bool:
     last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
     told = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
     return bool(told) and stopper.why_stop(told) is not None
+
+
+def require_possible(plan: TrialPlan) -> None:
+    """Find out before anything is written.
+
+    Raises:
+        InvalidInput: a period is not one, or the artifacts cannot be synced as asked.
+    """
+    TrialArtifacts(plan, Path(), get_run_logger())
+    if plan.grace < timedelta(0):
+        raise InvalidInput(f"grace_period_seconds: expected 0 or more, found {plan.grace.total_seconds():g}")
+    if plan.silence is not None and plan.silence <= timedelta(0):
+        raise InvalidInput(f"silence_timeout_seconds: expected more than 0, found {plan.silence.total_seconds():g}")

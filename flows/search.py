@@ -34,7 +34,7 @@ from prefect_tune.flows.council import Council
 from prefect_tune.flows.crew import Crew, LocalCrew
 from prefect_tune.flows.driver import Driver
 from prefect_tune.flows.elsewhere import OnDeployment, on_task_runner
-from prefect_tune.flows.limits import Limits, has_had_enough
+from prefect_tune.flows.limits import Limits, has_had_enough, require_possible
 from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.results import Results
@@ -58,7 +58,7 @@ def searched(asked: Asked) -> Results:
     name = experiment_name(asked.experiment)
     objective = objective_of(asked.metric, asked.mode)
     stopper = stopper_for(asked.stop)
-    plan = _plan(asked, name, stopper)
+    require_possible(plan := _plan(asked, name, stopper))
     council = _council(asked, name, objective)
     crew = _crew(asked, plan, limits := _limits(asked, plan, stopper))
     audience = Audience(plan.target, SearchInfo(name, plan.target.uri, objective), callbacks_for(asked.callbacks))
@@ -96,9 +96,13 @@ def _plan(asked: Asked, experiment: str, stopper: Stopper) -> TrialPlan:
 
 
 def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper) -> Limits:
-    budget = asked.time_budget_seconds
+    budget, slots = asked.time_budget_seconds, asked.max_concurrent_trials
+    if slots is not None and slots < 1:
+        raise InvalidInput(f"max_concurrent_trials: expected 1 or more, found {slots}")
+    if budget is not None and budget <= 0:
+        raise InvalidInput(f"time_budget_seconds: expected more than 0, found {budget:g}")
     return Limits(
-        max_concurrent_trials=asked.max_concurrent_trials or os.cpu_count() or 1,
+        max_concurrent_trials=slots or os.cpu_count() or 1,
         failures=asked.failures or FailurePolicy(),
         fail_fast=asked.fail_fast,
         time=None if budget is None else timedelta(seconds=budget),
@@ -111,7 +115,7 @@ def _council(asked: Asked, experiment: str, objective: Objective | None) -> Coun
     seed = asked.seed if asked.seed is not None else int(digest_of(experiment.encode())[:8], 16)
     search = RandomSearch(asked.num_samples) if asked.search is None else search_from(asked.search)
     scheduler = FIFO() if asked.scheduler is None else scheduler_from(asked.scheduler)
-    return Council(search.begin(space_of(asked.space), objective, seed), _begun(scheduler, objective, seed))
+    return Council(search.begin(space_of(asked.space or {}), objective, seed), _begun(scheduler, objective, seed))
 
 
 def _begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:

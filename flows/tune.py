@@ -90,31 +90,5 @@ def tune(
         Superseded: another run has taken the experiment over.
         ResumeFailed: the experiment exists and cannot be read.
     """
-    asked = Asked(
-        trainable=trainable,
-        space=space or {},
-        target=target,
-        experiment=experiment,
-        metric=metric,
-        mode=mode,
-        num_samples=num_samples,
-        search=search,
-        scheduler=scheduler,
-        seed=seed,
-        stop=stop,
-        max_concurrent_trials=max_concurrent_trials,
-        time_budget_seconds=time_budget_seconds,
-        checkpoint=checkpoint,
-        retention=retention,
-        failures=failures,
-        fail_fast=fail_fast,
-        sync=sync,
-        callbacks=callbacks,
-        trials=trials,
-        trial_deployment=trial_deployment,
-        isolation=isolation,
-        grace_period_seconds=grace_period_seconds,
-        silence_timeout_seconds=silence_timeout_seconds,
-        rerun_errored=rerun_errored,
-    )
-    return searched(asked)
+    given = dict(locals())  # the parameters: `Asked` names them alike
+    return searched(Asked(**given))
