@@ -45,8 +45,37 @@ if TYPE_CHECKING:
     )
     from prefect_tune.core.failures import FailurePolicy
     from prefect_tune.core.retention import Retention
+    from prefect_tune.core.schedulers.asha import ASHA
+    from prefect_tune.core.schedulers.fifo import FIFO
+    from prefect_tune.core.schedulers.hyperband import Hyperband
+    from prefect_tune.core.schedulers.median_stopping import MedianStopping
+    from prefect_tune.core.schedulers.pbt import PBT
+    from prefect_tune.core.schedulers.scheduler import Continue, Exploit, Pause, Schedule, Scheduler, Stop, TrialReport
+    from prefect_tune.core.search.domains import (
+        choice,
+        grid_search,
+        lograndint,
+        loguniform,
+        qlograndint,
+        qloguniform,
+        qrandint,
+        qrandn,
+        quniform,
+        randint,
+        randn,
+        sample_from,
+        uniform,
+    )
+    from prefect_tune.core.search.random_search import RandomSearch
+    from prefect_tune.core.search.repeated import Repeated
+    from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Wait
+    from prefect_tune.core.search.space_json import space_from_json, space_to_json
     from prefect_tune.core.stoppers import MaxSteps, MaxTime, Plateau
     from prefect_tune.flows.durable_trainable import durable_trainable
+    from prefect_tune.flows.results import Results
+    from prefect_tune.flows.resume import resume
+    from prefect_tune.flows.tune import tune
+    from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
     from prefect_tune.tasks import (
         delete_checkpoint,
         restore_checkpoint,
@@ -61,6 +90,9 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ASHA",
+    "FIFO",
+    "PBT",
     "AlreadyCommitted",
     "AlreadyExists",
     "AzureTarget",
@@ -70,22 +102,39 @@ __all__ = [
     "CheckpointCorrupt",
     "CheckpointNotFound",
     "CommitUnknown",
+    "Continue",
     "DeadlineExceeded",
+    "Exhausted",
+    "Exploit",
     "FailurePolicy",
     "FsspecTarget",
     "GcsTarget",
+    "Hyperband",
     "IllegalTransition",
     "InvalidInput",
     "JournalCorrupt",
     "LocalTarget",
     "MaxSteps",
     "MaxTime",
+    "MedianStopping",
     "ObjectNotFound",
+    "OptunaPruner",
+    "OptunaSearch",
+    "Pause",
     "Plateau",
+    "Proposals",
+    "Proposed",
+    "RandomSearch",
+    "Repeated",
+    "Results",
     "ResumeFailed",
     "Retention",
     "S3Target",
+    "Schedule",
+    "Scheduler",
+    "Search",
     "StagedFilesChanged",
+    "Stop",
     "StorageTarget",
     "StoreRefused",
     "StoreUnavailable",
@@ -94,23 +143,58 @@ __all__ = [
     "Syncer",
     "Trainable",
     "TrialFailed",
+    "TrialReport",
     "TuneError",
     "UnknownVersion",
     "UnsafePayload",
+    "Wait",
     "__version__",
+    "choice",
     "delete_checkpoint",
     "durable_trainable",
     "get_checkpoint",
     "get_trial",
+    "grid_search",
+    "lograndint",
+    "loguniform",
+    "qlograndint",
+    "qloguniform",
+    "qrandint",
+    "qrandn",
+    "quniform",
+    "randint",
+    "randn",
     "report",
     "restore_checkpoint",
     "restore_experiment_state",
+    "resume",
     "run_trial",
+    "sample_from",
     "save_checkpoint",
+    "space_from_json",
+    "space_to_json",
     "sync_experiment_state",
+    "tune",
+    "uniform",
 ]
 
 _NAMES_BY_MODULE = {
+    "prefect_tune.core.schedulers.asha": "ASHA",
+    "prefect_tune.core.schedulers.fifo": "FIFO",
+    "prefect_tune.core.schedulers.hyperband": "Hyperband",
+    "prefect_tune.core.schedulers.median_stopping": "MedianStopping",
+    "prefect_tune.core.schedulers.pbt": "PBT",
+    "prefect_tune.core.schedulers.scheduler": "Continue Exploit Pause Schedule Scheduler Stop TrialReport",
+    "prefect_tune.core.search.domains": "choice grid_search lograndint loguniform qlograndint qloguniform "
+    "qrandint qrandn quniform randint randn sample_from uniform",
+    "prefect_tune.core.search.random_search": "RandomSearch",
+    "prefect_tune.core.search.repeated": "Repeated",
+    "prefect_tune.core.search.search": "Exhausted Proposals Proposed Search Wait",
+    "prefect_tune.core.search.space_json": "space_from_json space_to_json",
+    "prefect_tune.flows.resume": "resume",
+    "prefect_tune.flows.results": "Results",
+    "prefect_tune.flows.tune": "tune",
+    "prefect_tune.integrations.optuna": "OptunaPruner OptunaSearch",
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
     "prefect_tune.checkpoint": "Checkpoint",
     "prefect_tune.core.cadence": "Cadence",
