@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_tune.core.objective import Objective
+from prefect_tune.core.search.domains import Choice
 from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search
 from prefect_tune.core.values import StepReport
 
@@ -104,4 +105,6 @@ def _turned(node: object) -> Any:
     """The space with its keys the other way round."""
     if isinstance(node, dict):
         return {key: _turned(node[key]) for key in reversed(node)}
+    if isinstance(node, Choice):
+        return Choice(tuple(map(_turned, node.options)), node.weights)
     return node

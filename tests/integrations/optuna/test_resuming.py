@@ -73,7 +73,7 @@ class RunningSampler(samplers.BaseSampler):
         return int(middle) if name == "n" else round(middle, 1) if name == "q" else middle
 
     def after_trial(self, *_: object) -> None:
-        self.heard += 1  # lost, since each use gets the sampler as it was at first
+        self.heard += 1
 
 
 def crossed(crossover: samplers.nsgaii.BaseCrossover) -> samplers.NSGAIISampler:
@@ -152,6 +152,10 @@ def test_forty_trials_of_a_gaussian_process_are_twenty_and_twenty_too(case: Case
     whole = experiment(case).run(40)
     assert experiment(case).run(40, sittings=2) == whole
     assert experiment(case).run(40, sittings=8) == whole
+
+
+def test_no_two_trials_share_their_chance() -> None:
+    assert len({config["lr"] for config in experiment(CASES["random"]).run(40)}) == 40
 
 
 @pytest.mark.parametrize("name", ["TPE", "CMA-ES", "NSGA-II", "NSGA-III", "some fixed for CMA-ES"])

@@ -46,12 +46,11 @@ _ENDS_BY_ITSELF = (samplers.BruteForceSampler, samplers.GridSampler)
 _SHARED = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
 """Not copied: thousands that never change, and a cache of what follows from the trials."""
 _CLOSED = (type, FunctionType, ModuleType, np.ndarray, str, bytes, *_SHARED, *get_args(_Chance))
-_KEEP_NOTHING = ("builtins", "numpy", "optuna")  # from what they hear when a trial ends
 _SEED_BITS = 128
 
 
 class SeededSampler:
-    """A sampler of which each use gets a copy as it was at first, with chance of its own.
+    """A sampler of which each proposal gets a copy that has proposed nothing yet, with chance of its own.
 
     Its own seeds count for nothing: what is drawn follows from the seed of the experiment and the number of the trial.
     """
@@ -66,7 +65,6 @@ class SeededSampler:
         # Seeded anew before each use, a generator need not be copied.
         self._shared: dict[int, object] = {id(part): part for part in parts if isinstance(part, (*_SHARED, _Chance))}
         self._shared |= _grids_of(self._pristine)
-        self._keeps_nothing = all(type(part).__module__.partition(".")[0] in _KEEP_NOTHING for part in parts)
         kinds = {type(part) for part in parts if isinstance(part, BaseSampler)} - {samplers.PartialFixedSampler}
         self.is_replayed_by_asking = not kinds <= {*_SEES_ONLY_TRIALS}
         self.sees_parts = isinstance(core_of(sampler), _SEES_PARTS)
@@ -80,9 +78,9 @@ class SeededSampler:
         return copy.deepcopy(self._pristine, dict(self._shared))
 
     def hearing(self, number: int) -> BaseSampler:
-        """Return the sampler that hears of the end of one trial."""
+        """Return the sampler that hears of the end of one trial: what it keeps of that, all later copies know."""
         self._seed_all("ended", number)
-        return self._pristine if self._keeps_nothing else copy.deepcopy(self._pristine, dict(self._shared))
+        return self._pristine
 
     def forget(self) -> None:
         """Forget what was found out about the trials until now: one of them runs again."""
