@@ -1,0 +1,74 @@
+"""What the loggers have in common that write a file of rows for each trial."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from prefect_tune.core.events import Finished, GaveUp, Started
+from prefect_tune.core.trial import Trial
+from prefect_tune.core.values import StepReport
+from prefect_tune.loggers.folders import DEFAULT_DIRECTORY, FolderLogger
+
+__all__ = ["RowLogger", "Rows"]
+
+
+class Rows(Protocol):
+    """The rows of one trial."""
+
+    def keep_up_to(self, step: int) -> None:
+        """Remove the rows of later steps."""
+        ...
+
+    def add(self, trial: str, report: StepReport) -> object:
+        """Add the row of a step, in place of it and of all later ones."""
+        ...
+
+    def sync(self) -> None:
+        """Return when every row is safe from a power cut."""
+        ...
+
+
+class RowLogger(FolderLogger, ABC):
+    """Writes the rows, and `params.json`, into each trial's folder."""
+
+    def __init__(self, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
+        super().__init__(directory)
+        self._rows: dict[str, Rows] = {}
+        self._ended: set[str] = set()
+
+    @abstractmethod
+    def open_rows(self, folder: Path) -> Rows:
+        """Return the rows in the folder of a trial, those that are there already among them."""
+
+    def on_trial_start(self, trial: Trial, started: Started) -> None:
+        self.write_config(trial)
+        self._ended.discard(trial.trial)
+        self._rows_of(trial.trial).keep_up_to(started.from_step)
+
+    def on_trial_result(self, trial: Trial, report: StepReport) -> None:
+        self._rows_of(trial.trial).add(trial.trial, report)
+
+    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+        del finished
+        self._ended.add(trial.trial)
+
+    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+        del gave_up
+        self._ended.add(trial.trial)
+
+    def get_state(self) -> Mapping[str, object] | None:
+        for rows in self._rows.values():
+            rows.sync()
+        for trial in self._ended:
+            self._rows.pop(trial, None)
+        self._ended.clear()
+        return super().get_state()
+
+    def _rows_of(self, trial: str) -> Rows:
+        if trial not in self._rows:
+            self._rows[trial] = self.open_rows(self.folder_of(trial))
+        return self._rows[trial]
