@@ -48,6 +48,10 @@ class Nursery:
         """End what waits for a trial; what serves one goes on to its end."""
         self._pool.close()
 
+    def dismiss(self) -> None:
+        """End what waits for a trial, so that it holds nothing any more; the next trials get new processes."""
+        self._pool.dismiss_waiting()
+
     def prepare(self) -> None:
         """Start what the first trial will need, and do not wait for it."""
         if sys.platform == "linux":
@@ -157,7 +161,7 @@ class _Pool:
 
     def new_child(self) -> Child:
         """Return a new process, in place of those that wait for another kind of trial where there are too many."""
-        self._dismiss_surplus()
+        self.dismiss_waiting(slots=self._slots)
         for _ in range(_TRIES):
             forks = self.forks()
             if (child := forks.fork(self._new_home())) is not None:
@@ -177,9 +181,8 @@ class _Pool:
     def close(self) -> None:
         with self._guard:
             self._closed = True
-            waiting, self._waiting = self._waiting, []
             forks, self._forks = self._forks, None
-        _dismiss([child for _, child in waiting])
+        self.dismiss_waiting()
         if forks is not None:
             forks.end()
         self._clear_away()
@@ -190,9 +193,10 @@ class _Pool:
         if is_over:
             self._scratch.close()
 
-    def _dismiss_surplus(self) -> None:
+    def dismiss_waiting(self, *, slots: int = 0) -> None:
+        """End those that have waited longest, down to as many as there are slots."""
         with self._guard:
-            surplus = max(0, self._used_count + len(self._waiting) - self._slots)
+            surplus = max(0, self._used_count + len(self._waiting) - slots)
             leaving, self._waiting = self._waiting[:surplus], self._waiting[surplus:]
         _dismiss([child for _, child in leaving])
 
@@ -317,8 +321,16 @@ def _surroundings(child: Child, environment: frozenset[tuple[str, str]]) -> Surr
     whole = {**os.environ, **dict(environment), **own}
     return Surroundings(
         environment={_latin(name): _latin(value) for name, value in whole.items()},
-        working_directory=_latin(os.getcwd()),  # noqa: PTH109 - text as the kernel has it, not a path
+        working_directory=_latin(_here()),
     )
+
+
+def _here() -> str:
+    """Return the working directory; nothing where it has been removed: a fork is there as well."""
+    try:
+        return os.getcwd()  # noqa: PTH109 - as the kernel has it: a Path would say "." in place of nothing
+    except FileNotFoundError:
+        return ""
 
 
 def _latin(text: str) -> str:

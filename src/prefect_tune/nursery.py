@@ -22,18 +22,23 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-import cloudpickle  # noqa: F401 - for the trials: there is hardly one that does not need it
+import cloudpickle
 
 from prefect_tune import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
-from prefect_tune.trial_process import serve
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.stoppers import Never
+from prefect_tune.core.wire import Start
+from prefect_tune.trial_process import serve, train
 
-__all__: list[str] = []
+__all__ = ["live", "nursery"]
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 # Sent to all processes of a job by schedulers and terminals, to tell the training something: not these two.
@@ -49,6 +54,7 @@ _NOT_FOR_US = (
 _STRAYS_DIE_WITHIN = timedelta(seconds=2)
 _libc = ctypes.CDLL(None)
 _Handlers = Mapping[signal.Signals, Any]
+_Life: TypeAlias = "Callable[[], _Life | None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +66,38 @@ class _Asked:
     status: int
     """A socket on which the nanny says `born <nanny> <trial>`, then `ended <wait status>`; or else `failed <errno>`."""
 
+    def close(self) -> None:
+        for descriptor in (self.channel, self.output, self.status):
+            os.close(descriptor)
 
-def main(control_fd: int, supervisor: int) -> None:
+
+def live(life: _Life | None) -> NoReturn:
+    """A process's life, and after it the next: a fork does not stand on the stack of what its parent was doing."""
+    code = 1
+    try:
+        while life is not None:
+            life = life()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process's edge: its last words, and its exit code
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed, or nobody reads any more
+                stream.flush()
+        os._exit(code)
+
+
+def nursery(control_fd: int, supervisor: int) -> _Life | None:
     """Fork a nanny for each message on `control_fd`, until its other side is closed or the supervisor is gone."""
     _be_called(b"trial-nursery")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # of what a killed nanny was to look after
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
     deaths, alive = _bell_for_deaths(), _while_alive(supervisor)
     if os.getppid() != supervisor:
-        return  # it died before the line above
+        return None  # it died before the line above
     control = socket.socket(fileno=control_fd)
     nannies: set[int] = set()
+    copy_context().run(_rehearse)
     gc.freeze()  # what all children share is not touched, and so not copied, by their collections
     while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
         if deaths in rung:
@@ -78,22 +105,45 @@ def main(control_fd: int, supervisor: int) -> None:
         if control_fd in rung:
             message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
             if not message:
-                return
-            nannies |= _engaged(_Asked(*descriptors), alive, before)
+                return None
+            asked = _Asked(*descriptors)
+            if (nanny := _fork(asked)) == 0:
+                return partial(_nanny, asked, alive, before)
+            nannies.add(nanny)
+            asked.close()
+    return None
 
 
-def _engaged(asked: _Asked, alive: Collection[int], before: _Handlers) -> set[int]:
-    """Fork a nanny; return its number."""
-    try:
-        nanny = os.fork()
-    except OSError as error:
-        _say(asked.status, f"failed {error.errno}")
-        nanny = -1
-    if nanny == 0:
-        _run_and_exit(lambda: _nanny(asked, alive, before))
-    for descriptor in (asked.channel, asked.output, asked.status):
-        os.close(descriptor)
-    return {nanny} - {-1}
+def _rehearse() -> None:
+    """Run an attempt here, so that what is made when it is first needed need not be made in every child."""
+    ours, theirs = socket.socketpair()
+    with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
+        near.send_bytes(_REHEARSAL.model_dump_json().encode())
+        train(far, whole_process=False)
+
+
+def _trains_nothing(_config: Mapping[str, object]) -> Mapping[str, object]:
+    return {"loss": 1.0}
+
+
+_REHEARSAL = Start(
+    experiment="rehearsal",
+    trial="rehearsal",
+    attempt=1,
+    trainable=cloudpickle.dumps(_trains_nothing).hex(),
+    stopper=cloudpickle.dumps(Never()).hex(),
+    import_path=(),
+    config={},
+    directory="",
+    staging="",
+    temporary="",
+    restored=None,
+    from_step=0,
+    trained_seconds=0.0,
+    curve=(),
+    cadence=Cadence(),
+    overlap=False,
+)
 
 
 def _bury(deaths: int, nannies: set[int]) -> None:
@@ -109,25 +159,22 @@ def _bury(deaths: int, nannies: set[int]) -> None:
 # ---------------------------------------------------------------------------------------------------- the nanny
 
 
-def _nanny(asked: _Asked, alive: Collection[int], before: _Handlers) -> None:
+def _nanny(asked: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
     """Fork the trial's process, see to it that it and all it has started end, and say how."""
     _keep_only(asked.channel, asked.output, asked.status, *alive)
     _be_called(b"trial-nanny")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     deaths = _bell_for_deaths()
     nanny = os.getpid()
-    try:
-        trial = os.fork()
-    except OSError as error:
-        _say(asked.status, f"failed {error.errno}")
-        return
-    if trial == 0:
-        _run_and_exit(lambda: _trial(asked, nanny, before))
-    os.close(asked.channel)
-    os.close(asked.output)
-    _say(asked.status, f"born {nanny} {trial}")
-    _wait_for_the_end(trial, deaths, [asked.status, *alive])
-    _say(asked.status, f"ended {_end(trial)}")
+    if (trial := _fork(asked)) == 0:
+        return partial(_trial, asked, nanny, before)
+    if trial > 0:
+        os.close(asked.channel)
+        os.close(asked.output)
+        _say(asked.status, f"born {nanny} {trial}")
+        _wait_for_the_end(trial, deaths, [asked.status, *alive])
+        _say(asked.status, f"ended {_end(trial)}")
+    return None
 
 
 def _wait_for_the_end(trial: int, deaths: int, ends: Collection[int]) -> None:
@@ -181,21 +228,6 @@ def _trial(asked: _Asked, nanny: int, before: _Handlers) -> None:
     for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
     serve(Connection(asked.channel))
-
-
-def _run_and_exit(life: Callable[[], None]) -> NoReturn:
-    """A fork's whole life: it never goes back into what its parent was doing."""
-    code = 1
-    try:
-        life()
-        code = 0
-    except BaseException:  # noqa: BLE001 - the process's edge: its last words, and its exit code
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # closed, or nobody reads any more
-                stream.flush()
-        os._exit(code)
 
 
 # ----------------------------------------------------------------------------------------------------- the kernel
@@ -263,10 +295,19 @@ def _kill(pids: Collection[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _fork(asked: _Asked) -> int:
+    """Fork; where that cannot be, say so, and return -1."""
+    try:
+        return os.fork()
+    except OSError as error:
+        _say(asked.status, f"failed {error.errno}")
+        return -1
+
+
 def _say(status: int, words: str) -> None:
     with suppress(OSError):  # whoever asked has gone
         os.write(status, words.encode())
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    live(partial(nursery, int(sys.argv[1]), int(sys.argv[2])))

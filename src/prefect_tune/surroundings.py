@@ -21,7 +21,8 @@ def settle_in(surroundings: Surroundings) -> None:
     What the trainable itself remembers (its object, its modules) is its own affair: `reset_config` sees to it.
     """
     _take_on({_bytes(name): _bytes(value) for name, value in surroundings.environment.items()})
-    os.chdir(_bytes(surroundings.working_directory))
+    if surroundings.working_directory:
+        os.chdir(_bytes(surroundings.working_directory))
     tempfile.tempdir = None  # decided anew, from the environment
     time.tzset()
     _forget_what_was_drawn()

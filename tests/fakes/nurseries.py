@@ -1,0 +1,174 @@
+"""What a test needs to run attempts in real processes, and to find every process that they leave."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.stoppers import MaxSteps, Never
+from prefect_tune.core.wire import Broke, FromTrial, Start, StepDone, TrialEnded
+from prefect_tune.tasks.plan import payload
+from prefect_tune.tasks.trial_channel import TrialChannel
+
+__all__ = [
+    "Family",
+    "Hearing",
+    "children_of",
+    "family",
+    "heard",
+    "log_to",
+    "metrics_of",
+    "open_descriptors",
+    "start_of",
+    "until",
+]
+
+_MARK = "PREFECT_TUNE_TEST_NURSERY"
+
+
+def start_of(
+    trainable: object, folder: Path, config: Mapping[str, Any] | None = None, *, steps: int | None = None, **fields: Any
+) -> Start:
+    """Describe an attempt that begins from nothing; a class trainable needs `steps` to come to its end."""
+    whole: dict[str, Any] = {
+        "experiment": "e",
+        "trial": "t",
+        "attempt": 1,
+        "trainable": payload(trainable),
+        "stopper": payload(Never() if steps is None else MaxSteps(steps)),
+        "import_path": tuple(sys.path),
+        "config": config or {},
+        "directory": str(folder),
+        "staging": str(folder),
+        "temporary": str(folder),
+        "restored": None,
+        "from_step": 0,
+        "trained_seconds": 0.0,
+        "curve": (),
+        "cadence": Cadence(at_end=False),
+        "overlap": False,
+    }
+    return Start(**(whole | fields))
+
+
+def heard(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:
+    """Return everything that a trial says until it ends or is gone."""
+    said: list[FromTrial] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            message = channel.receive(timedelta(seconds=0.1))
+        except EOFError:
+            return said
+        if message is not None:
+            said.append(message)
+        if isinstance(message, TrialEnded | Broke):
+            return said
+    raise AssertionError(f"not within {seconds:g} s: the end of a trial that said {said}")
+
+
+def metrics_of(channel: TrialChannel) -> Mapping[str, Any]:
+    """Return the metrics of the last step of a trial that ends well."""
+    said = heard(channel)
+    assert isinstance(said[-1], TrialEnded), said
+    return [each.report.metrics for each in said if isinstance(each, StepDone)][-1]
+
+
+class Hearing(logging.Handler):
+    """Keeps what is logged, and what `ask` says when it is."""
+
+    def __init__(self, ask: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._ask = ask
+        self.lines: list[str] = []
+        self.answers: list[object] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self.answers.append(self._ask())
+
+
+def log_to(hearing: Hearing) -> logging.Logger:
+    log = logging.Logger(f"trial-{uuid4().hex}")  # noqa: LOG001  nobody else's
+    log.addHandler(hearing)
+    return log
+
+
+class Family:
+    """Every process that was started with this test's mark in its environment, whoever its parent is by now."""
+
+    def __init__(self) -> None:
+        self._mark = f"{_MARK}={uuid4().hex}".encode()
+
+    def pids(self, name: str | None = None) -> list[int]:
+        """Return those that live, or those of them that are called `name`."""
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+        found = [pid for pid in pids if pid != os.getpid() and self._mark in _file_of(pid, "environ").split(b"\0")]
+        return [pid for pid in found if name is None or _file_of(pid, "comm") == f"{name}\n".encode()]
+
+    def names(self) -> set[str]:
+        return {_file_of(pid, "comm").decode().strip() for pid in self.pids()}
+
+    def one(self, name: str) -> int:
+        """Return the only one of that name."""
+        until(lambda: self.pids(name), what=lambda: f"a process called {name}")
+        (pid,) = self.pids(name)
+        return pid
+
+    def require_none(self, *, seconds: float = 10) -> None:
+        until(lambda: not self.pids(), seconds=seconds, what=lambda: f"the end of {[_shown(p) for p in self.pids()]}")
+
+    @property
+    def variable(self) -> tuple[str, str]:
+        name, _, value = self._mark.decode().partition("=")
+        return name, value
+
+
+@contextmanager
+def family() -> Any:
+    """Mark what is started in the block; fail when some of it lives on."""
+    made = Family()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*made.variable)
+        yield made
+    made.require_none()
+
+
+def until(condition: Callable[[], object], *, seconds: float = 10, what: Callable[[], str]) -> None:
+    """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {seconds:g} s: {what()}")
+        time.sleep(0.002)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return them, the dead ones that nobody has buried among them."""
+    return [int(child) for child in _file_of(pid, f"task/{pid}/children").split()]
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _shown(pid: int) -> str:
+    return f"{pid} {_file_of(pid, 'comm').decode().strip()} {_file_of(pid, 'cmdline').decode()[:80]!r}"
+
+
+def _file_of(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""

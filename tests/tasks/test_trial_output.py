@@ -1,0 +1,118 @@
+"""What a process prints becomes lines of a log: all of it, in order, and nothing after it was told to stop."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import pytest
+
+from prefect_tune.tasks.trial_output import TrialOutput
+from tests.fakes.nurseries import Hearing, log_to, open_descriptors, until
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Both ends, the writing one closed by the test or after it."""
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("printed", "lines"),
+    [
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"no end", ["no end"]),
+        (b"\n\nthree\n", ["", "", "three"]),
+        (b" 10%\r 20%\r\ndone", [" 10%", " 20%", "done"]),
+        (b"\xff\xfe not text\n", ["\ufffd\ufffd not text"]),
+        ("snö".encode(), ["snö"]),
+        (b"", []),
+        (b"y" * 50_000, ["y" * 50_000]),
+    ],
+)
+def test_what_is_printed_before_the_stop_is_logged_line_by_line(
+    pipe: tuple[int, int], printed: bytes, lines: list[str]
+) -> None:
+    hearing = Hearing()
+    output = TrialOutput(log_to(hearing))
+    output.start(pipe[0])
+    os.write(pipe[1], printed)
+    assert output.stop() == "\n".join(lines)
+    assert hearing.lines == lines
+
+
+def test_a_line_and_a_letter_that_come_in_pieces_are_one(pipe: tuple[int, int]) -> None:
+    hearing = Hearing()
+    output = TrialOutput(log_to(hearing))
+    output.start(pipe[0])
+    for piece in (b"sn", "ö".encode()[:1], "ö".encode()[1:], b"w\nand ", b"more\n"):
+        os.write(pipe[1], piece)
+        until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
+    output.stop()
+    assert hearing.lines == ["snöw", "and more"]
+
+
+def _is_waiting(pipe: int) -> bool:
+    from multiprocessing.connection import wait
+
+    return bool(wait([pipe], 0))
+
+
+def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> None:
+    reading, writing = pipe
+    goes_on = True
+
+    def print_on() -> None:
+        while goes_on:
+            os.write(writing, b"more\n" * 100)
+
+    printing = threading.Thread(target=print_on)
+    output = TrialOutput(log_to(Hearing()))
+    output.start(reading)
+    printing.start()
+    stopped = threading.Thread(target=output.stop)
+    stopped.start()
+    stopped.join(4)
+    assert not stopped.is_alive()
+    goes_on = False
+    output.start(reading)  # so that whoever prints is not held up
+    printing.join()
+    output.stop()
+
+
+def test_what_is_printed_later_is_for_whoever_starts_next(pipe: tuple[int, int]) -> None:
+    for line in ("first", "second"):
+        hearing = Hearing()
+        output = TrialOutput(log_to(hearing))
+        output.start(pipe[0])
+        os.write(pipe[1], f"{line}\n".encode())
+        output.stop()
+        assert hearing.lines == [line]
+
+
+def test_the_last_words_are_the_last_twenty_lines(pipe: tuple[int, int]) -> None:
+    output = TrialOutput(log_to(Hearing()))
+    output.start(pipe[0])
+    os.write(pipe[1], b"".join(b"%d\n" % number for number in range(100)))
+    assert output.stop().split() == [str(number) for number in range(80, 100)]
+
+
+WHO: ContextVar[str] = ContextVar("who")
+
+
+def test_lines_are_logged_in_the_context_of_who_started_it_and_nothing_is_left(pipe: tuple[int, int]) -> None:
+    before = open_descriptors(), threading.active_count()
+    WHO.set("this task")
+    hearing = Hearing(WHO.get)
+    output = TrialOutput(log_to(hearing))
+    output.start(pipe[0])
+    os.write(pipe[1], b"one\n")
+    output.stop()
+    output.stop()
+    assert hearing.answers == ["this task"]
+    assert (open_descriptors(), threading.active_count()) == before

@@ -1,0 +1,168 @@
+"""Trainables that look around in their process, end it in every way, and leave others behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import prefect_tune as pt
+from tests.trainables.witness import hold, tell
+
+__all__ = ["AnotherKind", "Resettable", "computes", "daemonizes", "dies", "looks_around", "prints", "waits"]
+
+Config = Mapping[str, Any]
+Metrics = Mapping[str, Any]
+
+
+def looks_around(config: Config) -> Metrics:
+    """Reports what it finds."""
+    return {
+        "pid": os.getpid(),
+        "session": os.getsid(0),
+        "group": os.getpgid(0),
+        "environment": {name: ascii(os.environ.get(name)) for name in config.get("variables", ())},
+        "in_a_child": subprocess.run(["env"], capture_output=True, check=True).stdout.decode("latin-1").splitlines(),
+        "directory": str(Path.cwd()),
+        "temporary": tempfile.gettempdir(),
+        "modules": sorted(name for name in sys.modules if "." not in name),
+        "threads": threading.active_count(),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())) - 1,
+        "ignored": re.findall(r"SigIgn:\s*(\w+)", Path("/proc/self/status").read_text()),
+        "hour": time.localtime(0).tm_hour,
+        "drawn": random.random(),
+        "hash": hash("seed"),
+    }
+
+
+def prints(config: Config) -> None:
+    for number in range(int(config["lines"])):
+        print("line", number, file=(sys.stdout, sys.stderr)[number % 2])
+
+
+def dies(config: Config) -> None:
+    print("last words")
+    how = config["how"]
+    if how == "segfault":
+        ctypes.string_at(0)
+    elif isinstance(how, int) and how < 0:
+        os.kill(os.getpid(), -how)
+    else:
+        os._exit(how)
+    time.sleep(60)  # a signal comes when it comes
+
+
+def waits(config: Config) -> Metrics:
+    """Says so, then trains until the file `config["gate"]` is there."""
+    tell(config["witness"], "begin", 1)
+    hold(config["gate"])
+    return {"pid": os.getpid()}
+
+
+def computes(config: Config) -> None:
+    """Never comes back from C code that holds the interpreter."""
+    tell(config["witness"], "begin", 1)
+    re.match("(a+)+$", "a" * 64 + "b")
+
+
+def daemonizes(config: Config) -> Metrics:
+    """Leaves a child, a child in a session of its own, and an orphan in a session of its own."""
+    for detached in (False, True):
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=detached)
+        tell(config["witness"], "child", child.pid)
+    script = "import os; os.setsid(); print(os.fork() or os.close(1) or os.execlp('sleep', 'sleep', '1000'))"
+    orphan = subprocess.run([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
+    tell(config["witness"], "orphan", int(orphan))
+    for _ in range(3):  # orphans that end before the trial does
+        subprocess.run(["sh", "-c", "sleep 0.01 &"], check=True)
+    tell(config["witness"], "begin", 1)
+    hold(config.get("gate"))
+    return {"pid": os.getpid()}
+
+
+class Resettable(pt.Trainable):
+    """Becomes any trial but those whose config says `"declines": True`; tells the witness what is called."""
+
+    def setup(self, config: Config) -> None:
+        self._begin("setup", config)
+
+    def reset_config(self, config: Config) -> bool:
+        self.config, before = config, self.config
+        if config.get("fails_in_reset"):
+            self._raise("as it was told")
+        if config.get("in_reset"):
+            os.kill(os.getpid(), config["in_reset"])
+        if config.get("declines"):
+            self.config = before
+            return False
+        self._begin("reset", config)
+        return True
+
+    def step(self) -> Metrics:
+        self.count += 1
+        if self.config.get("signals") and self.count == 1:
+            os.kill(os.getpid(), self.config["signals"])
+        if self.config.get("raises"):
+            self._raise("as it was told")
+        hold(self.config.get("gate"))
+        found = {
+            "pid": os.getpid(),
+            "object": id(self),
+            "x": self.config.get("x"),
+            "count": self.count,
+            "directory": str(Path.cwd()),
+            "temporary": tempfile.gettempdir(),
+            "left": [path.name for path in Path(tempfile.gettempdir()).iterdir()],
+            "variable": os.environ.get("LEFT_BY_A_TRIAL"),
+            "drawn": self._drawn() if self.config.get("litters") else None,
+        }
+        if self.config.get("litters"):
+            self._litter()
+        return found
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "count").write_text(str(self.count))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.count = int(Path(checkpoint_dir, "count").read_text())
+        tell(self.config.get("witness"), "loaded", self.count)
+
+    def cleanup(self) -> None:
+        tell(self.config.get("witness"), "cleanup", int(self.config.get("x") or 0))
+        print("cleaned up")
+
+    def _begin(self, act: str, config: Config) -> None:
+        self.config, self.count = config, 0
+        tell(config.get("witness"), act, int(config.get("x") or 0))
+        print(act, config.get("x"))
+
+    def _raise(self, message: object) -> None:
+        raise RuntimeError(str(message))
+
+    def _drawn(self) -> list[float]:
+        import numpy as np
+
+        return [random.random(), float(np.random.random())]  # noqa: NPY002  the one that is everybody's
+
+    def _litter(self) -> None:
+        import numpy as np
+
+        os.chdir("/")
+        os.environ["LEFT_BY_A_TRIAL"] = "1"
+        os.environ["TMPDIR"] = "/tmp"
+        tempfile.NamedTemporaryFile(delete=False).close()
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002  likewise
+
+
+class AnotherKind(Resettable):
+    """The same, by another name."""
