@@ -1,0 +1,11 @@
+"""The command line: `prefect-tune`. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+from prefect_tune.cli import checkpoints, collecting, places, reporting, searches, standing
+from prefect_tune.cli.app import app, main
+
+__all__ = ["app", "main"]
+
+# Each module adds its commands to `app`; in this order they stand in --help.
+_ = (places, searches, standing, checkpoints, reporting, collecting)

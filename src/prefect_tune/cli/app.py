@@ -1,0 +1,36 @@
+"""What every command shares: the program, its arguments, and how a failure is said."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from prefect_tune.core.errors import TuneError
+
+__all__ = ["AsJson", "ExperimentName", "Target", "TrialName", "app", "main"]
+
+app = typer.Typer(
+    name="prefect-tune",
+    help="Durable training and search as Prefect flows. TARGET is a URI (s3://bucket/prefix), a path, or a block's "
+    "'type/name'. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a search has ended and some of its trials errored, "
+    "130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False)]
+ExperimentName = Annotated[str, typer.Argument(metavar="EXPERIMENT", show_default=False)]
+TrialName = Annotated[str | None, typer.Option("--trial", help="One trial of a search.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Run the command line; what prefect-tune raises on purpose is one message, without a traceback."""
+    try:
+        app()
+    except TuneError as error:
+        print(f"prefect-tune: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,210 @@
+"""`checkpoints`, `verify` and `export`: of a training, and of each trial of a search."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.looking import best_of, chosen_trials, is_search, opened
+from prefect_tune.cli.printing import columns, plain, said, said_time, shown
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from prefect_tune.core.experiment import Experiment
+    from prefect_tune.core.layout import CheckpointKey, TrialKey
+    from prefect_tune.core.store import ObjectStore
+    from prefect_tune.core.trial import Trial
+
+__all__: list[str] = []
+
+
+@app.command()
+def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
+    """List an experiment's checkpoints, or those of one of its trials."""
+    with opened(target, experiment) as (store, state):
+        trials = chosen_trials(state, trial)
+        rows = [_row(store, *each) for known in trials for each in _keys(store, state, known)]
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        shown(_table(rows, is_search(state)))
+
+
+@app.command()
+def verify(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
+    """Read every byte of every live checkpoint, and check it."""
+    found: list[_Verified] = []
+    with opened(target, experiment) as (store, state):
+        for each in _verified(store, state, chosen_trials(state, trial)):
+            found.append(each)
+            if not as_json:
+                named = f"{each.trial} {each}" if is_search(state) else str(each)
+                print(named, file=sys.stderr if each.damage else sys.stdout)
+    if as_json:
+        print(json.dumps([asdict(each) for each in found], indent=2))
+    if any(each.damage for each in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    target: Target,
+    experiment: ExperimentName,
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint. Default: the newest.", show_default=False)] = None,
+    trial: Annotated[str | None, typer.Option(help="Whose. Default: the best trial's.", show_default=False)] = None,
+) -> None:
+    """Write a checkpoint to DIRECTORY, which must be new or empty: its files, as the trainable saved them."""
+    from prefect_tune.blocks import resolve_target
+
+    with opened(target, experiment) as (_, state):
+        key = _chosen(state, _whose(state, trial), step)
+    resolve_target(target).checkpoint(key).to_directory(directory)
+    whose = f"{key.trial.trial} " if is_search(state) else ""
+    print(f"{whose}step {key.step}: in {directory}")
+
+
+# -------------------------------------------------------------------------------------------- which there are
+
+
+def _whose(state: Experiment, trial: str | None) -> Trial:
+    trials = chosen_trials(state, trial)
+    best = best_of(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
+    if best is None:
+        raise InvalidInput(
+            f"experiment {state.name!r}: none of its {len(trials)} trials is the best; name one: --trial"
+        )
+    return best
+
+
+def _folder(state: Experiment, trial: Trial) -> TrialKey:
+    from prefect_tune.core.layout import TrialKey
+
+    return TrialKey(experiment=state.name, trial=trial.trial)
+
+
+def _live(state: Experiment, trial: Trial) -> list[CheckpointKey]:
+    from prefect_tune.core.layout import CheckpointKey
+
+    folder = _folder(state, trial)
+    return [CheckpointKey(trial=folder, step=each.step, sequence=each.sequence) for each in trial.checkpoints]
+
+
+def _chosen(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
+    live = _live(state, trial)
+    fitting = [key for key in live if step in (None, key.step)]
+    if not fitting:
+        steps = ", ".join(str(key.step) for key in live) or "none"
+        wanted = "" if step is None else f" of step {step}"
+        whose = f"experiment {state.name!r}" + (f", trial {trial.trial!r}" if is_search(state) else "")
+        raise CheckpointNotFound(f"{whose}: there is no checkpoint{wanted}; there are: {steps}")
+    return fitting[-1]
+
+
+def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[CheckpointKey, str]]:
+    """Every checkpoint with its standing, oldest first; those put aside are found by their names on the target."""
+    from prefect_tune.core.layout import CheckpointKey
+
+    live = [(key, "live") for key in _live(state, trial)]
+    if not trial.quarantined:
+        return live
+    folder = _folder(state, trial)
+    listed = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
+    aside = [(key, "quarantined") for key in listed if key and key.sequence in trial.quarantined]
+    return sorted([*live, *aside], key=lambda each: each[0].sequence)
+
+
+# ------------------------------------------------------------------------------------------ what is told of them
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One checkpoint, as it is printed."""
+
+    trial: str
+    step: int
+    standing: str
+    created_at: str | None = None
+    size_bytes: int | None = None
+    file_count: int | None = None
+    attempt: int | None = None
+    metrics: Mapping[str, object] = field(default_factory=dict)
+    path: str = ""
+
+
+def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
+    from prefect_tune.core.restore import read_manifest
+
+    trial = key.trial.trial
+    try:
+        manifest = read_manifest(store, key)
+    except (CheckpointCorrupt, CheckpointNotFound):
+        return _Row(trial, key.step, "damaged" if standing == "live" else standing, path=key.folder)
+    return _Row(
+        trial,
+        key.step,
+        standing,
+        created_at=manifest.about.created_at,
+        size_bytes=manifest.size_bytes,
+        file_count=len(manifest.files),
+        attempt=manifest.about.attempt,
+        metrics=manifest.about.metrics,
+        path=key.folder,
+    )
+
+
+def _table(rows: Sequence[_Row], of_search: bool) -> Table:
+    from prefect_tune.core.values import shown_size
+
+    whose = ("trial",) if of_search else ()
+    table = columns(*whose, "step", "when", "size", "metrics", "standing")
+    for row in rows:
+        size = "" if row.size_bytes is None else shown_size(row.size_bytes)
+        cells = (str(row.step), said_time(row.created_at or ""), size, said(row.metrics), row.standing)
+        of = (row.trial,) if of_search else ()
+        table.add_row(*plain((*of, *cells)), style="" if row.standing == "live" else "red")
+    return table
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """What reading a checkpoint found."""
+
+    trial: str
+    step: int
+    size_bytes: int = 0
+    file_count: int = 0
+    damage: str | None = None
+
+    def __str__(self) -> str:
+        from prefect_tune.core.values import shown_size
+
+        if self.damage:
+            return f"step {self.step}: DAMAGED: {self.damage}"
+        files = "1 file" if self.file_count == 1 else f"{self.file_count} files"
+        return f"step {self.step}: {shown_size(self.size_bytes)} in {files}, whole"
+
+
+def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:
+    from prefect_tune.core.restore import read_manifest, verify
+    from prefect_tune.stores.staging import side_by_side
+
+    with side_by_side() as transfers:
+        for key in (key for trial in trials for key in _live(state, trial)):
+            trial, step = key.trial.trial, key.step
+            try:
+                manifest = read_manifest(store, key)
+                verify(store, manifest, side_by_side=transfers)
+            except (CheckpointCorrupt, CheckpointNotFound) as error:
+                yield _Verified(trial, step, damage=str(error))
+            else:
+                yield _Verified(trial, step, manifest.size_bytes, len(manifest.files))

@@ -1,0 +1,124 @@
+"""What lies on a target, for whoever only looks: nothing is written, not even a missing folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+from prefect_tune.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from prefect_tune.blocks import StorageTarget
+    from prefect_tune.core.experiment import Experiment
+    from prefect_tune.core.objective import Objective
+    from prefect_tune.core.store import ObjectStore
+    from prefect_tune.core.trial import Trial
+
+__all__ = [
+    "best_first",
+    "best_of",
+    "chosen_trials",
+    "counted",
+    "is_search",
+    "looked_at",
+    "objective_in",
+    "opened",
+    "place_at",
+    "written_at",
+]
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+def place_at(target: str) -> StorageTarget:
+    """Return the target, which is not made where it is missing."""
+    from prefect_tune.blocks import LocalTarget, resolve_target
+
+    place = resolve_target(target)
+    return place.model_copy(update={"must_exist": True}) if isinstance(place, LocalTarget) else place
+
+
+@contextmanager
+def looked_at(target: str) -> Iterator[ObjectStore]:
+    """Open a target to look at it."""
+    with place_at(target).open(timeout=_TIMEOUT) as store:
+        yield store
+
+
+@contextmanager
+def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
+    """Open a target to look at an experiment.
+
+    Raises:
+        InvalidInput: there is none of this name.
+    """
+    from prefect_tune.core.journal import load
+    from prefect_tune.stores.staging import side_by_side
+
+    with looked_at(target) as store, side_by_side() as transfers:
+        state = load(store, experiment, side_by_side=transfers)
+        if not state.number:
+            raise InvalidInput(f"{place_at(target).uri}: there is no experiment {experiment!r}")
+        yield store, state
+
+
+def is_search(state: Experiment) -> bool:
+    """Return whether it is one of many trials; `durable_trainable` makes those of one, and keeps no settings."""
+    return bool(state.settings) or len(state.trials) > 1
+
+
+def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
+    """Return the trial that was named, or all.
+
+    Raises:
+        InvalidInput: there is none of this name.
+    """
+    if trial is None:
+        return list(state.trials.values())
+    if trial not in state.trials:
+        raise InvalidInput(f"experiment {state.name!r}: there is no trial {trial!r} among its {len(state.trials)}")
+    return [state.trials[trial]]
+
+
+def counted(state: Experiment) -> Mapping[str, int]:
+    """Return how many trials have which status."""
+    return Counter(str(each.status) for each in state.trials.values())
+
+
+def objective_in(settings: Mapping[str, object]) -> Objective | None:
+    """Return what an experiment with these settings compares its trials by."""
+    from prefect_tune.core.objective import Mode, objective_of
+
+    metric = cast("str | list[str] | None", settings.get("metric"))
+    return objective_of(metric, cast("Mode | list[Mode]", settings.get("mode", "min")))
+
+
+def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
+    """Return the trials by their last reports, the best first, those that cannot be compared last."""
+    from prefect_tune.core.ranking import losses_in
+
+    if objective is None:
+        return trials
+    losses = {each.trial: losses_in(each.metrics, objective) for each in trials}
+    return sorted(trials, key=lambda each: (losses[each.trial] is None, losses[each.trial] or ()))
+
+
+def best_of(state: Experiment) -> Trial | None:
+    """Return the trial whose last report is the best; None where nothing can be compared."""
+    from prefect_tune.core.ranking import losses_in
+
+    objective = objective_in(state.settings)
+    first = next(iter(best_first(list(state.trials.values()), objective)), None)
+    is_comparable = first and objective and losses_in(first.metrics, objective)
+    return first if is_comparable else None
+
+
+def written_at(store: ObjectStore, state: Experiment) -> str:
+    """Return when the last entry of the journal was written."""
+    from prefect_tune.core.journal import next_entry
+
+    last = next_entry(store, state.key, state.number - 1)
+    return last.at if last else ""

@@ -1,0 +1,60 @@
+"""Commands around the places where bytes live, and the demo."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from prefect_tune.cli.app import Target, app
+from prefect_tune.core.errors import TuneError
+
+__all__ = ["blocks"]
+
+blocks = typer.Typer(help="The blocks that say where bytes live.", no_args_is_help=True)
+app.add_typer(blocks, name="blocks")
+
+
+@app.command()
+def demo(
+    target: Annotated[str | None, typer.Option(help="Where to keep the bytes. Default: a temporary folder.")] = None,
+    steps: Annotated[int, typer.Option(min=4, help="Steps of training in each run.")] = 24,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep what was written.")] = False,
+) -> None:
+    """Train, be killed in the middle of an upload, resume, and compare, bit for bit."""
+    from rich.console import Console
+
+    from prefect_tune.demo.story import DemoOptions, run_demo
+
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # a demo sends nothing to anybody, and Prefect need not announce it
+    if not run_demo(DemoOptions(target=target, steps=steps, keep=keep), Console(highlight=False)):
+        raise typer.Exit(1)
+
+
+@blocks.command("register")
+def register_blocks() -> None:
+    """Make the blocks known to your Prefect server, so that they can be filled in in its UI."""
+    import httpx
+
+    from prefect_tune import blocks as room
+
+    kinds = (room.LocalTarget, room.S3Target, room.GcsTarget, room.AzureTarget, room.FsspecTarget, room.SyncConfig)
+    try:
+        for kind in kinds:
+            kind.register_type_and_schema()
+            print(kind.get_block_type_slug())
+    except httpx.HTTPError as error:
+        raise TuneError(f"the Prefect server did not answer: {error}") from error
+
+
+@blocks.command("check")
+def check_target(target: Target) -> None:
+    """Write, read back, list and delete a probe, and say in one line whether TARGET can be trusted."""
+    from prefect_tune.blocks import resolve_target
+
+    found = resolve_target(target).check()
+    print(found.message, file=sys.stdout if found.ok else sys.stderr)
+    if not found.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,79 @@
+"""How values and tables look in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_time", "shown", "shown_line"]
+
+
+def shown(*parts: Table | str) -> None:
+    """Print tables and lines to stdout; a line is never taken for markup."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for part in parts:
+        console.print(part, markup=False)
+
+
+def shown_line(text: str) -> None:
+    """Print as much of the first line of `text` as the terminal is wide."""
+    from rich.console import Console
+
+    first = text.partition("\n")[0]
+    Console(highlight=False).print(first, markup=False, overflow="ellipsis", no_wrap=True)
+
+
+def columns(*names: str) -> Table:
+    """Return a table without lines, to which rows are added."""
+    from rich.table import Table
+
+    return Table(*names, box=None, header_style="dim", pad_edge=False)
+
+
+def plain(cells: Iterable[str]) -> Iterator[Text]:
+    """Return cells as they are: what a user named is no markup."""
+    from rich.text import Text
+
+    return (Text(cell) for cell in cells)
+
+
+def facts_table(facts: Mapping[str, object]) -> Table:
+    """Return names and values, a line each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        table.add_row(Text(name, style="dim"), Text(said(value)))
+    return table
+
+
+def said(value: object) -> str:
+    """Return a value as people read it."""
+    match value:
+        case Mapping():
+            return ", ".join(f"{name} {said(each)}" for name, each in value.items())
+        case list() | tuple():
+            return ", ".join(said(each) for each in value)
+        case float():
+            return f"{value:.6g}"
+        case None:
+            return ""
+        case _:
+            return str(value)
+
+
+def said_counts(counts: Mapping[str, int]) -> str:
+    """Return `7 finished, 2 errored`."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+
+
+def said_time(at: str) -> str:
+    """Return a time of the journal to the second."""
+    return at.replace("T", " ")[:19]

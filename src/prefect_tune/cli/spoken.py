@@ -1,0 +1,121 @@
+"""Values as a user writes them on a command line or in a file: spaces, stop criteria, schedulers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = ["space_from", "spelling_from", "stop_from"]
+
+_CALL = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
+_DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_CHOICES = frozenset({"choice", "grid_search"})
+_RANGES = frozenset({"uniform", "loguniform", "randint", "lograndint", "randn"})
+_DOMAINS = _CHOICES | _RANGES | {f"q{name}" for name in _RANGES}
+
+
+def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
+    """Return the space as JSON: that of a file, with each `name=value` set in it; `model.depth=3` is set in `model`.
+
+    Raises:
+        InvalidInput: a file cannot be read, or a setting is none.
+    """
+    space = _read(file) if file else {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not (name and equals):
+            raise InvalidInput(f"--set {setting!r}: expected name=value, such as lr=loguniform(1e-4,1e-1)")
+        *above, last = name.split(".")
+        within = space
+        for each in above:
+            within = within.setdefault(each, {})
+            if not isinstance(within, dict):
+                raise InvalidInput(f"--set {setting!r}: {each!r} is no object")
+        within[last] = _value(text, setting)
+    return space
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--space {file}: {error}") from error
+    found = _yaml(text, file) if file.suffix in {".yaml", ".yml"} else _json(text, f"--space {file}")
+    if isinstance(found, dict):
+        return found
+    raise InvalidInput(f'--space {file}: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}')
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidInput(f"{where}: is no JSON: {error}") from error
+
+
+def _yaml(text: str, file: Path) -> Any:
+    """As YAML 1.2 reads it, where 1e-4 is a number."""
+    import yaml
+
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # of its own: a resolver stays with the class
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"{_DECIMAL.pattern}$"), list("-+.0123456789"))
+    try:
+        return yaml.load(text, loader)  # noqa: S506  it is a SafeLoader
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"--space {file}: is no YAML: {' '.join(str(error).split())}") from error
+
+
+def _value(text: str, setting: str) -> Any:
+    call = _CALL.fullmatch(text.strip())
+    if call is None:
+        return _plain(text)
+    name, arguments = call[1], _arguments(call[2])
+    if name not in _DOMAINS:
+        raise InvalidInput(f"--set {setting!r}: {name!r} is no domain; for a text write it in quotes: '\"...\"'")
+    is_list = name in _CHOICES and len(arguments) == 1 and isinstance(arguments[0], list)
+    return {name: arguments[0] if is_list else arguments}
+
+
+def _arguments(text: str) -> list[Any]:
+    try:
+        return list(json.loads(f"[{text}]"))
+    except ValueError:  # choice(adam,sgd)
+        return [_plain(each.strip()) for each in text.split(",")]
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return float(text) if _DECIMAL.fullmatch(text) else text
+
+
+def stop_from(criteria: Sequence[str]) -> str | dict[str, float] | None:
+    """Return what `step=100` says, of several whatever comes first; or `package.module:Name`, as it is.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    if len(criteria) == 1 and ":" in criteria[0] and "=" not in criteria[0]:
+        return criteria[0]
+    found: dict[str, float] = {}
+    for each in criteria:
+        name, _, number = each.partition("=")
+        value = _plain(number)
+        if not name or isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidInput(f"--stop {each!r}: expected step=100, or package.module:name")
+        found[name] = value
+    return found or None
+
+
+def spelling_from(text: str | None, option: str) -> str | Mapping[str, Any] | None:
+    """Return a scheduler or a search as JSON spells it; a name alone is one with its defaults."""
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    found = _json(text, option)
+    return found if isinstance(found, dict) else text

@@ -1,0 +1,67 @@
+"""The trials of a search as a table that fits its terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from prefect_tune.cli.printing import columns, plain, said
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from prefect_tune.core.trial import Trial
+
+__all__ = ["cells_of", "trials_table"]
+
+_GAP = 2
+_WIDEST_CELL = 24
+
+
+def trials_table(trials: Sequence[Trial], metrics: Sequence[str]) -> Table:
+    """Return a row for each trial: what it is compared by, and as much of what its configuration differs in as fits."""
+    from rich.console import Console
+
+    names, rows = cells_of(trials, metrics, Console().width)
+    table = columns()
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*plain(row))
+    return table
+
+
+def cells_of(trials: Sequence[Trial], metrics: Sequence[str], width: int) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the columns and the rows, together no wider than `width` where that is possible."""
+    found: dict[str, list[str]] = {
+        "trial": [each.trial for each in trials],
+        "status": [str(each.status) for each in trials],
+        "step": [str(each.step) for each in trials],
+    }
+    for name in metrics:
+        found[name] = [said(each.metrics.get(name)) for each in trials]
+    kept = dict(found)
+    used = sum(_width(name, cells) + _GAP for name, cells in kept.items()) - _GAP
+    for name, cells in _configuration(trials).items():
+        used += _width(name, cells) + _GAP
+        if used <= width:
+            kept[name if name not in kept else f"config/{name}"] = cells
+    return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
+
+
+def _width(name: str, cells: Sequence[str]) -> int:
+    return max(len(name), *map(len, cells), 0)
+
+
+def _configuration(trials: Sequence[Trial]) -> Mapping[str, list[str]]:
+    """The parameters that are not the same in all trials; of one trial, all."""
+    from prefect_tune.tables import flat
+
+    configs = [flat(each.config) for each in trials]
+    names = dict.fromkeys(name for config in configs for name in config)
+    found = {name: [_short(said(config.get(name))) for config in configs] for name in names}
+    return {name: cells for name, cells in found.items() if len(set(cells)) > 1 or len(cells) == 1}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"
