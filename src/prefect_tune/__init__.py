@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         StorageTarget,
         SyncConfig,
     )
+    from prefect_tune.callbacks import Callback, SearchInfo
     from prefect_tune.checkpoint import Checkpoint
     from prefect_tune.core.cadence import Cadence
     from prefect_tune.core.errors import (
@@ -72,10 +73,11 @@ if TYPE_CHECKING:
     from prefect_tune.core.search.space_json import space_from_json, space_to_json
     from prefect_tune.core.stoppers import MaxSteps, MaxTime, Plateau
     from prefect_tune.flows.durable_trainable import durable_trainable
-    from prefect_tune.flows.results import Results
+    from prefect_tune.flows.results import Results, load_results
     from prefect_tune.flows.resume import resume
     from prefect_tune.flows.tune import tune
     from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
+    from prefect_tune.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
     from prefect_tune.tasks import (
         delete_checkpoint,
         restore_checkpoint,
@@ -97,7 +99,9 @@ __all__ = [
     "AlreadyExists",
     "AzureTarget",
     "BadMetric",
+    "CSVLogger",
     "Cadence",
+    "Callback",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointNotFound",
@@ -112,8 +116,10 @@ __all__ = [
     "Hyperband",
     "IllegalTransition",
     "InvalidInput",
+    "JSONLogger",
     "JournalCorrupt",
     "LocalTarget",
+    "MLflowLogger",
     "MaxSteps",
     "MaxTime",
     "MedianStopping",
@@ -133,6 +139,7 @@ __all__ = [
     "Schedule",
     "Scheduler",
     "Search",
+    "SearchInfo",
     "StagedFilesChanged",
     "Stop",
     "StorageTarget",
@@ -141,6 +148,7 @@ __all__ = [
     "Superseded",
     "SyncConfig",
     "Syncer",
+    "TensorBoardLogger",
     "Trainable",
     "TrialFailed",
     "TrialReport",
@@ -148,6 +156,7 @@ __all__ = [
     "UnknownVersion",
     "UnsafePayload",
     "Wait",
+    "WandbLogger",
     "__version__",
     "choice",
     "delete_checkpoint",
@@ -155,6 +164,7 @@ __all__ = [
     "get_checkpoint",
     "get_trial",
     "grid_search",
+    "load_results",
     "lograndint",
     "loguniform",
     "qlograndint",
@@ -192,10 +202,11 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.search.search": "Exhausted Proposals Proposed Search Wait",
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
     "prefect_tune.flows.resume": "resume",
-    "prefect_tune.flows.results": "Results",
+    "prefect_tune.flows.results": "Results load_results",
     "prefect_tune.flows.tune": "tune",
     "prefect_tune.integrations.optuna": "OptunaPruner OptunaSearch",
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
+    "prefect_tune.callbacks": "Callback SearchInfo",
     "prefect_tune.checkpoint": "Checkpoint",
     "prefect_tune.core.cadence": "Cadence",
     "prefect_tune.core.failures": "FailurePolicy",
@@ -205,6 +216,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.tasks": "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
     "save_checkpoint sync_experiment_state",
     "prefect_tune.tasks.syncer": "Syncer",
+    "prefect_tune.loggers": "CSVLogger JSONLogger MLflowLogger TensorBoardLogger WandbLogger",
     "prefect_tune.trainable": "Trainable get_checkpoint get_trial report",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
