@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, assert_never
 
 from prefect import flow
@@ -34,7 +33,6 @@ from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.line import SoloLine
 from prefect_tune.tasks.plan import Orders, TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp, this_owner
-from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 
 __all__ = ["TrialResult", "durable_trainable"]
 

@@ -85,6 +85,7 @@ LEGAL = {
     (RUNNING, "gave-up"): ERRORED,
     (RUNNING, "finished"): FINISHED,
     (FINISHED, "requeued"): PENDING,
+    (FINISHED, "gave-up"): ERRORED,
     (ERRORED, "requeued"): PENDING,
     (PENDING, "requeued"): PENDING,
     (RUNNING, "paused"): PAUSED,

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import model_validator
 
-from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.values import Value
 
 __all__ = ["Mode", "Objective", "objective_of"]
@@ -48,12 +48,16 @@ def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
     """Return what `metric` and `mode` say: one mode for all metrics, or one for each; None without a metric.
 
     Raises:
-        ValueError: there are as many modes as metrics, or there is one.
+        InvalidInput: there are neither as many modes as metrics nor one, or one is neither `min` nor `max`.
     """
     if metric is None:
         return None
     metrics = (metric,) if isinstance(metric, str) else tuple(metric)
     modes = (mode,) * len(metrics) if isinstance(mode, str) else tuple(mode)
+    if not metrics or len(metrics) != len(modes) or not set(modes) <= {"min", "max"}:
+        raise InvalidInput(
+            f"mode: expected 'min' or 'max', one for all metrics or one each, found {mode!r} for {metric!r}"
+        )
     return Objective(metrics=metrics, modes=modes)
 
 

@@ -70,6 +70,7 @@ NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.PENDING, Finished): Status.FINISHED,
     (Status.RUNNING, GaveUp): Status.ERRORED,
     (Status.PENDING, GaveUp): Status.ERRORED,
+    (Status.FINISHED, GaveUp): Status.ERRORED,  # it ended before it was seen that its reports are of no use
     (Status.ERRORED, Requeued): Status.PENDING,
     (Status.FINISHED, Requeued): Status.PENDING,
     (Status.PENDING, Requeued): Status.PENDING,  # the experiment's journal says so before the trial's own does

@@ -14,10 +14,10 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.search.domains import uniform
 from tests.core.schedulers.asking import LOSS
-from tests.fakes.virtual_driver import Config, Outcome, Recorded, Table, VirtualRun, World, would_answer
+from tests.fakes.virtual_driver import Config, Outcome, Recorded, Table, Told, VirtualRun, World, would_answer
 
 MAX_T = 27
 SCHEDULERS: Mapping[str, Scheduler] = {
@@ -52,48 +52,81 @@ def table(seed: int) -> Table:
     return Table([[float(chance.randint(0, 5)) for _ in range(40)] for _ in range(8)])
 
 
+few = settings(max_examples=40, deadline=None)
+fewer = settings(max_examples=8, deadline=None)
+many = settings(max_examples=1_000, deadline=None)
+
+
 def run(scheduler: Scheduler, world: World, trials: int) -> tuple[Recorded, Outcome]:
     configs: list[Config] = [{"row": number % 8, "lr": 0.5} for number in range(trials)]
     recorded = Recorded(scheduler.begin(LOSS, world.seed))
     return recorded, VirtualRun(recorded, table(world.seed), configs, world).run()
 
 
-@every_scheduler
-@settings(max_examples=40, deadline=None)
-@given(world=worlds, trials=st.integers(0, 30))
-def test_every_experiment_comes_to_its_end_with_no_trial_left_behind(
-    scheduler: Scheduler, world: World, trials: int
-) -> None:
+def comes_to_its_end(scheduler: Scheduler, world: World, trials: int) -> None:
     _, outcome = run(scheduler, world, trials)
     assert len(outcome.trials) == trials
     assert {trial.status for trial in outcome.trials.values()} <= {"ended"}
 
 
 @every_scheduler
-@settings(max_examples=8, deadline=None)
+@few
+@given(world=worlds, trials=st.integers(0, 30))
+def test_every_experiment_comes_to_its_end_with_no_trial_left_behind(
+    scheduler: Scheduler, world: World, trials: int
+) -> None:
+    comes_to_its_end(scheduler, world, trials)
+
+
+@pytest.mark.deep
+@every_scheduler
+@many
+@given(world=worlds, trials=st.integers(0, 100))
+def test_a_thousand_experiments_come_to_their_ends(scheduler: Scheduler, world: World, trials: int) -> None:
+    comes_to_its_end(scheduler, world, trials)
+
+
+def replays(scheduler: Scheduler, world: World, trials: int) -> None:
+    """A schedule that is told what a journal holds, and is asked nothing, is where the first one was."""
+    recorded, _ = run(scheduler, world, trials)
+    for cut in range(len(recorded.told) + 1):
+        fresh = retold(scheduler.begin(LOSS, world.seed), recorded.told[:cut])
+        if cut:
+            by_then = [told.arguments[0] for told in recorded.told[:cut] if told.name == "added"]
+            assert would_answer(fresh, by_then) == recorded.told[cut - 1].state
+        for told in recorded.told[cut:]:
+            assert told.to(fresh) == told.answer
+
+
+def retold(fresh: Schedule, history: list[Told]) -> Schedule:
+    """That there are no more trials is no part of a history: it is found out again."""
+    for told in history:
+        if told.name != "exhausted":
+            told.to(fresh)
+    last = [told.name for told in history if told.name in {"added", "exhausted"}][-1:]
+    if last == ["exhausted"]:
+        fresh.exhausted()
+    return fresh
+
+
+@every_scheduler
+@fewer
 @given(world=worlds, trials=st.integers(1, 12))
 def test_at_every_point_one_that_is_told_the_history_is_in_the_same_state(
     scheduler: Scheduler, world: World, trials: int
 ) -> None:
-    """Told what a journal holds, that is, and neither asked anything nor told that there were no more trials."""
-    recorded, _ = run(scheduler, world, trials)
-    for cut in range(len(recorded.told) + 1):
-        fresh, no_more = scheduler.begin(LOSS, world.seed), False
-        trials_by_then = []
-        for told in recorded.told[:cut]:
-            if told.name == "exhausted":
-                no_more = True
-            else:
-                told.to(fresh)
-            if told.name == "added":
-                trials_by_then.append(told.arguments[0])
-                no_more = False
-        if no_more:
-            fresh.exhausted()
-        if cut:
-            assert would_answer(fresh, trials_by_then) == recorded.told[cut - 1].state
-        for told in recorded.told[cut:]:
-            assert told.to(fresh) == told.answer
+    replays(scheduler, world, trials)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1_800)
+@every_scheduler
+@many
+@given(world=worlds, trials=st.integers(1, 12))
+def test_at_every_point_of_a_thousand_histories_one_that_is_told_is_in_the_same_state(
+    scheduler: Scheduler, world: World, trials: int
+) -> None:
+    replays(scheduler, world, trials)
 
 
 @every_scheduler
