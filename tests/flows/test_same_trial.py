@@ -12,7 +12,8 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.stoppers import MaxSteps, Never, Plateau, Stopper
 from prefect_tune.core.trial import Status, Trial
-from prefect_tune.flows.durable_trainable import _has_had_enough, _require_same
+from prefect_tune.flows.durable_trainable import _require_same
+from prefect_tune.flows.limits import has_had_enough
 from prefect_tune.flows.request import name_of
 from prefect_tune.tasks.plan import TrialPlan
 from tests.fakes.experiments import write_experiment
@@ -65,7 +66,7 @@ def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(plan: Tria
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
 def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(plan: TrialPlan, stopper: Stopper) -> None:
     done = Trial(trial="trial", config={}, status=Status.FINISHED, step=7, metrics={"done": True})
-    assert _has_had_enough(plan, done, stopper)
+    assert has_had_enough(plan, done, stopper)
 
 
 @pytest.mark.parametrize(
@@ -83,4 +84,4 @@ def test_a_larger_budget_goes_on_unless_what_was_reported_before_says_enough(
 ) -> None:
     write_experiment(Path(plan.target.path), NAME, [1, 2, 3, 4])
     plan = replace(plan, needs_curve=stopper.looks_back)
-    assert _has_had_enough(plan, trial_at(plan.target, NAME), stopper) is enough
+    assert has_had_enough(plan, trial_at(plan.target, NAME), stopper) is enough
