@@ -17,7 +17,7 @@ def break_lines(monkeypatch: pytest.MonkeyPatch, function: FunctionType, lines: 
     for old, new in lines.items():
         assert source.count(old) == 1, f"{function.__qualname__} does not hold {old!r} once:\n{source}"
         source = source.replace(old, new)
-    names: dict[str, object] = {}
+    names = dict(function.__globals__)  # for what its defaults name
     code = compile(f"from __future__ import annotations\n{source}", f"<broken {function.__qualname__}>", "exec")
     exec(code, names)
     broken = names[function.__name__]

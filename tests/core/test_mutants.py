@@ -211,9 +211,9 @@ MUTANTS = {
     "no epoch check": Mutant(
         meeting_owners,
         {
-            journal.append: {
-                "raise _superseded(store, experiment, path) from exists": "return append("
-                "store, load(store, experiment.name, side_by_side=map), events, stamp)"
+            journal._after_guest: {
+                "raise _superseded(experiment, entry) from exists": "return load("
+                "store, experiment.key, side_by_side=map)"
             }
         },
     ),
@@ -233,7 +233,7 @@ MUTANTS = {
         every_crash_of_a_second_attempt, {adopt._find: {"manifest.about.attempt == trial.attempt": "True"}}
     ),
     "collect what no retirement protects": Mutant(
-        a_careless_cleaner, {collect.collect: {" and key.sequence < state.collected_up_to": ""}}
+        a_careless_cleaner, {collect.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
     ),
     "collect what live ones share": Mutant(
         every_death, {collect.collect: {" - _reachable(store, trial, state, side_by_side)": ""}}
@@ -267,7 +267,7 @@ MUTANTS = {
     ),
     "settle on opening": Mutant(
         every_death,
-        {experiment._opened: {'"opened_at": entry.number': '"opened_at": entry.number, "settled_from": entry.number'}},
+        {experiment._opened: {'"opened_at": number': '"opened_at": number, "settled_from": number'}},
     ),
 }
 

@@ -410,26 +410,17 @@ def test_the_manifest_of_another_checkpoint_is_not_taken_for_this_one() -> None:
 
 
 @tiny
-def test_a_fork_refers_to_the_bytes_of_another_experiment() -> None:
+def test_a_save_after_a_fork_refers_to_no_bytes_of_the_other_experiment() -> None:
+    """They stay for the clone that the fork began with, and only as long as that is one."""
     store = MemoryStore()
     files = {"a": bytes(range(BLOB)), "b": b"tail"}
     origin = save(store, files).manifest
     fork = TrialKey(experiment="fork", trial="t")
     forked = CheckpointKey(trial=fork, step=1, sequence=1)
 
-    saved = commit(
-        store,
-        forked,
-        MemoryFiles({**files, "c": b"new"}),
-        ABOUT,
-        reuse=reusable(store, fork, origin, 0),
-        side_by_side=map,
-    )
-    assert saved.sent_bytes == 3
-    assert {blob.experiment for blob in saved.manifest.blobs} == {"e", None}
+    reuse = reusable(store, fork, origin, 0)
+    saved = commit(store, forked, MemoryFiles({**files, "c": b"new"}), ABOUT, reuse=reuse, side_by_side=map)
+    assert saved.sent_bytes == sum(map(len, files.values())) + 3
+    assert {blob.experiment for blob in saved.manifest.blobs} == {None}
+    store.delete(sorted(origin.blob_paths()))
     assert restored(store, read_manifest(store, forked)) == {**files, "c": b"new"}
-
-    second = CheckpointKey(trial=fork, step=2, sequence=2)
-    parent = saved.manifest
-    commit(store, second, MemoryFiles(files), ABOUT, reuse=reusable(store, fork, parent, 0), side_by_side=map)
-    assert restored(store, read_manifest(store, second)) == files

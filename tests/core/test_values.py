@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import re
 
 import pytest
@@ -169,3 +171,11 @@ def test_a_foreign_file_is_a_blob_older_than_everything(path: str) -> None:
 def test_an_owner_says_who_it_is() -> None:
     assert re.fullmatch(r"n \(pid 1 on h\)", str(Owner(name="n", host="h", pid=1)))
     assert "flow run brave-otter" in str(Owner(name="n", host="h", pid=1, flow_run="brave-otter"))
+
+
+def test_all_values_of_a_class_share_the_names_of_their_fields() -> None:
+    given = Stamp(write_id="w", at="now")
+    assert given.__pydantic_fields_set__ is given.model_copy(update={"at": "later"}).__pydantic_fields_set__
+    assert given.model_fields_set == {"write_id", "at"}
+    assert given.model_copy(update={"at": "later"}) == Stamp(write_id="w", at="later")
+    assert given.model_copy() == given == copy.deepcopy(given) == pickle.loads(pickle.dumps(given))

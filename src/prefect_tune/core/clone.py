@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from prefect_tune.core.adopt import ref_of
-from prefect_tune.core.collect import collect, is_collectable
+from prefect_tune.core.collect import LetGo, collect, is_collectable, nothing_let_go
 from prefect_tune.core.commit import Mapper, publish
 from prefect_tune.core.errors import (
     AlreadyCommitted,
@@ -155,14 +155,27 @@ def clear(  # noqa: PLR0913 - as `collect`, and with a stamp for what it journal
     if any(is_held(state, key) for key in doomed):
         state = settle(store, trial, doomed, stamp, side_by_side=side_by_side)
     let_go = partial(_let_go, store, stamp, side_by_side)
-    try:
-        return collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=let_go)
-    except CheckpointCorrupt:
-        if not state.claims:
-            raise
-        # A clone may have been released since, and what only it needed deleted.
-        fresh = settle(store, trial, (), stamp, side_by_side=side_by_side)
-        return collect(store, trial, fresh, doomed, side_by_side=side_by_side, let_go=let_go)
+    return _collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=let_go)
+
+
+def _collect(  # noqa: PLR0913 - as `collect`
+    store: ObjectStore,
+    trial: TrialKey,
+    state: Trial,
+    doomed: Sequence[CheckpointKey],
+    *,
+    side_by_side: Mapper,
+    let_go: LetGo = nothing_let_go,
+) -> int:
+    """Collect; if `state` has become old meanwhile, and what it says is needed was deleted by others, once more."""
+    while True:
+        try:
+            return collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=let_go)
+        except CheckpointCorrupt:
+            fresh = load(store, _journal_of(store, trial), side_by_side=side_by_side).trial(trial.trial)
+            if (fresh.checkpoints, fresh.claims) == (state.checkpoints, state.claims):
+                raise
+            state = fresh
 
 
 def settle(
@@ -186,7 +199,10 @@ def _let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: Check
     state = _trial_of(after, origin.trial)
     if state is None or origin.sequence in state.quarantined or not is_collectable(state, origin):
         return 0
-    return collect(store, origin.trial, state, [origin], side_by_side=side_by_side)
+    try:
+        return _collect(store, origin.trial, state, [origin], side_by_side=side_by_side)
+    except CheckpointCorrupt:
+        return 0  # a matter between that trial and its owner, who finds the origin among what is left
 
 
 def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey]) -> Sequence[GuestsEvent]:

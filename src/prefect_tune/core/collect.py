@@ -18,7 +18,7 @@ from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import Listed, ObjectStore
 from prefect_tune.core.trial import Trial, is_held, is_live
 
-__all__ = ["LetGo", "collect", "is_collectable", "leftover", "orphans"]
+__all__ = ["LetGo", "collect", "is_collectable", "leftover", "nothing_let_go", "orphans"]
 
 LetGo: TypeAlias = Callable[[CheckpointKey, CheckpointKey], int]
 """Hears of a clone and its origin before the clone is deleted; returns how many objects that let it delete."""
@@ -33,7 +33,8 @@ class _Doomed:
     origin: CheckpointKey | None = None
 
 
-def _nothing(clone: CheckpointKey, origin: CheckpointKey) -> int:
+def nothing_let_go(clone: CheckpointKey, origin: CheckpointKey) -> int:
+    """Leave it to the owner of the origin to find out."""
     del clone, origin
     return 0
 
@@ -45,7 +46,7 @@ def collect(  # noqa: PLR0913 - the last one is what a clone needs, and known to
     doomed: Iterable[CheckpointKey],
     *,
     side_by_side: Mapper,
-    let_go: LetGo = _nothing,
+    let_go: LetGo = nothing_let_go,
 ) -> int:
     """Delete retired checkpoints: blobs that nobody else needs, what was said of them, then manifests.
 

@@ -21,6 +21,7 @@ from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
 from prefect_tune.core.layout import JournalKey, journal_key, number_in
 from prefect_tune.core.sealed import seal_and_read_back, unseal
 from prefect_tune.core.segments import (
+    Segment,
     UnusableSegmentError,
     after_segment,
     delete_segments,
@@ -250,19 +251,20 @@ def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> _
     return _Loaded(nothing_yet(key), unusable=unusable)
 
 
-def _up_to(store: ObjectStore, newest: Experiment, listed: frozenset[int], side_by_side: Mapper) -> _Loaded:
+def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: Mapper) -> _Loaded:
     """Go the way to the newest segment, and over it."""
-    known, loaded = dict(newest.milestones), _Loaded(nothing_yet(newest.key))
-    way = pairwise((0, *steps(listed, begin_of(newest.number))))
-    for step in side_by_side(lambda step: _read_step(store, newest.key, *step), way):
-        if isinstance(step, Experiment):
+    end = newest.experiment
+    known, loaded = dict(end.milestones), _Loaded(nothing_yet(end.key))
+    way = pairwise((0, *steps(listed, begin_of(end.number))))
+    for step in side_by_side(lambda step: _read_step(store, end.key, *step), way):
+        if isinstance(step, Segment):
             loaded = replace(loaded, experiment=after_segment(loaded.experiment, step, known))
         else:
             loaded = _next(loaded, *step)
     return replace(loaded, experiment=after_segment(loaded.experiment, newest, known))
 
 
-def _read_step(store: ObjectStore, key: JournalKey, here: int, there: int) -> Experiment | tuple[Entry, Buffer]:
+def _read_step(store: ObjectStore, key: JournalKey, here: int, there: int) -> Segment | tuple[Entry, Buffer]:
     if there > here + 1:
         return read_segment(store, key, there)
     path = key.entry_path(there)

@@ -7,8 +7,9 @@ history costs time, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,6 +25,7 @@ from prefect_tune.core.trials import Trials
 from prefect_tune.core.values import Digest, Value, digest_of
 
 __all__ = [
+    "Segment",
     "UnusableSegmentError",
     "after_segment",
     "decode_segment",
@@ -50,6 +52,16 @@ class _Head(Value):
     """Of the bytes of all other lines."""
     experiment: Experiment
     """With no trials."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What changed in a stretch of the journal."""
+
+    experiment: Experiment
+    """After its last entry, but with no trials."""
+    changed: Sequence[Trial]
+    """In the order in which they were added."""
 
 
 class UnusableSegmentError(Exception):
@@ -104,8 +116,8 @@ def encode_segment(experiment: Experiment) -> bytes:
     return seal(head) + b"\n" + lines
 
 
-def decode_segment(data: Buffer, key: JournalKey, number: int) -> Experiment:
-    """Return the experiment as the segment at `number` has it: with no other trials than those that it holds.
+def decode_segment(data: Buffer, key: JournalKey, number: int) -> Segment:
+    """Return the segment at `number`.
 
     Raises:
         JournalCorrupt: it is not what `encode_segment` wrote for this place.
@@ -123,10 +135,10 @@ def decode_segment(data: Buffer, key: JournalKey, number: int) -> Experiment:
         trials = _TRIALS.validate_json(b"[" + lines.rstrip(b"\n").replace(b"\n", b",") + b"]")
     except ValidationError as invalid:
         raise JournalCorrupt(f"{path}: its trials cannot be read: {invalid}") from invalid
-    return found.model_copy(update={"trials": Trials.of(trials)})
+    return Segment(found, trials)
 
 
-def read_segment(store: ObjectStore, key: JournalKey, number: int) -> Experiment:
+def read_segment(store: ObjectStore, key: JournalKey, number: int) -> Segment:
     """Read and decode the segment at `number`.
 
     Raises:
@@ -139,16 +151,16 @@ def read_segment(store: ObjectStore, key: JournalKey, number: int) -> Experiment
         raise UnusableSegmentError(number, unusable) from unusable
 
 
-def after_segment(experiment: Experiment, segment: Experiment, known: Mapping[int, Digest]) -> Experiment:
+def after_segment(experiment: Experiment, segment: Segment, known: Mapping[int, Digest]) -> Experiment:
     """Return the experiment after the next segment; `known` are digests of entries in the history that is wanted.
 
     Raises:
         UnusableSegmentError: it is of another history.
     """
-    if known.get(segment.number) != segment.digest:
-        raise UnusableSegmentError(segment.number, f"entry {segment.number} is another one now")
-    trials = experiment.trials.with_segment(segment.number, list(segment.trials.values()))
-    return segment.model_copy(update={"trials": trials})
+    after = segment.experiment
+    if known.get(after.number) != after.digest:
+        raise UnusableSegmentError(after.number, f"entry {after.number} is another one now")
+    return after.model_copy(update={"trials": experiment.trials.with_segment(after.number, segment.changed)})
 
 
 def listed_segments(store: ObjectStore, key: JournalKey, *, after: int = 0) -> frozenset[int]:
