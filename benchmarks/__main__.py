@@ -3,5 +3,5 @@
 import subprocess
 import sys
 
-for name in ("traffic", "transfer", "memory", "search", "schedulers"):
+for name in ("traffic", "transfer", "memory", "search", "schedulers", "processes"):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--write"], check=True)

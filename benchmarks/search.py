@@ -2,7 +2,7 @@
 
     python -m benchmarks.search [--write] [--seeds 20]
 
-`tests/integrations/optuna/test_regret.py` holds the regrets of TPE to their limits.
+`tests/integrations/optuna/test_regret.py` and `tests/core/schedulers/test_pbt.py` hold the results to their limits.
 """
 
 from __future__ import annotations
@@ -13,21 +13,27 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from statistics import quantiles
+from statistics import median, quantiles
 
 import optuna
 
 from benchmarks.tables import circumstances, table, write
 from prefect_tune.core.objective import Objective
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.pbt import PBT
+from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
 from prefect_tune.core.search.search import Search
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
+from tests.core.schedulers.test_pbt import best_of_the_toy
 from tests.fakes.functions import BRANIN, HARTMANN, Problem, Regret, regret
 
 TRIALS = 100
 RECALLED = 1000
 LIMITS = {"Branin": 0.05, "Hartmann6": 0.30}
+TOY_LIMIT = 1.19
 Run = Callable[[Problem, int], Regret]
 
 
@@ -93,6 +99,18 @@ def _resumes() -> str:
     return table(["search", f"CPU s to recall {RECALLED:,} trials", "CPU s to propose the next"], rows)
 
 
+def _toys(seeds: int) -> str:
+    pbt = PBT(4, {"h0": uniform(0, 1), "h1": uniform(0, 1)})
+    rows = [_toy("no exploiting (`FIFO`)", FIFO(), seeds), _toy("`PBT`", pbt, seeds, TOY_LIMIT)]
+    return table(["PBT's toy: the best of two workers, of 1.2", "median", "worst"], rows)
+
+
+def _toy(name: str, scheduler: Scheduler, seeds: int, limit: float | None = None) -> list[str]:
+    found = [best_of_the_toy(scheduler, slots=2, seed=seed) for seed in range(seeds)]
+    met = "" if limit is None else f" (≥ {limit}: {'yes' if min(found) >= limit else '**no**'})"
+    return [name, f"{median(found):.4f}", f"{min(found):.4f}{met}"]
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
@@ -103,7 +121,7 @@ def _main() -> None:
     for package in ("cmaes", "scipy.stats.qmc"):  # which a sampler imports when it is first used
         import_module(package)
     note = f"{TRIALS} trials one after another, {asked.seeds} seeds. {circumstances('optuna', 'numpy')}"
-    text = f"{_regrets(asked.seeds)}\n\n{_resumes()}\n\n{note}"
+    text = f"{_regrets(asked.seeds)}\n\n{_toys(asked.seeds)}\n\n{_resumes()}\n\n{note}"
     print(text)
     if asked.write:
         write("search", text)

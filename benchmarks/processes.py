@@ -1,0 +1,167 @@
+"""What it costs to have a process for an attempt: started by itself, forked, or kept from the trial before.
+
+python -m benchmarks.processes [--write]
+
+Each attempt trains one step of nothing and is heard to its end, without a Prefect server and without a target. CPU
+is that of all processes together, as a difference between many attempts and few, so that what is paid once does not
+count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from benchmarks.tables import circumstances, table, write
+from prefect_tune.core.wire import Broke, FromTrial, StepDone, TrialEnded
+from prefect_tune.tasks.nursery import Nursery
+from prefect_tune.tasks.trial_channel import trial_process
+from tests.fakes.nurseries import start_of
+
+FEW = 5
+_LOG = logging.getLogger("benchmarks.processes")
+_PATIENCE = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to have processes."""
+
+    name: str
+    trainable: str
+    """As a trial's process imports it; nothing for a Python that does nothing."""
+    attempts: int
+    forks: bool = False
+    steps: int | None = None
+    is_weighed: bool = False
+
+
+WAYS = (
+    Way("a Python that does nothing, for comparison", "", 40),
+    Way("a process of its own", "benchmarks.trivial:train", 25, is_weighed=True),
+    Way("forked", "benchmarks.trivial:train", 200, forks=True, is_weighed=True),
+    Way("kept (`reset_config`)", "benchmarks.trivial:Resettable", 500, forks=True, steps=1),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    wall_ms: float
+    cpu_ms: float
+    at_once_per_second: float
+    memory_mib: float | None
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    asked = parser.parse_args()
+    rows = []
+    for way in WAYS:
+        found = _measured(way)
+        memory = "" if found.memory_mib is None else f"{found.memory_mib:.1f}"
+        per_second = f"{found.at_once_per_second:.0f}"
+        rows.append([way.name, f"{found.wall_ms:.1f}", f"{found.cpu_ms:.1f}", per_second, memory])
+    head = ["an attempt's process", "wall, ms", "CPU, ms", "attempts/s, 2 at once", "memory of its own, MiB"]
+    text = f"{table(head, rows)}\n\nWall times are medians. {circumstances('pydantic', 'cloudpickle')}"
+    print(text)
+    if asked.write:
+        write("processes", text)
+
+
+def _measured(way: Way) -> Measured:
+    few_cpu, _, _ = _run(way, FEW)
+    many_cpu, walls, _ = _run(way, FEW + way.attempts)
+    _, _, per_second = _run(way, way.attempts, at_once=2)
+    cpu_ms = (many_cpu - few_cpu) / way.attempts * 1e3
+    return Measured(statistics.median(walls[FEW:]) * 1e3, cpu_ms, per_second, _memory_mib(way))
+
+
+def _run(way: Way, attempts: int, *, at_once: int = 1) -> tuple[float, list[float], float]:
+    """Return the CPU seconds, the seconds of each attempt, and how many there were in a second after the first."""
+    before = _cpu_seconds()
+    with tempfile.TemporaryDirectory() as room, _opened(way, Path(room)) as attempt, ThreadPoolExecutor(at_once) as at:
+        attempt()
+        began = time.perf_counter()
+        walls = list(at.map(lambda _: attempt(), range(attempts - 1)))
+        seconds = time.perf_counter() - began
+    return _cpu_seconds() - before, walls, (attempts - 1) / seconds
+
+
+def _cpu_seconds() -> float:
+    """Of this process, and of all those below it that have ended and were waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _opened(way: Way, room: Path) -> AbstractContextManager[Callable[[], float]]:
+    return _Attempts(way, room) if way.trainable else nullcontext(_does_nothing)
+
+
+def _does_nothing() -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-S", "-E", "-c", "pass"], check=True)
+    return time.perf_counter() - began
+
+
+class _Attempts:
+    """Attempts of one way, one call each."""
+
+    def __init__(self, way: Way, room: Path) -> None:
+        self._way = way
+        self._room = room
+        self._nursery = Nursery(slots=2)
+
+    def __enter__(self) -> Callable[[], float]:
+        return self._seconds
+
+    def __exit__(self, *_: object) -> None:
+        self._nursery.__exit__()
+
+    def _seconds(self) -> float:
+        began = time.perf_counter()
+        self.said(self._way.trainable)
+        return time.perf_counter() - began
+
+    def said(self, trainable: str) -> list[FromTrial]:
+        """Run an attempt; return what it said."""
+        open_channel = self._nursery.process if self._way.forks else trial_process
+        config = {"parent_too": self._way.forks}
+        start = start_of(trainable, self._room, config, steps=self._way.steps)
+        said: list[FromTrial] = []
+        with open_channel(start, _LOG) as channel:
+            while not (said and isinstance(said[-1], TrialEnded | Broke)):
+                said += [message] if (message := channel.receive(_PATIENCE)) else []
+        if broken := [message for message in said if isinstance(message, Broke)]:
+            raise RuntimeError(f"{trainable}: {broken}")
+        return said
+
+
+def _memory_mib(way: Way) -> float | None:
+    """The median memory of an attempt's process, and of the one that looks after it, that they share with nobody."""
+    if not way.is_weighed:
+        return None
+    weights = []
+    with tempfile.TemporaryDirectory() as room:
+        attempts = _Attempts(way, Path(room))
+        with attempts:
+            for _ in range(FEW):
+                said = attempts.said("benchmarks.trivial:weigh")
+                weights += [float(str(each.report.metrics["mib"])) for each in said if isinstance(each, StepDone)]
+    return statistics.median(weights)
+
+
+if __name__ == "__main__":
+    _main()
