@@ -7,5 +7,5 @@ from prefect_tune.cli.app import app, main
 
 __all__ = ["app", "main"]
 
-# Each module adds its commands to `app`; in this order they stand in --help.
+# Each module adds its commands to `app`.
 _ = (places, searches, standing, checkpoints, reporting, collecting)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from prefect_tune.core.errors import TuneError
 
-__all__ = ["AsJson", "ExperimentName", "Target", "TrialName", "app", "main"]
+__all__ = ["BYTES", "LOOK", "SEARCH", "START", "AsJson", "ExperimentName", "Target", "TrialName", "app", "main"]
+
+START, SEARCH, LOOK, BYTES = "To begin with", "Search", "Look", "Bytes"
+_ORDER = ("demo", "blocks", "run", "resume", "stop", "ls", "show", "report", "checkpoints", "verify", "export", "gc")
+
+
+class _InOrder(TyperGroup):
+    """Lists the commands in the order in which they are needed, not in that of their modules' names."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # whose class it is depends on the release of typer
+        return sorted(super().list_commands(ctx), key=lambda name: _ORDER.index(name) if name in _ORDER else 99)
+
 
 app = typer.Typer(
     name="prefect-tune",
+    cls=_InOrder,
     help="Durable training and search as Prefect flows. TARGET is a URI (s3://bucket/prefix), a path, or a block's "
     "'type/name'. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a search has ended and some of its trials errored, "
     "130 interrupted.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.looking import best_of, chosen_trials, is_search, opened
 from prefect_tune.cli.printing import columns, plain, said, said_time, shown
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
-@app.command()
+@app.command(rich_help_panel=BYTES)
 def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """List an experiment's checkpoints, or those of one of its trials."""
     with opened(target, experiment) as (store, state):
@@ -39,7 +39,7 @@ def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = N
         shown(_table(rows, is_search(state)))
 
 
-@app.command()
+@app.command(rich_help_panel=BYTES)
 def verify(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Read every byte of every live checkpoint, and check it."""
     found: list[_Verified] = []
@@ -55,13 +55,14 @@ def verify(target: Target, experiment: ExperimentName, trial: TrialName = None, 
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=BYTES)
 def export(
     target: Target,
     experiment: ExperimentName,
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", show_default=False)],
     step: Annotated[int | None, typer.Option(help="Which checkpoint. Default: the newest.", show_default=False)] = None,
     trial: Annotated[str | None, typer.Option(help="Whose. Default: the best trial's.", show_default=False)] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint to DIRECTORY, which must be new or empty: its files, as the trainable saved them."""
     from prefect_tune.blocks import resolve_target
@@ -69,6 +70,9 @@ def export(
     with opened(target, experiment) as (_, state):
         key = _chosen(state, _whose(state, trial), step)
     resolve_target(target).checkpoint(key).to_directory(directory)
+    if as_json:
+        print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
+        return
     whose = f"{key.trial.trial} " if is_search(state) else ""
     print(f"{whose}step {key.step}: in {directory}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.looking import chosen_trials, opened
 from prefect_tune.cli.printing import columns, plain, shown
 from prefect_tune.core.errors import CheckpointCorrupt
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
-@app.command()
+@app.command(rich_help_panel=BYTES)
 def gc(
     target: Target,
     experiment: ExperimentName,
@@ -34,8 +34,9 @@ def gc(
 ) -> None:
     """List what of an experiment nobody needs any more: retired checkpoints, and blobs of saves that were cut short.
 
-    What a checkpoint or a clone refers to is never touched, nor what a save that is under way may still use:
-    it can be run beside a search that is running. Blobs of checkpoints that were put aside go too.
+    What a checkpoint or a clone refers to is never touched, nor what a save
+    that is under way may still use: it can be run beside a running search.
+    Blobs of checkpoints that were put aside go too.
     """
     with opened(target, experiment) as (store, state):
         found = list(_found(store, state, chosen_trials(state, trial), deletes=delete))

@@ -84,8 +84,11 @@ def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
 
 
 def counted(state: Experiment) -> Mapping[str, int]:
-    """Return how many trials have which status."""
-    return Counter(str(each.status) for each in state.trials.values())
+    """Return how many trials have which status, in the order in which a trial comes to them."""
+    from prefect_tune.core.trial import Status
+
+    found = Counter(each.status for each in state.trials.values())
+    return {str(status): found[status] for status in Status if found[status]}
 
 
 def objective_in(settings: Mapping[str, object]) -> Objective | None:

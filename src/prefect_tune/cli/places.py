@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.app import Target, app
+from prefect_tune.cli.app import START, AsJson, Target, app
 from prefect_tune.core.errors import TuneError
 
 __all__ = ["blocks"]
 
 blocks = typer.Typer(help="The blocks that say where bytes live.", no_args_is_help=True)
-app.add_typer(blocks, name="blocks")
+app.add_typer(blocks, name="blocks", rich_help_panel=START)
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def demo(
     target: Annotated[str | None, typer.Option(help="Where to keep the bytes. Default: a temporary folder.")] = None,
     steps: Annotated[int, typer.Option(min=4, help="Steps of training in each run.")] = 24,
@@ -50,11 +52,14 @@ def register_blocks() -> None:
 
 
 @blocks.command("check")
-def check_target(target: Target) -> None:
+def check_target(target: Target, as_json: AsJson = False) -> None:
     """Write, read back, list and delete a probe, and say in one line whether TARGET can be trusted."""
     from prefect_tune.blocks import resolve_target
 
     found = resolve_target(target).check()
-    print(found.message, file=sys.stdout if found.ok else sys.stderr)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        print(found.message, file=sys.stdout if found.ok else sys.stderr)
     if not found.ok:
         raise typer.Exit(1)

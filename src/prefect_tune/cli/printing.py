@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_time", "shown", "shown_line"]
+__all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_time", "shown"]
 
 
 def shown(*parts: Table | str) -> None:
@@ -19,14 +19,6 @@ def shown(*parts: Table | str) -> None:
     console = Console(highlight=False)
     for part in parts:
         console.print(part, markup=False)
-
-
-def shown_line(text: str) -> None:
-    """Print as much of the first line of `text` as the terminal is wide."""
-    from rich.console import Console
-
-    first = text.partition("\n")[0]
-    Console(highlight=False).print(first, markup=False, overflow="ellipsis", no_wrap=True)
 
 
 def columns(*names: str) -> Table:

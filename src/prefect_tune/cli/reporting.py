@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import ExperimentName, Target, app
+from prefect_tune.cli.app import LOOK, ExperimentName, Target, app
 from prefect_tune.cli.looking import best_first, best_of, counted, objective_in, opened, place_at, written_at
 from prefect_tune.cli.printing import said, said_counts, said_time
 from prefect_tune.cli.trials_table import cells_of
@@ -25,7 +25,7 @@ _TRIALS_SHOWN = 50
 _WIDE = 160
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def report(
     target: Target,
     experiment: ExperimentName,
@@ -54,8 +54,9 @@ def _page(state: Experiment, uri: str, times: str) -> Iterator[str]:
     yield f"- **where**: {_escaped(uri)}"
     yield f"- **when**: {times}"
     yield f"- **trials**: {said_counts(counted(state))}"
-    yield f"- **training**: {sum(each.trained_seconds for each in trials):.1f} s in "
-    yield f"  {sum(each.attempt for each in trials)} attempts; {sum(each.wasted_steps for each in trials)} steps redone"
+    trained, attempts = sum(each.trained_seconds for each in trials), sum(each.attempt for each in trials)
+    redone = sum(each.wasted_steps for each in trials)
+    yield f"- **training**: {trained:.1f} s in {attempts} attempts; {redone} steps redone"
     if best := best_of(state):
         yield from _best(state, best)
     yield from _trials(state, trials)

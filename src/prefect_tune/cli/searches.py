@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.app import AsJson, ExperimentName, app
+from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, app
 from prefect_tune.cli.spoken import space_from, spelling_from, stop_from
 from prefect_tune.core.errors import TuneError
 
@@ -34,55 +34,71 @@ class _Isolation(StrEnum):
     THREAD = "thread"
 
 
-_Where = Annotated[str, typer.Option("--target", help="Where it lives, or will.", show_default=False)]
-_Stop = Annotated[list[str] | None, typer.Option("--stop", help="step=100, or module:name.", show_default=False)]
-_Space = Annotated[Path | None, typer.Option("--space", help="The space: a JSON or YAML file.", show_default=False)]
-_Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="A parameter: lr=loguniform(1e-4,1e-1), layers=choice(1,2), x=3.", show_default=False),
-]
+def _asks(option: str, metavar: str, about: str) -> typer.models.OptionInfo:
+    """An option that is worth a line of help, in a terminal of 80 columns."""
+    found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False)
+    return found
+
+
+_Where = Annotated[str, _asks("--target", "TARGET", "Where it lives, or will.")]
+_Stop = Annotated[list[str] | None, _asks("--stop", "step=N", "When a trial has had enough; or MODULE:NAME.")]
+_Space = Annotated[Path | None, _asks("--space", "FILE", "The space, as JSON or YAML.")]
+_Set = Annotated[list[str] | None, _asks("--set", "NAME=VALUE", "A parameter, such as x=3, n=choice(1,2).")]
 _AtOnce = Annotated[
-    int | None, typer.Option("--max-concurrent-trials", help="Default: one per processor.", show_default=False)
+    int | None, _asks("--max-concurrent-trials", "N", "How many train at once. Default: one per processor.")
 ]
-_Budget = Annotated[float | None, typer.Option("--time-budget-seconds", help="Then save and end.", show_default=False)]
-_Scheduler = Annotated[
-    str | None, typer.Option("--scheduler", help='ASHA, or {"ASHA": {"max_t": 27}}.', show_default=False)
-]
-_Search = Annotated[
-    str | None, typer.Option("--search", help="Likewise. Default: random and grid.", show_default=False)
-]
+_Budget = Annotated[float | None, _asks("--time-budget-seconds", "S", "After so long all save and end, resumable.")]
+_Scheduler = Annotated[str | None, _asks("--scheduler", "NAME", 'Such as ASHA, or {"ASHA": {"max_t": 27}}.')]
+_Search = Annotated[str | None, _asks("--search", "NAME", "Likewise. Default: random and grid search.")]
 
 
-@app.command()
+@app.command(rich_help_panel=SEARCH)
 def run(
     trainable: Annotated[str, typer.Argument(metavar="MODULE:NAME", show_default=False)],
     target: _Where,
-    experiment: Annotated[str, typer.Option("--experiment", help="Its name there.", show_default=False)],
+    experiment: Annotated[str, _asks("--experiment", "EXPERIMENT", "Its name there.")],
     space: _Space = None,
     settings: _Set = None,
-    metric: Annotated[list[str] | None, typer.Option(help="What trials are compared by.", show_default=False)] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="min or max. Default: min.", show_default=False)] = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="How many configurations are tried.")] = 10,
+    metric: Annotated[list[str] | None, _asks("--metric", "NAME", "What trials are compared by.")] = None,
+    mode: Annotated[list[str] | None, _asks("--mode", "min|max", "Which metric is good. Default: min.")] = None,
+    num_samples: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Configurations to try, or times for each point of a grid.")
+    ] = 10,
     scheduler: _Scheduler = None,
     search: _Search = None,
-    seed: Annotated[int | None, typer.Option(show_default=False)] = None,
+    seed: Annotated[int | None, _asks("--seed", "N", "What all draws hang on. Default: EXPERIMENT's name.")] = None,
     stop: _Stop = None,
     max_concurrent_trials: _AtOnce = None,
     time_budget_seconds: _Budget = None,
-    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps.", show_default=False)] = None,
-    keep_last: Annotated[int | None, typer.Option(min=1, help="Checkpoints per trial.", show_default=False)] = None,
-    max_failures: Annotated[int, typer.Option(min=0, help="Failures of your code that are tried again.")] = 0,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, metavar="STEPS", help="Default: every 60 s, and at the end.")
+    ] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Checkpoints of a trial that stay. Default: all.")
+    ] = None,
+    max_failures: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How often a trial whose code failed is tried again.")
+    ] = 0,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End at the first trial that errors.")] = False,
-    callback: Annotated[list[str] | None, typer.Option(help="module:Name.", show_default=False)] = None,
-    trials: Annotated[_Trials, typer.Option(help="On this machine, or a flow run each.")] = _Trials.TASKS,
-    trial_deployment: Annotated[str, typer.Option(help="For --trials deployment.")] = "train-trial/train-trial",
-    isolation: Annotated[_Isolation, typer.Option(help="Where a trial trains.")] = _Isolation.PROCESS,
+    callback: Annotated[list[str] | None, _asks("--callback", "MODULE:NAME", "Who hears of the trials.")] = None,
+    trials: Annotated[
+        _Trials, typer.Option(metavar="WHERE", help="tasks of this run, or deployment: a flow run each.")
+    ] = _Trials.TASKS,
+    trial_deployment: Annotated[
+        str, typer.Option(metavar="NAME", help="For --trials deployment.", show_default=False)
+    ] = "train-trial/train-trial",
+    isolation: Annotated[
+        _Isolation, typer.Option(metavar="WHAT", help="process of its own, or thread.")
+    ] = _Isolation.PROCESS,
     as_json: AsJson = False,
 ) -> None:
     """Search a space for the best configuration of MODULE:NAME; go on where an earlier run of EXPERIMENT ended.
 
-    For example: prefect-tune run my_project.train:Net --target ./runs --experiment first
-    --set "lr=loguniform(1e-4,1e-1)" --metric loss --num-samples 20 --scheduler ASHA --stop step=100
+    For example:
+
+    prefect-tune run my_project.train:Net --target ./runs --experiment first
+      --set "lr=loguniform(1e-4,1e-1)" --metric loss --num-samples 20
+      --scheduler ASHA --stop step=100
     """
     asked: dict[str, Any] = {
         "target": target,
@@ -107,25 +123,28 @@ def run(
     _searched(lambda: _tuned(trainable, found, asked), target, experiment, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=SEARCH)
 def resume(
+    target: Target,
     experiment: ExperimentName,
-    target: _Where,
     rerun_errored: Annotated[bool, typer.Option("--rerun-errored", help="Try errored trials again.")] = False,
-    num_samples: Annotated[int | None, typer.Option(min=1, help="More than before.", show_default=False)] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="More than before.", show_default=False)
+    ] = None,
     stop: _Stop = None,
     space: _Space = None,
     settings: _Set = None,
     max_concurrent_trials: _AtOnce = None,
     time_budget_seconds: _Budget = None,
-    trainable: Annotated[str | None, typer.Option(help="module:Name, if moved.", show_default=False)] = None,
+    trainable: Annotated[str | None, _asks("--trainable", "MODULE:NAME", "Where the journal's has moved to.")] = None,
     scheduler: _Scheduler = None,
     search: _Search = None,
     as_json: AsJson = False,
 ) -> None:
     """Go on with the search EXPERIMENT as its journal describes it; what is given here is changed.
 
-    Nothing is ever started afresh. A space given here takes the place of the whole earlier one.
+    Nothing is ever started afresh.
+    A space given here takes the place of the whole earlier one.
     """
     asked: dict[str, Any] = {
         "target": target,
@@ -195,7 +214,7 @@ def _told(target: str, experiment: str) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, TerminationSignal):
-        print(f"stopped; go on with: prefect-tune resume {experiment} --target {target}", file=sys.stderr)
+        print(f"stopped; go on with: prefect-tune resume {target} {experiment}", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     except (httpx.HTTPError, PrefectException) as error:
         raise TuneError(f"Prefect: {_first_line(error)}") from error

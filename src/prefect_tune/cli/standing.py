@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.looking import (
     best_first,
     best_of,
@@ -28,7 +28,6 @@ from prefect_tune.cli.printing import (
     said_counts,
     said_time,
     shown,
-    shown_line,
 )
 from prefect_tune.cli.trials_table import trials_table
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, UnknownVersion
@@ -42,10 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = ["show_search"]
 
+_TRIALS_SHOWN = 50
 _ERRORS_SHOWN = 5
 
 
-@app.command("ls")
+@app.command("ls", rich_help_panel=LOOK)
 def list_experiments(target: Target, as_json: AsJson = False) -> None:
     """List the experiments on TARGET: their trials, the best of them, and when they were last written."""
     with looked_at(target) as store:
@@ -58,7 +58,7 @@ def list_experiments(target: Target, as_json: AsJson = False) -> None:
         print(f"{target}: no experiments")
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show how an experiment stands: its trials, the best one first, or all that is known of one."""
     with opened(target, experiment) as (_, state):
@@ -157,7 +157,10 @@ def show_search(state: Experiment, *, as_json: bool) -> None:
         told = about | {"settings": dict(state.settings), "trials": [_facts(each) for each in trials]}
         print(json.dumps(told, indent=2))
         return
-    shown(facts_table(_head(state, about)), "", trials_table(trials, objective.metrics if objective else ()))
+    metrics = objective.metrics if objective else ()
+    shown(facts_table(_head(state, about)), "", trials_table(trials[:_TRIALS_SHOWN], metrics))
+    if len(trials) > _TRIALS_SHOWN:
+        shown(f"and {len(trials) - _TRIALS_SHOWN} more; --json tells all")
     _show_errors(trials)
 
 
@@ -176,9 +179,10 @@ def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object
 def _show_errors(trials: Sequence[Trial]) -> None:
     errored = [each for each in trials if each.status == "errored"]
     if errored:
-        shown("")
-    for each in errored[:_ERRORS_SHOWN]:
-        shown_line(f"{each.trial} errored: {each.reason}")
+        table = columns("errored", "because")
+        for each in errored[:_ERRORS_SHOWN]:
+            table.add_row(*plain((each.trial, each.reason.strip().partition("\n")[0])))
+        shown("", table)
     if len(errored) > _ERRORS_SHOWN:
         shown(f"and {len(errored) - _ERRORS_SHOWN} more errored; --json tells all")
 
