@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_tune.callbacks import SearchInfo
@@ -115,9 +116,9 @@ class WandbLogger(FolderLogger):
         self._runs[trial.trial] = run
         for row in self._rows_of(trial).lines():
             _log(run, row)
-        for other in (self._folder / "wandb").glob(f"offline-run-*-{name}"):
-            if str(other) not in str(run.dir):
-                shutil.rmtree(other)
+        for other in (self._folder / "wandb").glob(f"offline-run-*/run-{name}.wandb"):
+            if other.parent != Path(run.dir).parent:
+                shutil.rmtree(other.parent)
         return run
 
     def _close(self, trial: str, exit_code: int) -> None:

@@ -1,0 +1,47 @@
+"""Trials as callbacks see them, and what happens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.events import AttemptEnded, Cause, Finished, GaveUp, Started
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.trial import Trial
+from prefect_tune.core.values import StepReport
+
+__all__ = ["SEARCH", "errored", "finished", "killed", "report", "started", "trial"]
+
+SEARCH = SearchInfo("e", "file:///target", Objective(metrics=("loss",), modes=("min",)))
+CONFIG = {"lr": 0.1, "model": {"depth": 2}}
+
+
+def trial(name: str = "00000", **facts: object) -> Trial:
+    """Return a trial with a nested configuration."""
+    return Trial.model_validate({"trial": name, "config": CONFIG, **facts})
+
+
+def started(callback: Callback, *, name: str = "00000", from_step: int = 0) -> None:
+    """Have an attempt of a trial begin after `from_step`."""
+    callback.on_trial_start(trial(name), Started(trial=name, attempt=1, from_step=from_step))
+
+
+def report(callback: Callback, step: int, /, *, name: str = "00000", **metrics: object) -> None:
+    """Have a trial report a step; its loss falls as 1 / step."""
+    told: Mapping[str, object] = {"loss": 1 / step, **metrics}
+    callback.on_trial_result(trial(name, step=step), StepReport(step=step, metrics=told, trained_seconds=step * 0.5))
+
+
+def killed(callback: Callback, *, name: str = "00000") -> None:
+    """Have the machine end the attempt."""
+    callback.on_trial_recover(trial(name), AttemptEnded(trial=name, cause=Cause.MACHINE, message="killed"))
+
+
+def finished(callback: Callback, *, name: str = "00000", **facts: object) -> None:
+    """Have a trial be done."""
+    callback.on_trial_complete(trial(name, **facts), Finished(trial=name, reason="had enough"))
+
+
+def errored(callback: Callback, *, name: str = "00000") -> None:
+    """Have a trial be given up."""
+    callback.on_trial_error(trial(name), GaveUp(trial=name, cause=Cause.USER, message="ValueError: in a mood"))

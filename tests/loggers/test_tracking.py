@@ -1,0 +1,244 @@
+"""Loggers whose files and servers are other people's: read back by their own means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from tests.loggers.telling import SEARCH, errored, finished, killed, report, started
+
+# ---------------------------------------------------------------------------------------------- TensorBoard
+
+
+@pytest.fixture
+def tensorboard(tmp_path: Path) -> pt.TensorBoardLogger:
+    pytest.importorskip("tensorboardX")
+    logger = pt.TensorBoardLogger(tmp_path)
+    logger.setup(SEARCH)
+    return logger
+
+
+def scalars(folder: Path) -> Mapping[str, Mapping[int, float]]:
+    """Return what TensorBoard shows: a session that starts at a step purges what came before of it and beyond."""
+    shown: dict[str, dict[int, float]] = {}
+    for event in _events(folder):
+        if event.HasField("session_log"):
+            shown = {tag: {at: value for at, value in of.items() if at < event.step} for tag, of in shown.items()}
+        for value in event.summary.value:
+            if value.WhichOneof("value") == "simple_value":
+                shown.setdefault(value.tag, {})[event.step] = value.simple_value
+    return shown
+
+
+def _events(folder: Path) -> Iterator[Any]:
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(folder.glob("*.tfevents.*")):
+        data = path.read_bytes()
+        while data:
+            length = int.from_bytes(data[:8], "little")  # then a checksum of the length, the event, and its checksum
+            yield Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+
+
+def test_tensorboard_shows_numbers_by_step(tensorboard: pt.TensorBoardLogger, tmp_path: Path) -> None:
+    started(tensorboard)
+    report(tensorboard, 1, eval={"loss": 3}, note="no number")
+    report(tensorboard, 2)
+    finished(tensorboard, metrics={"loss": 0.5})
+    assert scalars(tmp_path / "e/00000") == {"loss": {1: 1.0, 2: 0.5}, "eval/loss": {1: 3.0}}
+
+
+def test_tensorboard_shows_the_configuration_at_the_end(tensorboard: pt.TensorBoardLogger, tmp_path: Path) -> None:
+    started(tensorboard)
+    finished(tensorboard)
+    tags = {value.tag for event in _events(tmp_path / "e/00000") for value in event.summary.value}
+    (path,) = (tmp_path / "e/00000").glob("*.tfevents.*")
+    assert "_hparams_/session_start_info" in tags
+    assert b"model/depth" in path.read_bytes()
+
+
+def test_tensorboard_shows_steps_that_are_trained_again_once(tensorboard: pt.TensorBoardLogger, tmp_path: Path) -> None:
+    started(tensorboard)
+    for step in (1, 2, 3):
+        report(tensorboard, step)
+    started(tensorboard, from_step=1)
+    report(tensorboard, 2, again=1)
+    tensorboard.on_experiment_end({})
+    assert scalars(tmp_path / "e/00000") == {"loss": {1: 1.0, 2: 0.5}, "again": {2: 1.0}}
+
+
+def test_what_tensorboard_was_told_survives_the_process_once_its_state_is_kept(
+    tensorboard: pt.TensorBoardLogger, tmp_path: Path
+) -> None:
+    started(tensorboard)
+    report(tensorboard, 1)
+    tensorboard.get_state()
+    assert scalars(tmp_path / "e/00000") == {"loss": {1: 1.0}}
+
+
+# --------------------------------------------------------------------------------------------------- MLflow
+
+
+@pytest.fixture
+def mlflow_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the one store of the client alone
+    return (tmp_path / "mlruns").as_uri()
+
+
+def mlflow_logger(uri: str, **options: Any) -> pt.MLflowLogger:
+    logger = pt.MLflowLogger(uri, **options)
+    logger.setup(SEARCH)
+    return logger
+
+
+def runs(uri: str, experiment: str = "e") -> list[Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment)
+    assert found is not None
+    return list(client.search_runs([found.experiment_id]))
+
+
+def history(uri: str, run: str, metric: str = "loss") -> dict[int, float]:
+    from mlflow import MlflowClient
+
+    return {each.step: each.value for each in MlflowClient(tracking_uri=uri).get_metric_history(run, metric)}
+
+
+def test_mlflow_has_a_run_for_each_trial(mlflow_uri: str) -> None:
+    logger = mlflow_logger(mlflow_uri, tags={"team": "vision"})
+    for name in ("00000", "00001"):
+        started(logger, name=name)
+        report(logger, 1, name=name)
+    report(logger, 2, name="00001", eval={"loss": 3})
+    finished(logger, name="00000")
+    errored(logger, name="00001")
+    second, first = sorted(runs(mlflow_uri), key=lambda run: str(run.info.run_name), reverse=True)
+    assert first.data.params == {"lr": "0.1", "model/depth": "2"}
+    assert (first.info.status, second.info.status) == ("FINISHED", "FAILED")
+    assert second.data.tags["prefect_tune.reason"] == "ValueError: in a mood"
+    assert {run.data.tags["team"] for run in (first, second)} == {"vision"}
+    assert history(mlflow_uri, second.info.run_id) == {1: 1.0, 2: 0.5}
+    assert history(mlflow_uri, second.info.run_id, "eval/loss") == {2: 3.0}
+
+
+def test_mlflow_has_steps_that_are_trained_again_once(mlflow_uri: str) -> None:
+    logger = mlflow_logger(mlflow_uri)
+    started(logger)
+    for step in (1, 2, 3):
+        report(logger, step)
+    killed(logger)
+    again = mlflow_logger(mlflow_uri)  # in another process
+    started(again, from_step=1)
+    report(again, 2, redone=1)
+    finished(again)
+    (run,) = runs(mlflow_uri)
+    assert history(mlflow_uri, run.info.run_id) == {1: 1.0, 2: 0.5}
+    assert history(mlflow_uri, run.info.run_id, "redone") == {2: 1.0}
+    assert run.data.params == {"lr": "0.1", "model/depth": "2"}
+
+
+def test_mlflow_goes_on_only_in_the_experiment_it_began(mlflow_uri: str, tmp_path: Path) -> None:
+    state = mlflow_logger(mlflow_uri).get_state()
+    assert state is not None
+    assert mlflow_logger(mlflow_uri).set_state(state)
+    assert not mlflow_logger((tmp_path / "other").as_uri()).set_state(state)
+    assert not mlflow_logger(mlflow_uri, experiment_name="other").set_state(state)
+
+
+# ------------------------------------------------------------------------------------------ Weights & Biases
+
+
+@pytest.fixture
+def wandb_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], pt.WandbLogger]:
+    pytest.importorskip("wandb")
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+
+    def make() -> pt.WandbLogger:
+        logger = pt.WandbLogger(directory=tmp_path)
+        logger.setup(SEARCH)
+        return logger
+
+    return make
+
+
+def offline_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows in each offline run that would be sent, by its name."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in (folder / "e/wandb").glob("offline-run-*/*.wandb"):
+        records = [Record.FromString(data) for data in _records(path.read_bytes())]
+        told = [each.history for each in records if each.WhichOneof("record_type") == "history"]
+        name = path.stem.removeprefix("run-")
+        assert name not in found
+        found[name] = [_row(each.item) for each in told]
+    return found
+
+
+def _row(items: Any) -> dict[str, Any]:
+    row = {"/".join(each.nested_key) or each.key: json.loads(each.value_json) for each in items}
+    return {name: value for name, value in row.items() if not name.startswith("_")}
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Read a log of LevelDB's: blocks of 32 KiB, in them records, each behind a checksum, its length and its kind."""
+    at, begun = 7, b""  # the first seven bytes say what kind of file it is
+    while at + 7 <= len(data):
+        if -at % 32768 < 7:
+            at += -at % 32768
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        begun += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole one, or the last part of one
+            yield begun
+            begun = b""
+
+
+def test_wandb_has_one_run_for_each_trial_with_the_steps_that_count(
+    wandb_logger: Callable[[], pt.WandbLogger], tmp_path: Path
+) -> None:
+    logger = wandb_logger()
+    started(logger)
+    for step in (1, 2, 3):
+        report(logger, step)
+    logger.on_experiment_end({})
+    again = wandb_logger()
+    started(again, from_step=2)
+    report(again, 2, redone=1)
+    finished(again)
+    rows = [{"trained_seconds": 0.5, "loss": 1.0}, {"trained_seconds": 1.0, "loss": 0.5, "redone": 1}]
+    assert offline_runs(tmp_path) == {"e-00000": rows}
+    extended = wandb_logger()
+    started(extended, from_step=1)
+    finished(extended)
+    assert offline_runs(tmp_path) == {"e-00000": rows[:1]}
+
+
+# ---------------------------------------------------------------------------------------------- none of them
+
+
+@pytest.mark.parametrize(
+    ("logger", "package", "extra"),
+    [
+        (pt.TensorBoardLogger, "tensorboardX", "tensorboard"),
+        (pt.MLflowLogger, "mlflow", "mlflow"),
+        (pt.WandbLogger, "wandb", "wandb"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_when_the_logger_is_made(
+    logger: Callable[[], pt.Callback], package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefect_tune.loggers.folders.find_spec", lambda name: None if name == package else object())
+    with pytest.raises(pt.InvalidInput, match=rf"needs {package}, .*prefect-tune\[{extra}\]"):
+        logger()
