@@ -19,10 +19,12 @@ from prefect_tune.core.events import (
     Decided,
     Finished,
     GaveUp,
+    Inherited,
     OneTrialsEvent,
     Paused,
     Pinned,
     Quarantined,
+    Rebased,
     Released,
     Reported,
     Requeued,
@@ -65,6 +67,8 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "quarantined": Quarantined(trial="t", sequence=7, reason="damaged"),
     "pinned": Pinned(trial="t", sequence=7),
     "cloned": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, config={"rate": 2}, reason="behind"),
+    "rebased": Rebased(trial="t", checkpoints=(COPY,), absorbed=3),
+    "inherited": Inherited(trial="t", checkpoint=COPY, source=ELSEWHERE),
     "claimed": claim_to(3, 7),
     "released": Released(trial="t", clone=ELSEWHERE),
     "attempt-ended": AttemptEnded(trial="t", cause=Cause.USER, message="ValueError"),
@@ -100,8 +104,9 @@ LEGAL = {
     **{
         (status, event): status
         for status in Status
-        for event in ("retired", "quarantined", "pinned", "decided", "claimed", "released")
+        for event in ("retired", "quarantined", "pinned", "decided", "claimed", "released", "inherited", "rebased")
     },
+    (RUNNING, "rebased"): PENDING,
 }
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from prefect_tune.core.layout import CheckpointKey, JournalKey
 from prefect_tune.core.schedulers.scheduler import Decision
-from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value
+from prefect_tune.core.values import Digest, ExperimentName, StepReport, TrialId, Value
 
 __all__ = [
     "Absorbed",
@@ -26,14 +26,19 @@ __all__ = [
     "Described",
     "Event",
     "Finished",
+    "ForkBegun",
+    "ForkOrigin",
+    "Forked",
     "GaveUp",
     "GuestsEvent",
+    "Inherited",
     "OneTrialsEvent",
     "Opened",
     "Owner",
     "Paused",
     "Pinned",
     "Quarantined",
+    "Rebased",
     "Released",
     "Reported",
     "Requeued",
@@ -99,6 +104,17 @@ class Claim(Value):
     """Of that journal, when the clone was begun: its owner makes the clone a checkpoint, and nobody after it."""
 
 
+class ForkOrigin(Value):
+    """The entry of another experiment's journal that an experiment goes on from."""
+
+    experiment: ExperimentName
+    number: int
+    digest: Digest
+
+    def __str__(self) -> str:
+        return f"experiment {self.experiment!r} as of entry {self.number}"
+
+
 class Opened(Value):
     """A new owner begins a new epoch; every older owner's next write fails."""
 
@@ -131,6 +147,19 @@ class TrialEvent(Value):
     """Something that happened to one trial."""
 
     trial: TrialId
+
+
+class ForkBegun(Value):
+    """The experiment is to be a fork; it is none, and nothing else either, before it is `Forked`."""
+
+    type: Literal["fork-begun"] = "fork-begun"
+    origin: ForkOrigin
+
+
+class Forked(Value):
+    """The same entry holds all that had happened to the origin, as far as its entry goes: from here on it goes on."""
+
+    type: Literal["forked"] = "forked"
 
 
 class TrialAdded(TrialEvent):
@@ -211,6 +240,29 @@ class Cloned(TrialEvent):
     source: CheckpointKey
     config: Mapping[str, object] | None = None
     reason: str
+
+
+class Rebased(TrialEvent):
+    """What comes before happened in the experiment that this is a fork of; the trial goes on from here.
+
+    It has these checkpoints, and nobody else's claims; a running one waits.
+    """
+
+    type: Literal["rebased"] = "rebased"
+    checkpoints: tuple[CheckpointRef, ...] = ()
+    absorbed: int = 0
+    """The last entry of its own journal that is in what comes before."""
+
+
+class Inherited(TrialEvent):
+    """A checkpoint that the trial had in the experiment that this is a fork of: from now on its newest one here.
+
+    Its manifest was created before, and refers to the bytes there.
+    """
+
+    type: Literal["inherited"] = "inherited"
+    checkpoint: CheckpointRef
+    source: CheckpointKey
 
 
 class Claimed(TrialEvent):
@@ -294,6 +346,8 @@ OneTrialsEvent: TypeAlias = (
     | Quarantined
     | Pinned
     | Cloned
+    | Rebased
+    | Inherited
     | GuestsEvent
     | AttemptEnded
     | GaveUp
@@ -316,5 +370,6 @@ class Absorbed(TrialEvent):
 
 
 Event: TypeAlias = Annotated[
-    Opened | Adopted | Described | TrialAdded | OneTrialsEvent | Absorbed, Field(discriminator="type")
+    Opened | Adopted | Described | ForkBegun | Forked | TrialAdded | OneTrialsEvent | Absorbed,
+    Field(discriminator="type"),
 ]

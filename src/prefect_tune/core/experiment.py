@@ -14,6 +14,9 @@ from prefect_tune.core.events import (
     Decided,
     Described,
     Event,
+    ForkBegun,
+    Forked,
+    ForkOrigin,
     OneTrialsEvent,
     Opened,
     Owner,
@@ -59,6 +62,10 @@ class Experiment(Value):
     """Manifests whose sequence is below this and that no entry names were never commits."""
     settings: Mapping[str, object] = Field(default_factory=dict)
     """What it was asked to be when it was last opened; see `Described`."""
+    origin: ForkOrigin | None = None
+    """What it was forked from."""
+    is_whole: bool = True
+    """Whether it has all of that; a fork that was cut short is nothing to go on with."""
     happened: int = 0
     """How much search and scheduler have to be told again; see `Trial.past`."""
     milestones: tuple[tuple[int, Digest], ...] = ()
@@ -137,6 +144,10 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _adopted(experiment, event)
         case Described(settings=settings):
             return experiment.model_copy(update={"settings": settings})
+        case ForkBegun(origin=origin):
+            return _begun(experiment, origin)
+        case Forked():
+            return experiment.model_copy(update={"is_whole": True})
         case TrialAdded():
             return _added(experiment, event)
         case Absorbed():
@@ -158,6 +169,12 @@ def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
     for name, found in event.checkpoints.items():
         experiment = _with(experiment, with_adopted(_known(experiment, name), found))
     return experiment.model_copy(update={"settled_from": experiment.opened_at})
+
+
+def _begun(experiment: Experiment, origin: ForkOrigin) -> Experiment:
+    if experiment.trials or experiment.origin is not None:
+        raise IllegalTransition(f"it is to be a fork of {origin}, and is something already")
+    return experiment.model_copy(update={"origin": origin, "is_whole": False})
 
 
 def _added(experiment: Experiment, event: TrialAdded) -> Experiment:

@@ -17,9 +17,12 @@ from prefect_tune.core.events import (
     Described,
     Event,
     Finished,
+    ForkBegun,
+    Forked,
     GaveUp,
     OneTrialsEvent,
     Opened,
+    Rebased,
     Reported,
     Started,
     TrialAdded,
@@ -88,8 +91,10 @@ class Telling:
     def news(self, event: Event) -> Iterator[OneTrialsEvent]:
         """Return what is news in an event, and in those that it absorbs."""
         match event:
-            case Opened() | Adopted() | Described() | TrialAdded():
+            case Opened() | Adopted() | Described() | ForkBegun() | Forked() | TrialAdded():
                 return
+            case Rebased(trial=trial, absorbed=absorbed):
+                self._set(trial, absorbed=absorbed)
             case Absorbed(trial=trial, number=number, events=events):
                 if number > self._mark(trial).absorbed:
                     for each in events:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
-from typing import Literal, assert_never
-
-from pydantic import Field
+from typing import TypeAlias, assert_never
 
 from prefect_tune.core.errors import IllegalTransition
 from prefect_tune.core.events import (
@@ -20,10 +17,12 @@ from prefect_tune.core.events import (
     Decided,
     Finished,
     GaveUp,
+    Inherited,
     OneTrialsEvent,
     Paused,
     Pinned,
     Quarantined,
+    Rebased,
     Released,
     Reported,
     Requeued,
@@ -31,9 +30,19 @@ from prefect_tune.core.events import (
     Retired,
     Started,
 )
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.schedulers.scheduler import Decision, Exploit
-from prefect_tune.core.values import StepReport, Value
+from prefect_tune.core.schedulers.scheduler import Exploit
+from prefect_tune.core.trial_value import (
+    ENDED,
+    Happening,
+    Status,
+    Trial,
+    is_acceptable,
+    is_held,
+    is_live,
+    newest_checkpoint,
+    newest_key,
+)
+from prefect_tune.core.values import StepReport
 
 __all__ = [
     "ENDED",
@@ -50,18 +59,6 @@ __all__ = [
     "with_adopted",
 ]
 
-
-class Status(StrEnum):
-    """Where a trial is in its life."""
-
-    PENDING = "pending"
-    RUNNING = "running"
-    PAUSED = "paused"
-    FINISHED = "finished"
-    ERRORED = "errored"
-
-
-ENDED = frozenset({Status.FINISHED, Status.ERRORED})
 # The only place where statuses change. An event that is not here changes none.
 NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.PENDING, Started): Status.RUNNING,
@@ -82,111 +79,15 @@ NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.PENDING, Paused): Status.PAUSED,
     (Status.PENDING, Resumed): Status.PENDING,
     (Status.RUNNING, Resumed): Status.RUNNING,
+    # In a fork nobody trains it.
+    **{(status, Rebased): status for status in Status},
+    (Status.RUNNING, Rebased): Status.PENDING,
 }
 _ONLY_WHILE_RUNNING = (Reported, Committed)
 _ONLY_WHILE_WAITING = (Cloned,)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
+_OfCheckpoints: TypeAlias = Committed | Retired | Quarantined | Pinned | Inherited | Claimed | Released
 _CHANGES_STATUS = frozenset(event for _, event in NEXT)
-
-
-class Happening(Value):
-    """What search and scheduler heard of a trial, or said; `order` counts over all trials of the experiment."""
-
-    order: int
-    what: Literal["added", "decided", "resumed", "ended"]
-    report: StepReport | None = None
-    """With "decided": what was decided about; with "ended": the last one."""
-    decision: Decision | None = None
-    failed: bool = False
-    """With "ended": whether the trial errored."""
-
-
-class Trial(Value):
-    """One configuration being trained, as the journal tells it."""
-
-    trial: str
-    config: Mapping[str, object]
-    fingerprint: Mapping[str, str] = Field(default_factory=dict)
-    apart: bool = False
-    """Whether it has a journal of its own, which the experiment's takes in."""
-    status: Status = Status.PENDING
-    attempt: int = 0
-    step: int = 0
-    """The newest step reported in the history that counts."""
-    metrics: Mapping[str, object] = Field(default_factory=dict)
-    """The metrics of that step."""
-    trained_seconds: float = 0.0
-    """The training time up to that step."""
-    checkpoints: tuple[CheckpointRef, ...] = ()
-    """The live ones, oldest first."""
-    quarantined: tuple[int, ...] = ()
-    """Sequences of checkpoints that are not to be used."""
-    lost_checkpoints: int = 0
-    """How many of them had been committed: where these were all there were, a start from nothing is no resume."""
-    collected_up_to: int = 0
-    """The entry of the last retirement: blobs begun before it are reused only while a checkpoint has them."""
-    claims: tuple[Claim, ...] = ()
-    """By whom its checkpoints, live ones and retired ones, were cloned: their bytes stay until that is over."""
-    user_failures: int = 0
-    """Failures of the user's code since the trial was added or requeued."""
-    machine_failures: int = 0
-    """Failures of the machine since the last commit."""
-    same_start: int = 0
-    """How many attempts in a row died before their first step from one and the same start."""
-    blamed_checkpoints: int = 0
-    """How many checkpoints were put aside for killing the trainable, since the last commit."""
-    started_from: int | None = None
-    """The sequence that the last attempt restored; None for a start from nothing."""
-    wasted_steps: int = 0
-    """Steps that were journaled and had to be done again."""
-    reason: str = ""
-    """Why it ended, or what the last attempt died of."""
-    cause: Cause | None = None
-    """What kind of death that was."""
-    returned: bool = False
-    """Whether the trainable ended by itself."""
-    left: bool = False
-    """Whether somebody ended it who is not its stopper."""
-    absorbed: int = 0
-    """The last entry of its own journal that the experiment's journal has taken in."""
-    proposed: Mapping[str, object] | None = None
-    """The configuration it was added with, where it has exploited another trial since."""
-    exploits: Exploit | None = None
-    """What the scheduler has decided and the trial has not done yet."""
-    past: tuple[Happening, ...] = ()
-    """What search and scheduler have to be told again when the experiment is resumed, oldest first."""
-
-
-def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
-    """Return the checkpoint to go on from: the last one committed that is not quarantined."""
-    return trial.checkpoints[-1] if trial.checkpoints else None
-
-
-def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
-    """Return the key of that checkpoint."""
-    newest = newest_checkpoint(trial)
-    return CheckpointKey(trial=folder, step=newest.step, sequence=newest.sequence) if newest else None
-
-
-def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
-    """Return whether it is a checkpoint of `trial` now."""
-    return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.checkpoints)
-
-
-def is_held(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
-    """Return whether a clone needs its bytes, though it is no checkpoint of `trial` any more."""
-    claimed = any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.claims)
-    return claimed and not is_live(trial, checkpoint)
-
-
-def is_acceptable(trial: Trial, sequence: int) -> bool:
-    """Return whether a save that began after entry `sequence` may still become a checkpoint of `trial`.
-
-    Not one that began before the last retirement: what it reused may have been deleted since. Not one
-    that is older than a checkpoint the journal names, or as old: its owner has gone on without it.
-    """
-    known = max((*(each.sequence for each in trial.checkpoints), *trial.quarantined), default=0)
-    return sequence > known and sequence >= trial.collected_up_to
 
 
 def with_adopted(trial: Trial, found: tuple[CheckpointRef, ...]) -> Trial:
@@ -226,6 +127,20 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
             return _started(trial, event)
         case Reported():
             return _reported(trial, event.report)
+        case AttemptEnded() | GaveUp():
+            return _failed(trial, event)
+        case Cloned():
+            return _cloned(trial, event)
+        case Rebased():
+            return _rebased(trial, event)
+        case Finished() | Paused() | Requeued() | Resumed() | Decided():
+            return _given_reason(trial, event)
+        case _:
+            return _stored(trial, event, number)
+
+
+def _stored(trial: Trial, event: _OfCheckpoints, number: int) -> Trial:
+    match event:
         case Committed():
             return _committed(trial, event, number)
         case Retired():
@@ -234,14 +149,13 @@ def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
             return _quarantined(trial, event, number)
         case Pinned():
             return _pinned(trial, event)
-        case AttemptEnded() | GaveUp():
-            return _failed(trial, event)
-        case Cloned():
-            return _cloned(trial, event)
+        case Inherited(checkpoint=checkpoint):
+            _require_acceptable(trial, checkpoint)
+            return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint)})
         case Claimed() | Released():
             return trial.model_copy(update={"claims": _claims(trial, event)})
         case _:
-            return _given_reason(trial, event)
+            assert_never(event)
 
 
 def _given_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | Decided) -> Trial:
@@ -316,6 +230,21 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
             "proposed": trial.proposed or trial.config,
             "exploits": None,
             "reason": event.reason,
+        }
+    )
+
+
+def _rebased(trial: Trial, event: Rebased) -> Trial:
+    """Only what lies on the target becomes another: what is known of the trial stays."""
+    return trial.model_copy(
+        update={
+            "checkpoints": event.checkpoints,
+            "absorbed": event.absorbed,
+            "quarantined": (),
+            "lost_checkpoints": 0,
+            "claims": (),
+            "collected_up_to": 0,
+            "started_from": None,
         }
     )
 

@@ -1,0 +1,139 @@
+"""What is known of a trial: the value, and what can be asked of it. `trial` says how it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from prefect_tune.core.events import Cause, CheckpointRef, Claim
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.schedulers.scheduler import Decision, Exploit
+from prefect_tune.core.values import StepReport, Value
+
+__all__ = [
+    "ENDED",
+    "Happening",
+    "Status",
+    "Trial",
+    "is_acceptable",
+    "is_held",
+    "is_live",
+    "newest_checkpoint",
+    "newest_key",
+]
+
+
+class Status(StrEnum):
+    """Where a trial is in its life."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    ERRORED = "errored"
+
+
+ENDED = frozenset({Status.FINISHED, Status.ERRORED})
+
+
+class Happening(Value):
+    """What search and scheduler heard of a trial, or said; `order` counts over all trials of the experiment."""
+
+    order: int
+    what: Literal["added", "decided", "resumed", "ended"]
+    report: StepReport | None = None
+    """With "decided": what was decided about; with "ended": the last one."""
+    decision: Decision | None = None
+    failed: bool = False
+    """With "ended": whether the trial errored."""
+
+
+class Trial(Value):
+    """One configuration being trained, as the journal tells it."""
+
+    trial: str
+    config: Mapping[str, object]
+    fingerprint: Mapping[str, str] = Field(default_factory=dict)
+    apart: bool = False
+    """Whether it has a journal of its own, which the experiment's takes in."""
+    status: Status = Status.PENDING
+    attempt: int = 0
+    step: int = 0
+    """The newest step reported in the history that counts."""
+    metrics: Mapping[str, object] = Field(default_factory=dict)
+    """The metrics of that step."""
+    trained_seconds: float = 0.0
+    """The training time up to that step."""
+    checkpoints: tuple[CheckpointRef, ...] = ()
+    """The live ones, oldest first."""
+    quarantined: tuple[int, ...] = ()
+    """Sequences of checkpoints that are not to be used."""
+    lost_checkpoints: int = 0
+    """How many of them had been committed: where these were all there were, a start from nothing is no resume."""
+    collected_up_to: int = 0
+    """The entry of the last retirement: blobs begun before it are reused only while a checkpoint has them."""
+    claims: tuple[Claim, ...] = ()
+    """By whom its checkpoints, live ones and retired ones, were cloned: their bytes stay until that is over."""
+    user_failures: int = 0
+    """Failures of the user's code since the trial was added or requeued."""
+    machine_failures: int = 0
+    """Failures of the machine since the last commit."""
+    same_start: int = 0
+    """How many attempts in a row died before their first step from one and the same start."""
+    blamed_checkpoints: int = 0
+    """How many checkpoints were put aside for killing the trainable, since the last commit."""
+    started_from: int | None = None
+    """The sequence that the last attempt restored; None for a start from nothing."""
+    wasted_steps: int = 0
+    """Steps that were journaled and had to be done again."""
+    reason: str = ""
+    """Why it ended, or what the last attempt died of."""
+    cause: Cause | None = None
+    """What kind of death that was."""
+    returned: bool = False
+    """Whether the trainable ended by itself."""
+    left: bool = False
+    """Whether somebody ended it who is not its stopper."""
+    absorbed: int = 0
+    """The last entry of its own journal that the experiment's journal has taken in."""
+    proposed: Mapping[str, object] | None = None
+    """The configuration it was added with, where it has exploited another trial since."""
+    exploits: Exploit | None = None
+    """What the scheduler has decided and the trial has not done yet."""
+    past: tuple[Happening, ...] = ()
+    """What search and scheduler have to be told again when the experiment is resumed, oldest first."""
+
+
+def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
+    """Return the checkpoint to go on from: the last one committed that is not quarantined."""
+    return trial.checkpoints[-1] if trial.checkpoints else None
+
+
+def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
+    """Return the key of that checkpoint."""
+    newest = newest_checkpoint(trial)
+    return CheckpointKey(trial=folder, step=newest.step, sequence=newest.sequence) if newest else None
+
+
+def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
+    """Return whether it is a checkpoint of `trial` now."""
+    return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.checkpoints)
+
+
+def is_held(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
+    """Return whether a clone needs its bytes, though it is no checkpoint of `trial` any more."""
+    claimed = any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.claims)
+    return claimed and not is_live(trial, checkpoint)
+
+
+def is_acceptable(trial: Trial, sequence: int) -> bool:
+    """Return whether a save that began after entry `sequence` may still become a checkpoint of `trial`.
+
+    Not one that began before the last retirement: what it reused may have been deleted since. Not one
+    that is older than a checkpoint the journal names, or as old: its owner has gone on without it.
+    """
+    known = max((*(each.sequence for each in trial.checkpoints), *trial.quarantined), default=0)
+    return sequence > known and sequence >= trial.collected_up_to
