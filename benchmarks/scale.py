@@ -1,0 +1,146 @@
+"""An experiment of 100, 1,000 and 10,000 trials: what opening it reads, what an entry costs, what it holds in memory.
+
+    python -m benchmarks.scale [--write] [--trials 100 1000 10000]
+
+A history of six entries for each trial, sixteen trials at a time, is written once to a store in memory, which counts;
+then it lies on a disk and on an object store on loopback, and a process of its own opens it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from benchmarks.long_history import History, write_history
+from benchmarks.opening import Measured
+from benchmarks.tables import circumstances, table, write
+from prefect_tune.stores.staging import side_by_side
+from tests.fakes.object_stores import object_store
+from tests.fakes.s3_sink import S3SinkProcess
+
+_REPOSITORY = Path(__file__).parents[1]
+_KIB, _MIB = 1 << 10, 1 << 20
+_LATENCY = timedelta(milliseconds=10)
+_MOST_SECONDS, _MOST_OBJECTS = 5.0, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """One size: the history, and what opening it cost."""
+
+    history: History
+    local: Measured
+    owned: Measured
+    """Taken over on the disk: opened, and an entry written."""
+    remote: Measured
+    remote_requests: int
+    distant: Measured
+    """The same, each reply 10 ms late."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the limits are kept."""
+        opened = (self.local, self.owned, self.remote, self.distant)
+        return all(each.wall_seconds <= _MOST_SECONDS and each.objects_read <= _MOST_OBJECTS for each in opened)
+
+
+@contextmanager
+def _laid_out(history: History) -> Iterator[Path]:
+    room = Path(tempfile.mkdtemp(prefix="prefect-tune-"))
+    try:
+        for path, data in history.objects.items():
+            (room / path).parent.mkdir(parents=True, exist_ok=True)
+            (room / path).write_bytes(data)
+        yield room
+    finally:
+        shutil.rmtree(room)
+
+
+def _upload(history: History, endpoint: str) -> None:
+    store = object_store(endpoint, prefix="runs", seconds=1800)
+    with side_by_side() as transfers:
+        for _ in transfers(lambda each: store.put(*each), history.objects.items()):
+            pass
+    store.close()
+
+
+def _opened(act: str, *where: str) -> Measured:
+    command = [sys.executable, "-m", "benchmarks.opening", act, *where]
+    done = subprocess.run(command, cwd=_REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    return Measured(**json.loads(done.stdout))
+
+
+def measure(trial_count: int) -> Scale:
+    """Write a history of so many trials, and open it on a disk and on an object store."""
+    history = write_history(trial_count)
+    with _laid_out(history) as room:
+        local = _opened("load", "--directory", str(room))
+        owned = _opened("own", "--directory", str(room))
+    with S3SinkProcess() as sink:
+        _upload(history, sink.endpoint)
+        sink.counted()
+        remote = _opened("load", "--endpoint", sink.endpoint)
+        requests = sink.counted()["requests"]
+        sink.set_latency(_LATENCY)
+        distant = _opened("load", "--endpoint", sink.endpoint)
+    return Scale(history, local, owned, remote, requests, distant)
+
+
+_Row = tuple[str, Callable[[Scale], str]]
+_ROWS: Sequence[_Row] = [
+    ("entries of the journal", lambda it: f"{it.history.entries:,}"),
+    ("**opening**: objects read (≤ 20)", lambda it: f"**{it.remote.objects_read}**"),
+    ("requests, listings and a look for a later entry included", lambda it: f"{it.remote_requests}"),
+    ("MiB read", lambda it: f"{it.remote.bytes_read / _MIB:.2f}"),
+    ("s from a disk, wall / CPU (≤ 5)", lambda it: _seconds(it.local)),
+    ("s from a disk, taken over and the due segment written", lambda it: _seconds(it.owned)),
+    ("s from an object store", lambda it: _seconds(it.remote)),
+    ("s from an object store, 10 ms away", lambda it: _seconds(it.distant)),
+    ("**an entry**: CPU, µs", lambda it: f"{it.history.append_microseconds:.0f}"),
+    ("requests", lambda it: f"{it.history.requests:.2f}"),
+    ("bytes sent", lambda it: f"{it.history.entry_bytes:.0f}"),
+    ("**segments**, off its path, for each entry: CPU, µs", lambda it: f"{it.history.late_microseconds:.0f}"),
+    ("requests", lambda it: f"{it.history.late_requests:.2f}"),
+    ("bytes sent", lambda it: f"{it.history.late_bytes:,.0f}"),
+    ("the largest one, MiB", lambda it: f"{it.history.largest_segment_bytes / _MIB:.2f}"),
+    ("**memory** of the process that opened it, MiB: before → with it (peak)", lambda it: _memory(it.local)),
+]
+
+
+def _seconds(measured: Measured) -> str:
+    return f"{measured.wall_seconds:.2f} / {measured.cpu_seconds:.2f}"
+
+
+def _memory(measured: Measured) -> str:
+    before, held, peak = (
+        size >> 20 for size in (measured.rss_before_bytes, measured.rss_bytes, measured.peak_rss_bytes)
+    )
+    return f"{before} → {held} ({peak})"
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    parser.add_argument("--trials", type=int, nargs="+", default=[100, 1000, 10_000])
+    asked = parser.parse_args()
+    scales = [measure(count) for count in asked.trials]
+    head = ["trials", *(f"{scale.history.trials:,}" for scale in scales)]
+    rows = [[what, *(shown(scale) for scale in scales)] for what, shown in _ROWS]
+    rows.append(["limits kept", *("yes" if scale.holds else "**no**" for scale in scales)])
+    text = f"{table(head, rows)}\n\n{circumstances('rpds-py', 'pydantic', 'obstore')}"
+    print(text)
+    if asked.write:
+        write("scale", text)
+
+
+if __name__ == "__main__":
+    _main()
