@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +45,7 @@ class TrialSession:
         self._curve: list[StepReport] = list(start.curve)
         self._trained = timedelta(seconds=start.trained_seconds)
         self._resumed_at = time.monotonic()
+        self._saved_step, self._saved_at = start.from_step, self._resumed_at
         self._uploading: int | None = None
         self._want_save = False
         self._over: TrialOver | None = None
@@ -74,6 +75,7 @@ class TrialSession:
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
         """The function API's step: report, hand over, and leave by `TrialOver` when the trial is to end."""
+        self._require_going_on()
         told = self.count(metrics)
         directory = _local_directory(checkpoint) if checkpoint is not None else None
         if directory is None:
@@ -87,6 +89,41 @@ class TrialSession:
             self.hand_over(told, directory, "lent")
         self.heed_milestone()
         self.end_if_due(saved=directory is not None)
+
+    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+        """The class API's step: report, have the state saved when that is due, and leave as `report` does."""
+        self._require_going_on()
+        told = self.count(metrics)
+        if saves := self._is_save_due():
+            self._saved_step, self._saved_at = self.step, time.monotonic()
+            self.hand_over(told, self._written_by(save), "moved")
+        else:
+            self.tell(told)
+        self.heed_milestone()
+        if not saves and self.wants_state:
+            self.hand_over_state(told, self._written_by(save))
+        self.end_if_due(saved=saves or self.wants_state)
+
+    def save_last_step(self, save: Callable[[str], None]) -> None:
+        """Have the state after the last step saved, where that has not been done and the trial has not ended."""
+        if self._over is None and self.step > self._saved_step:
+            self._saved_step, self._saved_at = self.step, time.monotonic()
+            self.hand_over_state(self._curve[-1], self._written_by(save))
+
+    def _is_save_due(self) -> bool:
+        cadence = self._start.cadence
+        steps, elapsed = self.step - self._saved_step, timedelta(seconds=time.monotonic() - self._saved_at)
+        return self.wants_save() or cadence.due(steps, elapsed) or (cadence.at_end and self.why_stop() is not None)
+
+    def _written_by(self, save: Callable[[str], None]) -> Path:
+        directory = self.new_directory()
+        save(str(directory))
+        return directory
+
+    def _require_going_on(self) -> None:
+        """Count nothing that comes after the end: a framework may end its loop in order, and report once more."""
+        if self._over is not None:
+            raise self._over
 
     def count(self, metrics: Mapping[str, object]) -> StepReport:
         """Make the report of the next step."""
@@ -178,7 +215,7 @@ class TrialSession:
 
     def begin(self) -> None:
         """Start the clock: everything is set up, and the checkpoint is loaded."""
-        self._resumed_at = time.monotonic()
+        self._resumed_at = self._saved_at = time.monotonic()
 
     def settle(self) -> None:
         """Return once nothing is being uploaded any more."""

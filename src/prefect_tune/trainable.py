@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from prefect_tune.core.errors import InvalidInput
 if TYPE_CHECKING:
     from prefect_tune.checkpoint import Checkpoint
 
-__all__ = ["Trainable", "TrialInfo", "get_checkpoint", "get_trial", "report"]
+__all__ = ["Trainable", "TrialInfo", "get_checkpoint", "get_trial", "report", "report_step", "save_last_step"]
 
 
 class Trainable:
@@ -94,6 +94,10 @@ class Session(Protocol):
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None: ...
 
+    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None: ...
+
+    def save_last_step(self, save: Callable[[str], None]) -> None: ...
+
     def restored(self) -> Path | None: ...
 
     def info(self) -> TrialInfo: ...
@@ -120,6 +124,28 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
         InvalidInput: no trial runs here, or the checkpoint is not a local directory.
     """
     _session("pt.report").report(metrics, checkpoint)
+
+
+def report_step(metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+    """Tell the metrics of one step, and have `save` write the state after it when that is due.
+
+    It is due when the `Cadence` of the flow says so, at the last step, when somebody asks the trial to stop, and when
+    a scheduler wants the state: a function that reports like this is saved as a class trainable is. `save` is called
+    with an empty directory, before this returns.
+
+    Raises:
+        BadMetric: a value is NaN, infinite, or cannot be stored.
+        InvalidInput: no trial runs here.
+    """
+    _session("pt.report_step").report_step(metrics, save)
+
+
+def save_last_step(save: Callable[[str], None]) -> None:
+    """Have `save` write the state after the last step told by `report_step`, where it has not been saved.
+
+    For a loop that ends by itself: nobody knew at its last step that there would be no other.
+    """
+    _session("pt.save_last_step").save_last_step(save)
 
 
 def get_checkpoint() -> Checkpoint | None:

@@ -14,12 +14,10 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, cast
@@ -178,7 +176,7 @@ class _Attempts:
         if start.restored:
             trainable.load_checkpoint(start.restored)
         try:
-            _train_until_over(session, trainable, start)
+            _train_until_over(session, trainable)
         except TrialOver as over:
             if self._may_wait and not over.interrupted and ready.can_become_another():
                 self._kept = ready
@@ -225,27 +223,10 @@ def _run_function(session: TrialSession, function: TrainFunction, start: Start) 
     return TrialEnded(reason="the trainable returned", returned=True)
 
 
-def _train_until_over(session: TrialSession, trainable: Trainable, start: Start) -> NoReturn:
+def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
     session.begin()
-    saved_step, saved_at = session.step, time.monotonic()
     while True:
-        report = session.count(trainable.step())
-        why = session.why_stop()
-        steps, elapsed = session.step - saved_step, timedelta(seconds=time.monotonic() - saved_at)
-        at_end = why is not None and start.cadence.at_end
-        if saves := session.wants_save() or at_end or start.cadence.due(steps, elapsed):
-            saved_step, saved_at = session.step, time.monotonic()
-            directory = session.new_directory()
-            trainable.save_checkpoint(str(directory))
-            session.hand_over(report, directory, "moved")
-        else:
-            session.tell(report)
-        session.heed_milestone()
-        if not saves and session.wants_state:
-            directory = session.new_directory()
-            trainable.save_checkpoint(str(directory))
-            session.hand_over_state(report, directory)
-        session.end_if_due(saved=saves or session.wants_state)
+        session.report_step(trainable.step(), trainable.save_checkpoint)
 
 
 def _code(trainable: type | TrainFunction) -> str:

@@ -1,4 +1,4 @@
-"""The trial's own side, in this process: every word that it hears is there before it begins."""
+"""The trial's own side, in this process: what it hears unasked is there before it begins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from contextvars import copy_context
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,13 +25,16 @@ from prefect_tune.core.wire import (
     Loaded,
     Saved,
     Start,
+    StateSaved,
     StepDone,
     StopAndSave,
     ToTrial,
     TrialEnded,
     from_trial,
 )
+from prefect_tune.session import TrialOver
 from prefect_tune.tasks.plan import payload
+from prefect_tune.trainable import report_step, save_last_step
 from prefect_tune.trial_process import train
 
 Config = Mapping[str, object]
@@ -40,12 +43,17 @@ Trains = Callable[[Config], Mapping[str, object] | None]
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., Sequence[FromTrial]]:
-    """Train here, with everything that the supervisor says said at once; return what the trial says."""
+    """Train here, with everything that the supervisor says unasked said at once; return what the trial says."""
     return partial(_trained, tmp_path)
 
 
 def _trained(
-    folder: Path, function: Trains, *said: ToTrial, stopper: Stopper | None = None, curve: tuple[StepReport, ...] = ()
+    folder: Path,
+    function: Trains,
+    *said: ToTrial,
+    stopper: Stopper | None = None,
+    curve: tuple[StepReport, ...] = (),
+    cadence: Cadence = Cadence(),  # noqa: B008  frozen
 ) -> Sequence[FromTrial]:
     start = Start(
         experiment="e",
@@ -62,19 +70,28 @@ def _trained(
         from_step=curve[-1].step if curve else 0,
         trained_seconds=0,
         curve=curve,
-        cadence=Cadence(),
+        cadence=cadence,
         overlap=False,
     )
     ours, theirs = socket.socketpair()
     with closing(Connection(ours.detach())) as near, closing(Connection(theirs.detach())) as far:
         for message in (start, *said):
             near.send_bytes(message.model_dump_json().encode())
+        heard: list[FromTrial] = []
+        listening = threading.Thread(target=_hear, args=(near, heard))
+        listening.start()
         # In a context of its own, as a thread is: the trial of one test is not the next one's.
         copy_context().run(train, far, whole_process=False)
-        heard = []
-        while near.poll():
-            heard.append(from_trial.validate_json(near.recv_bytes()))
+        listening.join()
         return heard
+
+
+def _hear(near: Connection, heard: list[FromTrial]) -> None:
+    """Hear all that the trial says, and acknowledge what it hands over."""
+    while not (heard and isinstance(heard[-1], TrialEnded | Broke)):
+        heard.append(from_trial.validate_json(near.recv_bytes()))
+        if isinstance(heard[-1], StepDone | StateSaved) and heard[-1].checkpoint:
+            near.send_bytes(Saved(step=heard[-1].report.step).model_dump_json().encode())
 
 
 def _save() -> None:
@@ -108,7 +125,7 @@ def _trains_in_a_thread(_config: Config) -> None:
 def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
     trained: Callable[..., Sequence[FromTrial]], trains: Trains
 ) -> None:
-    loaded, step, ended = trained(trains, StopAndSave(), Saved(step=1))
+    loaded, step, ended = trained(trains, StopAndSave())
     assert isinstance(loaded, Loaded)
     assert isinstance(step, StepDone)
     assert ended == TrialEnded(reason="saved, as asked", interrupted=True)
@@ -118,7 +135,7 @@ def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
 def test_a_function_that_never_saw_its_criterion_has_met_it(
     trained: Callable[..., Sequence[FromTrial]], trains: Trains
 ) -> None:
-    ended = trained(trains, Saved(step=1), stopper=MaxSteps(1))[-1]
+    ended = trained(trains, stopper=MaxSteps(1))[-1]
     assert isinstance(ended, TrialEnded)
     assert "step" in ended.reason
     assert (ended.interrupted, ended.returned) == (False, False)
@@ -174,3 +191,50 @@ def test_a_trial_whose_last_step_said_done_is_not_trained_again(
 
     last = StepReport(step=3, metrics={"done": True})
     assert trained(trains, curve=(last,)) == [TrialEnded(reason="the trainable said it is done")]
+
+
+def _write(directory: str) -> None:
+    (Path(directory) / "weights").write_text("w")
+
+
+def _reports_steps(config: Config) -> None:
+    del config
+    for _ in range(5):
+        report_step({"loss": 1.0}, _write)
+    save_last_step(_write)
+
+
+def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(
+    trained: Callable[..., Sequence[FromTrial]],
+) -> None:
+    said = trained(_reports_steps, cadence=Cadence(every_steps=2))
+    saved = [each.report.step for each in said if isinstance(each, StepDone) and each.checkpoint]
+    states = [each.report.step for each in said if isinstance(each, StateSaved)]
+    assert (saved, states, said[-1]) == ([2, 4], [5], TrialEnded(reason="the trainable returned", returned=True))
+
+
+def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(
+    trained: Callable[..., Sequence[FromTrial]],
+) -> None:
+    *_, last, ended = trained(_reports_steps, stopper=MaxSteps(3))
+    assert isinstance(last, StepDone)
+    assert (last.report.step, last.checkpoint is not None) == (3, True)
+    assert isinstance(ended, TrialEnded)
+
+
+def _goes_on(report: Callable[[], None]) -> Trains:
+    def trains(_config: Config) -> None:
+        for _ in range(3):
+            with suppress(TrialOver):
+                report()
+        save_last_step(_write)
+
+    return trains
+
+
+@pytest.mark.parametrize("report", [lambda: pt.report({"loss": 1.0}), lambda: report_step({"loss": 1.0}, _write)])
+def test_what_is_reported_after_the_end_counts_for_nothing(
+    trained: Callable[..., Sequence[FromTrial]], report: Callable[[], None]
+) -> None:
+    said = trained(_goes_on(report), stopper=MaxSteps(1))
+    assert [type(each) for each in said] == [Loaded, StepDone, TrialEnded]

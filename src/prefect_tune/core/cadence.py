@@ -15,8 +15,8 @@ __all__ = ["Cadence"]
 class Cadence(Value):
     """When a class trainable saves: whichever comes first.
 
-    A function trainable saves whenever it reports a checkpoint. A class trainable also saves when it is asked
-    to stop, and when a report holds `should_checkpoint`.
+    A function trainable saves whenever it reports a checkpoint, or, with `report_step` and the integrations' callbacks,
+    as a class trainable does. That also saves when it is asked to stop, and when a report holds `should_checkpoint`.
     """
 
     every_steps: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Save after this many steps.")
