@@ -10,6 +10,7 @@ from itertools import pairwise
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import (
     AlreadyExists,
+    InvalidInput,
     JournalCorrupt,
     ObjectNotFound,
     StoreRefused,
@@ -36,7 +37,7 @@ from prefect_tune.core.spans import begin_of, boundaries
 from prefect_tune.core.store import Buffer, ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 
-__all__ = ["append", "append_as_guest", "entries_beyond", "history", "load", "next_entry", "take_over"]
+__all__ = ["append", "append_as_guest", "as_of", "entries_beyond", "history", "load", "next_entry", "take_over"]
 
 _RACES = 16
 
@@ -56,6 +57,28 @@ def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper)
 def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Sequence[Entry]:
     """Return every entry from the first: for curves, timelines, and whoever wants to know why."""
     return [entry for entry, _ in _entries(store, journal_key(journal), 0, side_by_side)]
+
+
+def as_of(
+    store: ObjectStore, journal: JournalKey | str, number: int | None, *, side_by_side: Mapper
+) -> tuple[Experiment, Sequence[Entry]]:
+    """Return the experiment after entry `number`, or after the last where that is None, and every entry up to it.
+
+    Raises:
+        InvalidInput: there is no such entry.
+        JournalCorrupt: as `load`.
+    """
+    key = journal_key(journal)
+    last = load(store, key, side_by_side=side_by_side).number
+    wanted = last if number is None else number
+    if not 1 <= wanted <= last:
+        raise InvalidInput(f"{key}: expected an entry from 1 to {last}, found {wanted}")
+    paths = (key.entry_path(each) for each in range(1, wanted + 1))
+    state, entries = nothing_yet(key), list[Entry]()
+    for path, data in side_by_side(lambda path: (path, _read_listed(store, path)), paths):
+        entries.append(_decode(data, path))
+        state = apply(state, entries[-1], digest_of(data))
+    return state, entries
 
 
 def entries_beyond(

@@ -1,0 +1,229 @@
+"""Fork an experiment: another one goes on from any entry of its journal, and no byte of a checkpoint is copied.
+
+What a fork begins with is what the origin's journal held at that entry, and nothing else. Of a trial that
+is what had been absorbed by then: what its own journal said later, or said already and the experiment's
+did not, is not part of it. The origin is written to as a guest only, so it may be running.
+
+A fork is begun by an entry of its own journal that names the origin's. Then each trial gets a journal of its
+own, with its history and clones of its checkpoints. The last entry holds everything that had happened, and
+makes it whole. Whatever is cut short before that is nothing; done again, it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from prefect_tune.core.clone import clone
+from prefect_tune.core.commit import Mapper
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
+from prefect_tune.core.events import (
+    Absorbed,
+    Adopted,
+    CheckpointRef,
+    Described,
+    Event,
+    ForkBegun,
+    Forked,
+    ForkOrigin,
+    Inherited,
+    Opened,
+    Owner,
+    Rebased,
+)
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import append, as_of, history, load, take_over
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.segments import write_due_segment
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.trial import Trial, is_held, is_live
+from prefect_tune.core.values import Stamp
+
+__all__ = ["Fork", "Past", "begin_fork", "deleted_since", "fork", "past_of"]
+
+_NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """An experiment as it was after an entry of its journal, and all that had happened to its trials."""
+
+    experiment: Experiment
+    events: Sequence[Event]
+    settings: Mapping[str, object]
+    """What the fork is asked to be."""
+
+    @property
+    def origin(self) -> ForkOrigin:
+        """The entry."""
+        found = self.experiment
+        return ForkOrigin(experiment=found.name, number=found.number, digest=found.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A fork that is whole, and the checkpoints of its past that the origin had deleted before."""
+
+    experiment: Experiment
+    lost: Mapping[str, Sequence[CheckpointRef]] = field(default_factory=dict)
+    """By trial, oldest first."""
+
+
+def past_of(store: ObjectStore, experiment: str, number: int | None, *, side_by_side: Mapper) -> Past:
+    """Return the past of `experiment` up to entry `number`; None for all of it so far.
+
+    Raises:
+        InvalidInput: there is no such entry, or the experiment has trials without journals of their own.
+        JournalCorrupt: its journal does not hold together.
+    """
+    found, entries = as_of(store, experiment, number, side_by_side=side_by_side)
+    if not found.is_whole:
+        raise InvalidInput(f"experiment {experiment!r} is a fork that was cut short: there is nothing to fork")
+    if not all(trial.apart for trial in found.trials.values()):
+        raise InvalidInput(f"experiment {experiment!r} is no search: only searches can be forked")
+    events = [event for entry in entries for event in entry.events if not isinstance(event, _NOT_OF_THE_PAST)]
+    return Past(found, events, found.settings)
+
+
+def deleted_since(store: ObjectStore, past: Past, *, side_by_side: Mapper) -> Mapping[str, Sequence[CheckpointRef]]:
+    """Return by trial the checkpoints of the past that the origin has deleted, or is about to."""
+    saved = [trial for trial in past.experiment.trials.values() if trial.checkpoints]
+    gone = side_by_side(lambda trial: (trial.trial, _gone(store, past.experiment.name, trial)), saved)
+    return {trial: refs for trial, refs in gone if refs}
+
+
+def _gone(store: ObjectStore, origin: str, then: Trial) -> Sequence[CheckpointRef]:
+    folder = TrialKey(experiment=origin, trial=then.trial)
+    own = JournalKey(experiment=origin, trial=then.trial)
+    now = load(store, own, side_by_side=map).trial(then.trial)
+    keys = [(ref, CheckpointKey(trial=folder, step=ref.step, sequence=ref.sequence)) for ref in then.checkpoints]
+    return [ref for ref, key in keys if not (is_live(now, key) or is_held(now, key))]
+
+
+def begin_fork(  # noqa: PLR0913 - the last is how `take_over` reads
+    store: ObjectStore, name: str, origin: ForkOrigin, owner: Owner, stamp: Stamp, *, side_by_side: Mapper
+) -> Experiment:
+    """Open the experiment `name` as one that is to become a fork, or has become one; only one owner makes it.
+
+    Called again for a fork that was cut short, it is the same fork.
+
+    Raises:
+        InvalidInput: the name is another experiment's, or that of a fork of another entry.
+        Superseded: somebody else makes the same fork.
+    """
+
+    def also(found: Experiment) -> Sequence[Event]:
+        if not found.number:
+            return [ForkBegun(origin=origin)]
+        if found.origin != origin:
+            what = f"a fork of {found.origin}" if found.origin else "no fork"
+            raise InvalidInput(f"experiment {name!r} exists, and is {what}, not of {origin}: take another name")
+        return []
+
+    return take_over(store, name, owner, stamp, side_by_side=side_by_side, also=also)
+
+
+def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side_by_side: Mapper) -> Fork:
+    """Make the experiment that `begin_fork` opened a fork of `past`, and return it when it is whole.
+
+    Killed at any time, it is begun again by `begin_fork`, and what is there already is kept.
+
+    Raises:
+        InvalidInput: a trial's folder holds what is of another experiment.
+        Superseded: somebody else makes the same fork.
+        StoreUnavailable, CommitUnknown: call again, with the same stamp.
+    """
+    if into.is_whole:
+        return Fork(into)
+    trials = list(past.experiment.trials.values())
+    histories = _histories(past.events)
+    made = list(side_by_side(lambda trial: _forked(store, past, into, trial, histories, stamp), trials))
+    events = [Described(settings=past.settings), *past.events, *(rebased for rebased, _ in made), Forked()]
+    whole = append(store, into, events, stamp)
+    write_due_segment(store, whole)
+    return Fork(whole, {rebased.trial: lost for rebased, lost in made if lost})
+
+
+def _histories(events: Sequence[Event]) -> Mapping[str, Sequence[Event]]:
+    """By trial, what its own journal held of what had been absorbed."""
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        if isinstance(event, Absorbed):
+            own = (each for each in event.events if not isinstance(each, Opened | Absorbed))
+            found.setdefault(event.trial, []).extend(own)
+        elif isinstance(event, Rebased):
+            found.setdefault(event.trial, []).append(event)
+    return found
+
+
+def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
+    store: ObjectStore,
+    past: Past,
+    into: Experiment,
+    trial: Trial,
+    histories: Mapping[str, Sequence[Event]],
+    stamp: Stamp,
+) -> tuple[Rebased, Sequence[CheckpointRef]]:
+    """Give a trial a journal of its own, unless it had none; return what it has, and what it has not any more."""
+    if not trial.absorbed:
+        return Rebased(trial=trial.trial), ()
+    state = _opened(store, into, trial.trial, histories[trial.trial], stamp)
+    lost: list[CheckpointRef] = []
+    for ref, source in _missing(store, past.experiment.name, trial, state):
+        inherited = _inherited(store, ref, source, state, _numbered(stamp, state))
+        if inherited is None:
+            lost.append(ref)
+            continue
+        state = append(store, state, [inherited], _numbered(stamp, state))
+        write_due_segment(store, state)
+    there = state.trial(trial.trial)
+    return Rebased(trial=trial.trial, checkpoints=there.checkpoints, absorbed=state.number), lost
+
+
+def _opened(store: ObjectStore, into: Experiment, trial: str, told: Sequence[Event], stamp: Stamp) -> Experiment:
+    if into.owner is None:
+        raise InvalidInput(f"{into.key}: nobody has opened it")
+    key = JournalKey(experiment=into.name, trial=trial)
+    first = (*told, Rebased(trial=trial))
+    also = partial(_unless_there, first=first)
+    opened = take_over(store, key, into.owner, stamp, side_by_side=map, also=also)
+    entry = history(store, key, side_by_side=map)[0] if opened.epoch > 1 else None
+    if entry is not None and entry.events[1:] != first:
+        raise InvalidInput(f"{key.folder}: holds what is left of another experiment: take another name for the fork")
+    return opened
+
+
+def _unless_there(found: Experiment, *, first: Sequence[Event]) -> Sequence[Event]:
+    return () if found.number else first
+
+
+def _missing(
+    store: ObjectStore, origin: str, trial: Trial, state: Experiment
+) -> Iterator[tuple[CheckpointRef, CheckpointKey]]:
+    """The checkpoints that the trial had and has not yet, oldest first."""
+    entries = history(store, state.key, side_by_side=map) if state.number > 1 else ()
+    events = (event for entry in entries for event in entry.events)
+    there = {event.source for event in events if isinstance(event, Inherited)}
+    folder = TrialKey(experiment=origin, trial=trial.trial)
+    for ref in trial.checkpoints:
+        source = CheckpointKey(trial=folder, step=ref.step, sequence=ref.sequence)
+        if source not in there:
+            yield ref, source
+
+
+def _inherited(
+    store: ObjectStore, ref: CheckpointRef, source: CheckpointKey, state: Experiment, stamp: Stamp
+) -> Inherited | None:
+    """Clone a checkpoint; None where its bytes are not there any more."""
+    trial = source.trial.trial
+    try:
+        copy = clone(store, source, state, trial, stamp, side_by_side=map)
+    except (CheckpointNotFound, CheckpointCorrupt):
+        return None
+    return Inherited(trial=trial, checkpoint=copy.model_copy(update={"pinned": ref.pinned}), source=source)
+
+
+def _numbered(stamp: Stamp, state: Experiment) -> Stamp:
+    """Each entry has a stamp of its own, and another try has the same."""
+    return Stamp(write_id=f"{stamp.write_id}-{state.number}", at=stamp.at)

@@ -1,0 +1,201 @@
+"""A search as its driver and its trials' supervisors write it: trials with journals of their own, on any store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from prefect_tune.core.adopt import adopt
+from prefect_tune.core.clone import clear
+from prefect_tune.core.commit import Reusable, commit
+from prefect_tune.core.errors import TuneError
+from prefect_tune.core.events import (
+    Absorbed,
+    Adopted,
+    CheckpointRef,
+    Committed,
+    Decided,
+    Described,
+    Event,
+    Finished,
+    Owner,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import append, entries_beyond, load, take_over
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.manifest import About
+from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.retention import Retention, retired
+from prefect_tune.core.schedulers.scheduler import Continue
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.trial import Trial, newest_checkpoint
+from prefect_tune.core.values import Stamp, StepReport
+from tests.core.driver import retried
+from tests.fakes.memory_files import MemoryFiles, restored
+
+__all__ = ["SmallSearch", "content", "own_state", "search_of_three", "unreadable"]
+
+_STAMPS = count()
+
+
+def _stamp() -> Stamp:
+    return Stamp(write_id=f"small-{next(_STAMPS)}", at="2026-11-21T08:00:00Z")
+
+
+def content(trial: str, step: int) -> Mapping[str, bytes]:
+    """What the checkpoint of a step holds, in whichever experiment."""
+    return {"backbone": b"shared " * 20, "head": f"{trial} {step}".encode() * 9}
+
+
+@dataclass
+class SmallSearch:
+    """The owner of an experiment and of every trial's journal."""
+
+    store: ObjectStore
+    name: str = "old"
+    retention: Retention = field(default_factory=lambda: Retention(last=2))
+    state: Experiment = field(init=False)
+    trials: dict[str, Experiment] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.state = self._opened(JournalKey(experiment=self.name))
+
+    def describe(self, **settings: object) -> None:
+        self.write(Described(settings=settings))
+
+    def add(self, trial: str) -> None:
+        self.write(TrialAdded(trial=trial, config={"name": trial}, apart=True))
+
+    def begin(self, trial: str) -> None:
+        """An attempt, from the newest checkpoint, whose bytes must be right."""
+        self._open(trial)
+        state = self.trials[trial].trial(trial)
+        newest = newest_checkpoint(state)
+        if newest is not None:
+            key = CheckpointKey(trial=self.key(trial), step=newest.step, sequence=newest.sequence)
+            assert restored(self.store, retried(lambda: read_manifest(self.store, key))) == content(trial, newest.step)
+        step, sequence = (newest.step, newest.sequence) if newest else (0, None)
+        self._tell(trial, Started(trial=trial, attempt=state.attempt + 1, from_step=step, from_sequence=sequence))
+
+    def step(self, trial: str, *, saves: bool = True) -> None:
+        """Train a step, and save it; what that retires is deleted."""
+        state = self.trials[trial]
+        step = state.trial(trial).step + 1
+        report = StepReport(step=step, metrics={"loss": 1 / step}, trained_seconds=float(step))
+        if not saves:
+            self._tell(trial, Reported(trial=trial, report=report))
+            return
+        key = CheckpointKey(trial=self.key(trial), step=step, sequence=state.number)
+        stamp = _stamp()
+        about = About(
+            attempt=state.trial(trial).attempt,
+            epoch=state.epoch,
+            write_id=stamp.write_id,
+            created_at=stamp.at,
+            metrics=report.metrics,
+        )
+        retried(
+            lambda: commit(
+                self.store, key, MemoryFiles(content(trial, step)), about, reuse=Reusable(), side_by_side=map
+            )
+        )
+        ref = CheckpointRef(step=step, sequence=key.sequence, metrics=report.metrics)
+        live = (*state.trial(trial).checkpoints, ref)
+        going = retired(live, self.retention)
+        self._tell(trial, Reported(trial=trial, report=report), Committed(trial=trial, checkpoint=ref, retires=going))
+        doomed = [each for each in live if each.sequence in going]
+        self.clear(trial, doomed)
+
+    def clear(self, trial: str, doomed: Sequence[CheckpointRef]) -> None:
+        keys = [CheckpointKey(trial=self.key(trial), step=each.step, sequence=each.sequence) for each in doomed]
+        stamp = _stamp()
+        found = self.trials[trial].trial(trial)
+        retried(lambda: clear(self.store, self.key(trial), found, keys, stamp, side_by_side=map))
+
+    def decide(self, trial: str) -> None:
+        known = self.state.trial(trial)
+        report = StepReport(step=known.step, metrics=known.metrics)
+        self.write(Decided(trial=trial, report=report, decision=Continue()))
+
+    def finish(self, trial: str) -> None:
+        self._tell(trial, Finished(trial=trial, reason="enough"))
+        self.absorb(trial)
+
+    def absorb(self, trial: str) -> None:
+        """Take in what the trial's own journal says that is new."""
+        known = self.state.trial(trial).absorbed
+        key = JournalKey(experiment=self.name, trial=trial)
+        for entry in retried(lambda: entries_beyond(self.store, key, known, side_by_side=map)):
+            self.write(Absorbed(trial=trial, number=entry.number, events=entry.events))
+
+    def write(self, *events: Event) -> None:
+        stamp = _stamp()
+        self.state = retried(lambda: append(self.store, self.state, events, stamp))
+
+    def key(self, trial: str) -> TrialKey:
+        return TrialKey(experiment=self.name, trial=trial)
+
+    def _open(self, trial: str) -> None:
+        key = JournalKey(experiment=self.name, trial=trial)
+        config = self.state.trial(trial).config
+        self.trials[trial] = self._opened(key, Adopted(), TrialAdded(trial=trial, config=config))
+
+    def _opened(self, key: JournalKey, *first: Event) -> Experiment:
+        stamp, owner = _stamp(), Owner(name=self.name, host="here", pid=1)
+        opened = retried(
+            lambda: take_over(
+                self.store, key, owner, stamp, side_by_side=map, also=lambda found: () if found.number else first
+            )
+        )
+        if first and opened.settled_from == opened.opened_at:
+            return opened
+        adopted, second = retried(lambda: adopt(self.store, opened)), _stamp()
+        return retried(lambda: append(self.store, opened, adopted, second))
+
+    def _tell(self, trial: str, *events: Event) -> None:
+        stamp = _stamp()
+        self.trials[trial] = retried(lambda: append(self.store, self.trials[trial], events, stamp))
+
+
+def search_of_three(store: ObjectStore) -> SmallSearch:
+    """One trial that ended, one that trains, further than was absorbed, and one that has not begun."""
+    search = SmallSearch(store)
+    search.describe(num_samples=3)
+    search.add("a")
+    search.begin("a")
+    for _ in range(3):
+        search.step("a")
+    search.finish("a")
+    search.add("b")
+    search.begin("b")
+    search.step("b")
+    search.step("b")
+    search.absorb("b")
+    search.decide("b")
+    search.add("c")
+    search.step("b", saves=False)
+    return search
+
+
+def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial]) -> list[str]:
+    """Return the live checkpoints of these trials of `experiment` that do not hold what they ought to."""
+    found = []
+    for trial in trials.values():
+        folder = TrialKey(experiment=experiment, trial=trial.trial)
+        for each in trial.checkpoints:
+            key = CheckpointKey(trial=folder, step=each.step, sequence=each.sequence)
+            try:
+                if restored(store, read_manifest(store, key)) != content(trial.trial, each.step):
+                    found.append(f"{key.folder} holds other bytes")
+            except TuneError as error:
+                found.append(f"{key.folder}: {error}")
+    return found
+
+
+def own_state(store: ObjectStore, experiment: str, trial: str) -> Trial:
+    """The trial as its own journal tells it."""
+    return load(store, JournalKey(experiment=experiment, trial=trial), side_by_side=map).trial(trial)
