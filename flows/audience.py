@@ -15,11 +15,13 @@ from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.flows.callbacks import Callbacks
 from prefect_tune.flows.listening import Listener, Listeners
+from prefect_tune.flows.progress import progress
 from prefect_tune.tasks import line
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.results import publish_results
 from prefect_tune.tasks.transient import unseen
 from prefect_tune.tasks.trial_channel import Log
+from prefect_tune.terminal.watch import Outlook
 
 __all__ = ["Audience"]
 
@@ -31,8 +33,18 @@ _MOST_REPORTS = 300_000
 class Audience:
     """Who listens to one run of a search, from its beginning to its end."""
 
-    def __init__(self, target: StorageTarget, search: SearchInfo, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self,
+        target: StorageTarget,
+        search: SearchInfo,
+        callbacks: Sequence[Callback],
+        outlook: Outlook,
+        *,
+        in_terminal: bool,
+    ) -> None:
         self._target = target
+        self._outlook = outlook
+        self._in_terminal = in_terminal
         self._search = search
         self._callbacks = callbacks
 
@@ -46,7 +58,8 @@ class Audience:
         keeper = _CurveKeeper(book.experiment)
         callbacks.start(book.experiment)
         try:
-            yield Listeners([keeper, callbacks])
+            with progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen:
+                yield Listeners([keeper, callbacks, seen])
             if not stop.is_set():
                 self._publish(book.experiment, keeper.curves, log)
         finally:

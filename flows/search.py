@@ -25,6 +25,7 @@ from prefect_tune.core.retention import Retention
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.search.search import Search
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.values import digest_of
 from prefect_tune.flows.asked import Asked, settings_of, space_of
@@ -46,6 +47,7 @@ from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.terminal.watch import Outlook
 
 __all__ = ["searched"]
 
@@ -61,7 +63,13 @@ def searched(asked: Asked) -> Results:
     require_possible(plan := _plan(asked, name, stopper))
     council = _council(asked, name, objective)
     crew = _crew(asked, plan, limits := _limits(asked, plan, stopper))
-    audience = Audience(plan.target, SearchInfo(name, plan.target.uri, objective), callbacks_for(asked.callbacks))
+    audience = Audience(
+        plan.target,
+        SearchInfo(name, plan.target.uri, objective),
+        callbacks_for(asked.callbacks),
+        _outlook(asked, name, objective, stopper),
+        in_terminal=asked.isolation == "process",  # elsewhere the terminal is the debugger's
+    )
 
     def search(stop: threading.Event) -> Experiment:
         check_target(plan.target)
@@ -113,9 +121,24 @@ def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper) -> Limits:
 
 def _council(asked: Asked, experiment: str, objective: Objective | None) -> Council:
     seed = asked.seed if asked.seed is not None else int(digest_of(experiment.encode())[:8], 16)
-    search = RandomSearch(asked.num_samples) if asked.search is None else search_from(asked.search)
+    search = _search(asked)
     scheduler = FIFO() if asked.scheduler is None else scheduler_from(asked.scheduler)
     return Council(search.begin(space_of(asked.space or {}), objective, seed), _begun(scheduler, objective, seed))
+
+
+def _search(asked: Asked) -> Search:
+    return RandomSearch(asked.num_samples) if asked.search is None else search_from(asked.search)
+
+
+def _outlook(asked: Asked, experiment: str, objective: Objective | None, stopper: Stopper) -> Outlook:
+    budget = asked.time_budget_seconds
+    return Outlook(
+        experiment,
+        objective,
+        trial_count=_search(asked).trial_count(space_of(asked.space or {})),
+        step_count=stopper.step_count,
+        time=None if budget is None else timedelta(seconds=budget),
+    )
 
 
 def _begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:

@@ -13,8 +13,8 @@ import typer
 
 from prefect_tune.cli.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.looking import best_of, chosen_trials, is_search, opened
-from prefect_tune.cli.printing import columns, plain, said, said_time, shown
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
+from prefect_tune.terminal.printing import columns, plain, said, said_time, shown
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,8 +11,8 @@ import typer
 
 from prefect_tune.cli.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.looking import chosen_trials, opened
-from prefect_tune.cli.printing import columns, plain, shown
 from prefect_tune.core.errors import CheckpointCorrupt
+from prefect_tune.terminal.printing import columns, plain, shown
 
 if TYPE_CHECKING:
     from prefect_tune.core.commit import Mapper

@@ -11,9 +11,9 @@ import typer
 
 from prefect_tune.cli.app import LOOK, ExperimentName, Target, app
 from prefect_tune.cli.looking import best_first, best_of, counted, objective_in, opened, place_at, written_at
-from prefect_tune.cli.printing import said, said_counts, said_time
-from prefect_tune.cli.trials_table import cells_of
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.terminal.printing import said, said_counts, said_time
+from prefect_tune.terminal.trials_table import cells_of
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment import Experiment

@@ -34,9 +34,9 @@ class _Isolation(StrEnum):
     THREAD = "thread"
 
 
-def _asks(option: str, metavar: str, about: str) -> typer.models.OptionInfo:
-    """An option that is worth a line of help, in a terminal of 80 columns."""
-    found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False)
+def _asks(option: str, metavar: str, about: str, *, at_least: int | None = None) -> typer.models.OptionInfo:
+    """An option whose help fits a terminal of 80 columns."""
+    found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False, min=at_least)
     return found
 
 
@@ -50,6 +50,15 @@ _AtOnce = Annotated[
 _Budget = Annotated[float | None, _asks("--time-budget-seconds", "S", "After so long all save and end, resumable.")]
 _Scheduler = Annotated[str | None, _asks("--scheduler", "NAME", 'Such as ASHA, or {"ASHA": {"max_t": 27}}.')]
 _Search = Annotated[str | None, _asks("--search", "NAME", "Likewise. Default: random and grid search.")]
+_Samples = Annotated[int, _asks("--num-samples", "N", "Trials; with a grid, of each point. Default: 10.", at_least=1)]
+_Every = Annotated[int | None, _asks("--checkpoint-every", "STEPS", "Default: every 60 s, and at the end.", at_least=1)]
+_Kept = Annotated[int | None, _asks("--keep-last", "N", "Checkpoints of a trial that stay. Default: all.", at_least=1)]
+_Failures = Annotated[
+    int, _asks("--max-failures", "N", "How often failed code is tried again. Default: 0.", at_least=0)
+]
+_Runs = Annotated[_Trials, typer.Option(metavar="WHERE", help="tasks of this run, or deployment: a flow run each.")]
+_Deployment = Annotated[str, _asks("--trial-deployment", "NAME", "For --trials deployment.")]
+_In = Annotated[_Isolation, typer.Option(metavar="WHAT", help="process of its own, or thread.")]
 
 
 @app.command(rich_help_panel=SEARCH)
@@ -61,35 +70,21 @@ def run(
     settings: _Set = None,
     metric: Annotated[list[str] | None, _asks("--metric", "NAME", "What trials are compared by.")] = None,
     mode: Annotated[list[str] | None, _asks("--mode", "min|max", "Which metric is good. Default: min.")] = None,
-    num_samples: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Configurations to try, or times for each point of a grid.")
-    ] = 10,
+    num_samples: _Samples = 10,
     scheduler: _Scheduler = None,
     search: _Search = None,
     seed: Annotated[int | None, _asks("--seed", "N", "What all draws hang on. Default: EXPERIMENT's name.")] = None,
     stop: _Stop = None,
     max_concurrent_trials: _AtOnce = None,
     time_budget_seconds: _Budget = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, metavar="STEPS", help="Default: every 60 s, and at the end.")
-    ] = None,
-    keep_last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Checkpoints of a trial that stay. Default: all.")
-    ] = None,
-    max_failures: Annotated[
-        int, typer.Option(min=0, metavar="N", help="How often a trial whose code failed is tried again.")
-    ] = 0,
+    checkpoint_every: _Every = None,
+    keep_last: _Kept = None,
+    max_failures: _Failures = 0,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End at the first trial that errors.")] = False,
     callback: Annotated[list[str] | None, _asks("--callback", "MODULE:NAME", "Who hears of the trials.")] = None,
-    trials: Annotated[
-        _Trials, typer.Option(metavar="WHERE", help="tasks of this run, or deployment: a flow run each.")
-    ] = _Trials.TASKS,
-    trial_deployment: Annotated[
-        str, typer.Option(metavar="NAME", help="For --trials deployment.", show_default=False)
-    ] = "train-trial/train-trial",
-    isolation: Annotated[
-        _Isolation, typer.Option(metavar="WHAT", help="process of its own, or thread.")
-    ] = _Isolation.PROCESS,
+    trials: _Runs = _Trials.TASKS,
+    trial_deployment: _Deployment = "train-trial/train-trial",
+    isolation: _In = _Isolation.PROCESS,
     as_json: AsJson = False,
 ) -> None:
     """Search a space for the best configuration of MODULE:NAME; go on where an earlier run of EXPERIMENT ended.
@@ -128,9 +123,7 @@ def resume(
     target: Target,
     experiment: ExperimentName,
     rerun_errored: Annotated[bool, typer.Option("--rerun-errored", help="Try errored trials again.")] = False,
-    num_samples: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="More than before.", show_default=False)
-    ] = None,
+    num_samples: Annotated[int | None, _asks("--num-samples", "N", "More than before.", at_least=1)] = None,
     stop: _Stop = None,
     space: _Space = None,
     settings: _Set = None,

@@ -20,7 +20,8 @@ from prefect_tune.cli.looking import (
     opened,
     written_at,
 )
-from prefect_tune.cli.printing import (
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt, UnknownVersion
+from prefect_tune.terminal.printing import (
     columns,
     facts_table,
     plain,
@@ -29,8 +30,7 @@ from prefect_tune.cli.printing import (
     said_time,
     shown,
 )
-from prefect_tune.cli.trials_table import trials_table
-from prefect_tune.core.errors import InvalidInput, JournalCorrupt, UnknownVersion
+from prefect_tune.terminal.trials_table import trials_table
 
 if TYPE_CHECKING:
     from rich.table import Table

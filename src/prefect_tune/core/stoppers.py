@@ -23,6 +23,11 @@ class Stopper(ABC):
         """Whether it needs more than the last report; one that does not makes a resume cheaper."""
         return True
 
+    @property
+    def step_count(self) -> int | None:
+        """After how many steps it stops at the latest; None where that is not known beforehand."""
+        return None
+
     @abstractmethod
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         """Return why the trial is to stop after the last of `reports`; None to go on."""
@@ -53,6 +58,10 @@ class AnyOf(Stopper):
     def looks_back(self) -> bool:
         return any(each.looks_back for each in self.stoppers)
 
+    @property
+    def step_count(self) -> int | None:
+        return min((each.step_count for each in self.stoppers if each.step_count is not None), default=None)
+
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         return next((why for each in self.stoppers if (why := each.why_stop(reports))), None)
 
@@ -67,6 +76,10 @@ class MaxSteps(Stopper):
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise InvalidInput(f"MaxSteps({self.steps}): expected at least 1 step")
+
+    @property
+    def step_count(self) -> int | None:
+        return self.steps
 
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         return f"step {reports[-1].step} of {self.steps}" if reports[-1].step >= self.steps else None
@@ -119,6 +132,11 @@ class _AtLeast(Stopper):
 
     limits: tuple[tuple[str, float], ...]
     looks_back = False
+
+    @property
+    def step_count(self) -> int | None:
+        limit = dict(self.limits).get("step", math.inf)
+        return max(1, math.ceil(limit)) if math.isfinite(limit) else None
 
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         last = reports[-1]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_time", "shown"]
+__all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_span", "said_time", "shown"]
 
 
 def shown(*parts: Table | str) -> None:
@@ -69,3 +70,13 @@ def said_counts(counts: Mapping[str, int]) -> str:
 def said_time(at: str) -> str:
     """Return a time of the journal to the second."""
     return at.replace("T", " ")[:19]
+
+
+def said_span(span: timedelta) -> str:
+    """Return how long something takes: `8 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    seconds = max(0, round(span.total_seconds()))
+    for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= size:
+            rest = seconds % size // smaller
+            return f"{seconds // size} {unit}" + (f" {rest} {smaller_unit}" if rest else "")
+    return f"{seconds} s"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from prefect_tune.cli.printing import columns, plain, said
+from prefect_tune.terminal.printing import columns, plain, said
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from prefect_tune.core.trial import Trial
 
-__all__ = ["cells_of", "trials_table"]
+__all__ = ["cells_of", "config_cells", "trials_table"]
 
 _GAP = 2
 _WIDEST_CELL = 24
@@ -47,6 +47,11 @@ def cells_of(trials: Sequence[Trial], metrics: Sequence[str], width: int) -> tup
         if used <= width:
             kept[name if name not in kept else f"config/{name}"] = cells
     return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
+
+
+def config_cells(trial: Trial) -> Sequence[tuple[str, str]]:
+    """Return the names and values of a configuration, each short."""
+    return [(name, cells[0]) for name, cells in _configuration([trial]).items()]
 
 
 def _width(name: str, cells: Sequence[str]) -> int:

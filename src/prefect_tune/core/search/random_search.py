@@ -53,6 +53,10 @@ class RandomSearch(Search):
         del objective
         return _RandomProposals(self, valid_space(space), seed)
 
+    def trial_count(self, space: Space) -> int | None:
+        """Return how many samples of how many points there are."""
+        return None if self.num_samples == ENDLESS else self.num_samples * point_count(grids_of(valid_space(space)))
+
 
 class _RandomProposals(Proposals):
     """Which points are still to come. A proposal is told to itself as a recalled one is: both leave the same."""

@@ -42,6 +42,10 @@ class Repeated(Search):
             raise InvalidInput(f"Repeated: expected no {self.index_as!r} in the space: it counts the repetitions")
         return _RepeatedProposals(self.search.begin(space, objective, seed), self)
 
+    def trial_count(self, space: Space) -> int | None:
+        count = self.search.trial_count(space)
+        return None if count is None else count * self.times
+
 
 class _RepeatedProposals(Proposals):
     """Trial `number` is repetition `number % times` of what the search knows as `number // times`."""

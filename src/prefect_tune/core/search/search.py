@@ -49,6 +49,11 @@ class Search(ABC):
             InvalidInput: the space holds what this search cannot draw, or it needs an objective and has none.
         """
 
+    def trial_count(self, space: Space) -> int | None:
+        """Return how many trials it proposes for `space` in all; None where only time tells."""
+        del space
+        return None
+
 
 class Proposals(ABC):
     """The state of a search: a function of what it was told, in that order, and of nothing else.

@@ -83,6 +83,10 @@ class OptunaSearch(Search):
         check_sampler(sampler, dict(named_domains(copied)), len(objective.metrics))
         return _OptunaProposals(self, copied, objective, SeededSampler(sampler, seed))
 
+    def trial_count(self, space: Space) -> int | None:
+        del space
+        return None if self.num_samples == ENDLESS else self.num_samples
+
 
 class _OptunaProposals(Proposals):
     """A study of what the journal says of each trial, and of what the sampler noted down at it."""

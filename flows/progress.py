@@ -1,0 +1,84 @@
+"""How a running search is seen by whoever started it: a table in a terminal, elsewhere a line in the log, rarely."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+
+from rich.console import RenderableType
+
+from prefect_tune.core.events import Event
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.flows.listening import Listener
+from prefect_tune.tasks import line
+from prefect_tune.tasks.trial_channel import Log
+from prefect_tune.terminal import frame
+from prefect_tune.terminal.screen import can_show, standing
+from prefect_tune.terminal.watch import Outlook, Watch
+
+__all__ = ["Progress", "progress"]
+
+_LOG_PERIOD = timedelta(minutes=1)
+
+
+class Progress:
+    """A listener that keeps a `Watch`, and says how it stands in the log at most once a minute, unless it is seen."""
+
+    def __init__(self, watch: Watch, log: Log, log_period: timedelta = _LOG_PERIOD) -> None:
+        self._watch = watch
+        self._log = log
+        self._log_period = log_period.total_seconds()
+        self._logged_at = time.monotonic()
+        self.is_seen = False
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        self._watch.happened(event, experiment, datetime.now(UTC).astimezone())
+        self._log_now_and_then()
+
+    def told(self, told: line.Told, experiment: Experiment) -> None:
+        self._watch.told(told.trial, told.report, experiment)
+        self._log_now_and_then()
+
+    def wrote(self, experiment: Experiment) -> None:
+        del experiment
+
+    def say(self) -> None:
+        """Log how it stands."""
+        self._logged_at = time.monotonic()
+        self._log.info("%s", frame.line(self._watch.sight(self._logged_at)))
+
+    def draw(self, width: int, height: int) -> RenderableType:
+        """Return how it stands as a table."""
+        return frame.frame(self._watch.sight(time.monotonic()), width, height)
+
+    def broke(self, error: Exception) -> None:
+        """Go on without the table."""
+        self.is_seen = False
+        self._log.warning("the table in the terminal ends, and the search goes on: %s: %s", type(error).__name__, error)
+
+    def _log_now_and_then(self) -> None:
+        if not self.is_seen and time.monotonic() - self._logged_at >= self._log_period:
+            self.say()
+
+
+@contextmanager
+def progress(experiment: Experiment, outlook: Outlook, log: Log, *, in_terminal: bool) -> Iterator[Listener]:
+    """Lend the listener through which a search is seen; at the end the log has one line about all of it.
+
+    Args:
+        experiment: as it stands when this run begins.
+        outlook: what is known of the search beforehand.
+        log: the flow run's.
+        in_terminal: whether a table may be shown, if stdout is a terminal.
+    """
+    seen = Progress(Watch(experiment, outlook, time.monotonic()), log)
+    if in_terminal and can_show(sys.stdout):
+        seen.is_seen = True
+        with standing(seen.draw, seen.broke, sys.stdout):
+            yield seen
+    else:
+        yield seen
+    seen.say()

@@ -1,0 +1,116 @@
+"""What others write to a terminal while a table stands there: kept aside, for whoever draws to print it above."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TextIO, cast
+
+__all__ = ["Aside", "set_aside"]
+
+_MOST_CHUNKS = 20_000
+
+
+class Aside(io.TextIOBase):
+    """Stands in for a terminal's stream. Whoever writes never waits for the terminal."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        super().__init__()
+        self._terminal = terminal
+        self._guard = threading.Lock()
+        self._lets_through = False
+        self._chunks: deque[str] = deque(maxlen=_MOST_CHUNKS)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # the stub has an attribute where a property does
+        return self._terminal.encoding
+
+    def write(self, text: str) -> int:
+        if self._lets_through:
+            return self._terminal.write(text)
+        with self._guard:
+            self._chunks.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._lets_through:
+            self._terminal.flush()
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._terminal.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def take_lines(self) -> Sequence[str]:
+        """Return the lines that are whole by now."""
+        with self._guard:
+            whole, newline, rest = "".join(self._chunks).rpartition("\n")
+            self._chunks.clear()
+            if rest:
+                self._chunks.append(rest)
+        return whole.split("\n") if newline else ()
+
+    def let_through(self) -> None:
+        """Write what is left to the terminal, and from now on all at once. Raises what the terminal raises."""
+        self._lets_through = True
+        with self._guard:
+            rest = "".join(self._chunks)
+            self._chunks.clear()
+        self._terminal.write(rest)
+        self._terminal.flush()
+
+
+@contextmanager
+def set_aside(aside: Aside, terminal: Sequence[TextIO]) -> Iterator[None]:
+    """Have what is written to these streams go to `aside`: by `print`, and by handlers of logging.
+
+    Handlers that tell people about every task (Prefect's, with a Rich console of their own) say from now on only
+    what is at least a warning, unless somebody looks for errors at level DEBUG: the table tells the rest.
+    """
+    with ExitStack() as undoing:
+        for name in ("stdout", "stderr"):
+            if (stream := getattr(sys, name)) in terminal:
+                setattr(sys, name, aside)
+                undoing.callback(setattr, sys, name, stream)
+        for handler in _stream_handlers():
+            if handler.stream in terminal:
+                undoing.callback(_redirect(handler, cast(TextIO, aside)))
+        yield
+
+
+def _redirect(handler: logging.StreamHandler[TextIO], stream: TextIO) -> Callable[[], None]:
+    """Return what puts it back."""
+    before, level = handler.stream, handler.level
+    console = getattr(handler, "console", None)
+    handler.stream = stream
+    if console is not None:
+        console.file = stream
+        if logging.getLogger("prefect").getEffectiveLevel() > logging.DEBUG:
+            handler.setLevel(max(level, logging.WARNING))
+
+    def undo() -> None:
+        handler.stream = before
+        handler.setLevel(level)
+        if console is not None:
+            console.file = before
+
+    return undo
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {
+        id(handler): handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers
+    }
+    for handler in handlers.values():
+        if isinstance(handler, logging.StreamHandler):
+            yield handler

@@ -1,0 +1,246 @@
+"""What is known of a running search at a glance, from what the search tells as it goes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from prefect_tune.core.events import (
+    Absorbed,
+    AttemptEnded,
+    Decided,
+    Event,
+    Finished,
+    GaveUp,
+    Paused,
+    Quarantined,
+    Reported,
+    Requeued,
+    Started,
+)
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.ranking import losses_in
+from prefect_tune.core.schedulers.scheduler import Exploit
+from prefect_tune.core.trial import ENDED, Status, Trial
+from prefect_tune.core.values import StepReport
+
+__all__ = ["Noted", "Outlook", "Sight", "Watch"]
+
+_NOTES = 50
+_RATE_OVER = timedelta(seconds=15)
+_TOO_EARLY = timedelta(seconds=1)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a search is going to be, as far as that can be known beforehand."""
+
+    experiment: str
+    objective: Objective | None = None
+    trial_count: int | None = None
+    """How many trials there will be, earlier ones among them."""
+    step_count: int | None = None
+    """After how many steps a trial has had enough at the latest."""
+    time: timedelta | None = None
+    """The time budget of this run."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Something that happened to a trial, in a few words."""
+
+    at: datetime
+    trial: str
+    text: str
+    is_bad: bool = False
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A running search at one moment."""
+
+    outlook: Outlook
+    elapsed: timedelta
+    counts: Mapping[Status, int]
+    reports_per_second: float = 0.0
+    left: timedelta | None = None
+    """How long it will take yet, estimated from how it went in this run."""
+    rungs: Mapping[int, int] = field(default_factory=dict)
+    """How many trials the scheduler has judged, by step."""
+    running: Sequence[Trial] = ()
+    """With their newest reports, in the order in which they were proposed."""
+    others: Sequence[Trial] = ()
+    """Those that do not run and can be compared, the best first."""
+    best: Trial | None = None
+    notes: Sequence[Noted] = ()
+    """The last events, oldest first."""
+
+    @property
+    def trial_count(self) -> int:
+        """How many trials there are by now."""
+        return sum(self.counts.values())
+
+    @property
+    def ended_count(self) -> int:
+        """How many of them are over."""
+        return sum(self.counts.get(each, 0) for each in ENDED)
+
+
+class Watch:
+    """Takes note of what a search tells, in the search's thread; `sight` may be called in another one.
+
+    Times are given by the caller: seconds on a clock that only goes on, and the time of day for what is noted.
+    """
+
+    def __init__(self, experiment: Experiment, outlook: Outlook, now: float) -> None:
+        self._outlook = outlook
+        self._began = now
+        self._guard = threading.Lock()
+        self._experiment = experiment
+        self._live: dict[str, StepReport] = {}  # the last reports of the attempts that go on
+        self._report_count = 0
+        self._rungs = Counter(
+            each.report.step
+            for trial in experiment.trials.values()
+            for each in trial.past
+            if each.report
+            if each.what == "decided"
+        )
+        self._notes: deque[Noted] = deque(maxlen=_NOTES)
+        self._rates: deque[tuple[float, int]] = deque([(now, 0)])
+        self._done_before = _done(experiment.trials.values(), {}, outlook)
+
+    # ------------------------------------------------------------------------------------------------ to be told
+
+    def happened(self, event: Event, experiment: Experiment, at: datetime) -> None:
+        """Hear of an event, and of the state after it."""
+        with self._guard:
+            self._experiment = experiment
+            for each in event.events if isinstance(event, Absorbed) else (event,):
+                self._hear(each, at)
+
+    def told(self, trial: str, report: StepReport, experiment: Experiment) -> None:
+        """Hear of a step as soon as it is trained."""
+        with self._guard:
+            self._experiment = experiment
+            self._reported(trial, report)
+
+    def _hear(self, event: Event, at: datetime) -> None:
+        match event:
+            case Reported(trial=trial, report=report):
+                self._reported(trial, report)
+            case Started(trial=trial):
+                self._live.pop(trial, None)
+            case AttemptEnded(trial=trial) | GaveUp(trial=trial) | Finished(trial=trial) | Paused(trial=trial):
+                self._live.pop(trial, None)
+            case Decided(report=report):
+                self._rungs[report.step] += 1
+            case _:
+                pass
+        if (noted := _note(event, at)) is not None and not self._is_known(noted):
+            self._notes.append(noted)
+
+    def _reported(self, trial: str, report: StepReport) -> None:
+        """The journal tells again what was told as soon as it was trained."""
+        known = self._live.get(trial)
+        if known is None or report.step > known.step:
+            self._live[trial] = report
+            self._report_count += 1
+
+    def _is_known(self, noted: Noted) -> bool:
+        """Whether it is told twice: by the trial, and by the search that asked it to end."""
+        return any(each.trial == noted.trial and each.text == noted.text for each in self._notes)
+
+    # --------------------------------------------------------------------------------------------- to be looked at
+
+    def sight(self, now: float) -> Sight:
+        """Return how the search stands; takes some microseconds for each trial."""
+        with self._guard:
+            experiment, live = self._experiment, dict(self._live)
+            notes, rungs, reports = tuple(self._notes), dict(self._rungs), self._report_count
+        trials = list(experiment.trials.values())
+        objective, elapsed = self._outlook.objective, timedelta(seconds=now - self._began)
+        running = [_with(each, live.get(each.trial)) for each in trials if each.status is Status.RUNNING]
+        others = _best_first([each for each in trials if each.status is not Status.RUNNING], objective)
+        return Sight(
+            outlook=self._outlook,
+            elapsed=elapsed,
+            counts=Counter(each.status for each in trials),
+            reports_per_second=self._rate(now, reports),
+            left=self._left(elapsed, _done(trials, live, self._outlook)),
+            rungs=dict(sorted(rungs.items())),
+            running=running,
+            others=others,
+            best=next(iter(_best_first([*others[:1], *running], objective)), None),
+            notes=notes,
+        )
+
+    def _rate(self, now: float, reports: int) -> float:
+        while len(self._rates) > 1 and now - self._rates[0][0] > _RATE_OVER.total_seconds():
+            self._rates.popleft()
+        since, before = self._rates[0]
+        self._rates.append((now, reports))
+        return (reports - before) / (now - since) if now > since else 0.0
+
+    def _left(self, elapsed: timedelta, done: float) -> timedelta | None:
+        """As long as it takes at the pace of this run, or until the time budget is spent."""
+        budget = self._outlook.time - elapsed if self._outlook.time is not None else None
+        count, done_now = self._outlook.trial_count, done - self._done_before
+        if count is None or done_now <= 0 or elapsed < _TOO_EARLY:
+            return budget and max(budget, timedelta(0))
+        left = elapsed * (max(0.0, count - done) / done_now)
+        return left if budget is None else max(timedelta(0), min(left, budget))
+
+
+def _with(trial: Trial, report: StepReport | None) -> Trial:
+    if report is None or report.step < trial.step:
+        return trial
+    return trial.model_copy(update={"step": report.step, "metrics": report.metrics})
+
+
+def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
+    """Those that can be compared; without an objective the last that have ended."""
+    if objective is None:
+        return [each for each in reversed(trials) if each.status in ENDED]
+    compared = [(losses, each) for each in trials if (losses := losses_in(each.metrics, objective)) is not None]
+    return [each for _, each in sorted(compared, key=lambda pair: pair[0])]
+
+
+def _done(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: Outlook) -> float:
+    """How many trials' worth of training is done; a paused one seldom goes on."""
+    return sum(_done_of(each, live.get(each.trial), outlook) for each in trials)
+
+
+def _done_of(trial: Trial, report: StepReport | None, outlook: Outlook) -> float:
+    if trial.status in ENDED or trial.status is Status.PAUSED:
+        return 1.0
+    step = max(trial.step, report.step if report else 0)
+    return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0
+
+
+def _note(event: Event, at: datetime) -> Noted | None:
+    match event:
+        case Finished(trial=trial, reason=reason):
+            return Noted(at, trial, f"finished: {_first_line(reason)}")
+        case GaveUp(trial=trial, message=message):
+            return Noted(at, trial, f"errored: {_first_line(message)}", is_bad=True)
+        case AttemptEnded(trial=trial, cause=cause, message=message):
+            return Noted(at, trial, f"attempt ended: {cause}: {_first_line(message)}", is_bad=True)
+        case Started(trial=trial, attempt=attempt, from_step=step) if attempt > 1:
+            return Noted(at, trial, f"attempt {attempt}, from step {step}")
+        case Quarantined(trial=trial, reason=reason):
+            return Noted(at, trial, f"a checkpoint is put aside: {_first_line(reason)}", is_bad=True)
+        case Requeued(trial=trial, reason=reason):
+            return Noted(at, trial, f"goes on: {_first_line(reason)}")
+        case Decided(trial=trial, decision=Exploit(source=source)):
+            return Noted(at, trial, f"exploits {source}")
+        case _:
+            return None
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
