@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -205,7 +206,8 @@ def _told(target: str, experiment: str) -> Iterator[None]:
     from pydantic import ValidationError
 
     try:
-        yield
+        with _without_traces():
+            yield
     except (KeyboardInterrupt, TerminationSignal):
         print(f"stopped; go on with: prefect-tune resume {target} {experiment}", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
@@ -218,6 +220,21 @@ def _told(target: str, experiment: str) -> Iterator[None]:
         if "API" in str(error):  # what Prefect raises when no server answers
             raise TuneError(f"Prefect: {_first_line(error)}") from error
         raise
+
+
+@contextmanager
+def _without_traces() -> Iterator[None]:
+    """Have Prefect log no trace of what `main` tells in one line; the flow run's state tells it too."""
+
+    def says_more(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
+
+    logger = logging.getLogger("prefect.flow_runs")
+    logger.addFilter(says_more)
+    try:
+        yield
+    finally:
+        logger.removeFilter(says_more)
 
 
 def _first_line(error: Exception) -> str:
