@@ -9,12 +9,17 @@ from statistics import NormalDist
 
 from blake3 import blake3
 
-from prefect_tune.core.values import canonical_json
+from prefect_tune.core.values import canonical_json, digest_of
 
-__all__ = ["integer", "normal", "uniform"]
+__all__ = ["integer", "normal", "seed_named", "uniform"]
 
 _BITS = 53  # of a float's mantissa
 _STANDARD = NormalDist()
+
+
+def seed_named(name: str) -> int:
+    """Return the seed of whoever was given a name and no seed."""
+    return int(digest_of(name.encode())[:8], 16)
 
 
 def uniform(seed: int, *purpose: str | int) -> float:

@@ -32,6 +32,8 @@ __all__ = [
     "GaveUp",
     "GuestsEvent",
     "Inherited",
+    "Learned",
+    "Lesson",
     "OneTrialsEvent",
     "Opened",
     "Owner",
@@ -160,6 +162,25 @@ class Forked(Value):
     """The same entry holds all that had happened to the origin, as far as its entry goes: from here on it goes on."""
 
     type: Literal["forked"] = "forked"
+
+
+class Lesson(Value):
+    """A finished trial of another experiment: what the search is told, and nothing that is trained."""
+
+    trial: TrialId
+    config: Mapping[str, object]
+    report: StepReport
+    """The last one."""
+    stopped: bool = False
+    """Whether a scheduler ended it."""
+
+
+class Learned(Value):
+    """The search begins with what another experiment found; kept here, so that it may be deleted there."""
+
+    type: Literal["learned"] = "learned"
+    source: str
+    lessons: tuple[Lesson, ...]
 
 
 class TrialAdded(TrialEvent):
@@ -370,6 +391,6 @@ class Absorbed(TrialEvent):
 
 
 Event: TypeAlias = Annotated[
-    Opened | Adopted | Described | ForkBegun | Forked | TrialAdded | OneTrialsEvent | Absorbed,
+    Opened | Adopted | Described | ForkBegun | Forked | Learned | TrialAdded | OneTrialsEvent | Absorbed,
     Field(discriminator="type"),
 ]

@@ -17,6 +17,7 @@ from prefect_tune.core.events import (
     ForkBegun,
     Forked,
     ForkOrigin,
+    Learned,
     OneTrialsEvent,
     Opened,
     Owner,
@@ -66,6 +67,8 @@ class Experiment(Value):
     """What it was forked from."""
     is_whole: bool = True
     """Whether it has all of that; a fork that was cut short is nothing to go on with."""
+    learned: Mapping[str, int] = Field(default_factory=dict)
+    """The other experiments whose trials its search knows of, and in which entry they are told."""
     happened: int = 0
     """How much search and scheduler have to be told again; see `Trial.past`."""
     milestones: tuple[tuple[int, Digest], ...] = ()
@@ -148,6 +151,8 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _begun(experiment, origin)
         case Forked():
             return experiment.model_copy(update={"is_whole": True})
+        case Learned(source=source):
+            return experiment.model_copy(update={"learned": {**experiment.learned, source: number}})
         case TrialAdded():
             return _added(experiment, event)
         case Absorbed():

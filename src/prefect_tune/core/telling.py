@@ -20,6 +20,7 @@ from prefect_tune.core.events import (
     ForkBegun,
     Forked,
     GaveUp,
+    Learned,
     OneTrialsEvent,
     Opened,
     Rebased,
@@ -91,7 +92,7 @@ class Telling:
     def news(self, event: Event) -> Iterator[OneTrialsEvent]:
         """Return what is news in an event, and in those that it absorbs."""
         match event:
-            case Opened() | Adopted() | Described() | ForkBegun() | Forked() | TrialAdded():
+            case Opened() | Adopted() | Described() | ForkBegun() | Forked() | Learned() | TrialAdded():
                 return
             case Rebased(trial=trial, absorbed=absorbed):
                 self._set(trial, absorbed=absorbed)

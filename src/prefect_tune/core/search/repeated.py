@@ -55,7 +55,7 @@ class _RepeatedProposals(Proposals):
         self._times = repeated.times
         self._index_as = repeated.index_as
         self._config: dict[str, object] = {}
-        self._ended: dict[int, list[StepReport | None]] = {}
+        self._ended: dict[int, dict[int, StepReport | None]] = {}
 
     def suggest(self, number: int) -> Suggestion:
         group, repetition = divmod(number, self._times)
@@ -74,11 +74,15 @@ class _RepeatedProposals(Proposals):
             self._search.recall(group, self._config)
 
     def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
-        group = self._ended.setdefault(number // self._times, [])
-        group.append(None if failed else last)
+        group = self._ended.setdefault(number // self._times, {})
+        group[number] = None if failed else last
         if len(group) == self._times:
-            reports = [each for each in self._ended.pop(number // self._times) if each is not None]
+            reports = [report for _, report in sorted(group.items()) if report is not None]
             self._search.ended(number // self._times, _mean(reports), failed=not reports)
+
+    def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
+        plain = {key: value for key, value in config.items() if key != self._index_as}
+        return self._search.learn(plain, last, stopped=stopped)
 
 
 def _mean(reports: Sequence[StepReport]) -> StepReport | None:

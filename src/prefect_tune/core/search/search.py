@@ -84,5 +84,17 @@ class Proposals(ABC):
         del number
 
     def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
-        """Hear that a trial is over, and its last report; None if it never made one."""
+        """Hear that a trial is over, and its last report; None if it never made one.
+
+        A trial that is tried again, or trained further, ends again: what was said last counts.
+        """
         del number, last, failed
+
+    def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
+        """Hear, before anything else, of a finished trial of another experiment; return whether that is of use.
+
+        It is none of this experiment's, has no number here, and counts as no sample. `stopped` says that a
+        scheduler ended it before its time.
+        """
+        del config, last, stopped
+        return False

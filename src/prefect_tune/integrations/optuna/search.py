@@ -14,7 +14,7 @@ from typing import TypeAlias
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.search.domains import Domain, has_grid
 from prefect_tune.core.search.points import fixed_by, valid_points
@@ -160,12 +160,30 @@ class _OptunaProposals(Proposals):
             self._tell(number, TrialState.FAIL, None)
             return
         self.reported(number, last)
-        self._describe(number, last)
+        self._describe(*self._seen[number], last)
         if was_stopped and self._has_one_metric:
             self._tell(number, TrialState.PRUNED, None)
         else:
             values = values_of(self._objective, last.metrics, f"trial {number}, step {last.step}")
             self._tell(number, TrialState.COMPLETE, values)
+
+    def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
+        """A trial that Optuna was never asked for; of what the sampler notes down at its own it has nothing."""
+        known = parameters_in(self._readable, self._domains, config)
+        if known is None or not (known.is_whole or self._sampler.sees_parts):
+            return False
+        try:
+            values = values_of(self._objective, last.metrics, "a trial of another experiment")
+        except BadMetric:
+            return False
+        trial_id = self._trials.correct(self._trials.begin(), known, {})._trial_id  # noqa: SLF001 - its one name
+        pruned = stopped and self._has_one_metric
+        if self._has_one_metric:
+            self._trials.set_trial_intermediate_value(trial_id, last.step, values[0])
+        self._describe(trial_id, config, last)
+        state = TrialState.PRUNED if pruned else TrialState.COMPLETE
+        self._trials.set_trial_state_values(trial_id, state, None if pruned else values)
+        return True
 
     @property
     def _has_one_metric(self) -> bool:
@@ -217,9 +235,8 @@ class _OptunaProposals(Proposals):
         if self._trials.reopen(self._seen[number][0]):
             self._sampler.forget()
 
-    def _describe(self, number: int, last: StepReport) -> None:
+    def _describe(self, trial_id: int, config: Mapping[str, object], last: StepReport) -> None:
         """Have the trial know its metrics, for the sampler's own functions, and how far it is from feasible."""
-        trial_id, config = self._seen[number]
         for name, value in last.metrics.items():
             self._trials.set_trial_user_attr(trial_id, name, value)
         constraints = self._search.constraints
@@ -232,7 +249,7 @@ class _OptunaProposals(Proposals):
             names = list(given)
         assert not callable(names)  # noqa: S101 - which mypy cannot see
         violations = Objective(metrics=tuple(names), modes=("min",) * len(names)).losses(
-            given, f"trial {number}, step {last.step}: constraints"
+            given, f"{dict(config)!r}, step {last.step}: constraints"
         )
         self._trials.constrain(trial_id, dict(zip(names, violations, strict=True)))
 
