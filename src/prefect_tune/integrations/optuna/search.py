@@ -8,6 +8,7 @@ down is rebuilt by recalling the trials in their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -43,6 +44,7 @@ Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, object], Mapping
 
 _NAME = "prefect-tune"
 _OVER = Exhausted("the sampler has proposed everything there is")
+_FOREIGN = "a trial of another experiment"
 _NOTHING: Mapping[str, object] = {}
 
 
@@ -160,7 +162,7 @@ class _OptunaProposals(Proposals):
             self._tell(number, TrialState.FAIL, None)
             return
         self.reported(number, last)
-        self._describe(*self._seen[number], last)
+        self._describe(*self._seen[number], last, f"trial {number}")
         if was_stopped and self._has_one_metric:
             self._tell(number, TrialState.PRUNED, None)
         else:
@@ -173,14 +175,15 @@ class _OptunaProposals(Proposals):
         if known is None or not (known.is_whole or self._sampler.sees_parts):
             return False
         try:
-            values = values_of(self._objective, last.metrics, "a trial of another experiment")
+            values = values_of(self._objective, last.metrics, _FOREIGN)
         except BadMetric:
             return False
         trial_id = self._trials.correct(self._trials.begin(), known, {})._trial_id  # noqa: SLF001 - its one name
         pruned = stopped and self._has_one_metric
         if self._has_one_metric:
             self._trials.set_trial_intermediate_value(trial_id, last.step, values[0])
-        self._describe(trial_id, config, last)
+        with suppress(BadMetric):  # nobody there thought of these constraints
+            self._describe(trial_id, config, last, _FOREIGN)
         state = TrialState.PRUNED if pruned else TrialState.COMPLETE
         self._trials.set_trial_state_values(trial_id, state, None if pruned else values)
         return True
@@ -235,7 +238,7 @@ class _OptunaProposals(Proposals):
         if self._trials.reopen(self._seen[number][0]):
             self._sampler.forget()
 
-    def _describe(self, trial_id: int, config: Mapping[str, object], last: StepReport) -> None:
+    def _describe(self, trial_id: int, config: Mapping[str, object], last: StepReport, whose: str) -> None:
         """Have the trial know its metrics, for the sampler's own functions, and how far it is from feasible."""
         for name, value in last.metrics.items():
             self._trials.set_trial_user_attr(trial_id, name, value)
@@ -249,7 +252,7 @@ class _OptunaProposals(Proposals):
             names = list(given)
         assert not callable(names)  # noqa: S101 - which mypy cannot see
         violations = Objective(metrics=tuple(names), modes=("min",) * len(names)).losses(
-            given, f"{dict(config)!r}, step {last.step}: constraints"
+            given, f"{whose}, step {last.step}: constraints"
         )
         self._trials.constrain(trial_id, dict(zip(names, violations, strict=True)))
 
