@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from prefect_tune.core.events import Lesson
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.schedulers.scheduler import Decision, Schedule, Stop, TrialReport
+from prefect_tune.core.schedulers.scheduler import Decision, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.search import Proposals, Proposed, Suggestion
-from prefect_tune.core.trial import Happening, Trial
+from prefect_tune.core.trial import Happening, Status, Trial
 from prefect_tune.core.values import StepReport
 
-__all__ = ["Council", "number_of", "trial_id"]
+__all__ = ["Council", "number_of", "standing_decision", "trial_id"]
 
 
 def trial_id(number: int) -> str:
@@ -19,6 +22,13 @@ def trial_id(number: int) -> str:
 def number_of(trial: str) -> int:
     """Return which proposal a trial is."""
     return int(trial)
+
+
+def standing_decision(trial: Trial) -> Happening | None:
+    """Return what was decided last about a trial, if it was to leave, and whoever ran it died before it did."""
+    last = trial.past[-1] if trial.past else None
+    stands = last is not None and isinstance(last.decision, Stop | Pause)
+    return last if stands and trial.status in (Status.PENDING, Status.RUNNING) else None
 
 
 class Council:
@@ -42,6 +52,10 @@ class Council:
     def saves_first(self) -> bool:
         """Whether the scheduler wants a checkpoint before it is asked."""
         return self._schedule.saves_first
+
+    def learn(self, lessons: Iterable[Lesson]) -> int:
+        """Tell the search of trials of other experiments, before all else; return how many are of use to it."""
+        return sum(self._proposals.learn(each.config, each.report, stopped=each.stopped) for each in lessons)
 
     def recall(self, experiment: Experiment) -> None:
         """Tell both everything that the journal holds, in its order."""
@@ -73,7 +87,10 @@ class Council:
         return self._schedule.decide(TrialReport(trial.trial, report))
 
     def milestone(self, trial: Trial) -> int | None:
-        """Return the step at which the trial asks next."""
+        """Return the step at which the trial asks next: again, where it was decided that it leaves there."""
+        standing = standing_decision(trial)
+        if standing is not None and standing.report is not None:
+            return standing.report.step
         asked = [each.report.step for each in trial.past if each.what == "decided" and each.report is not None]
         return self._schedule.milestone(trial.trial, asked[-1] if asked else 0)
 

@@ -32,7 +32,7 @@ from prefect_tune.core.search.search import Exhausted, Proposed, Wait
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave
-from prefect_tune.flows.council import Council, trial_id
+from prefect_tune.flows.council import Council, standing_decision, trial_id
 from prefect_tune.flows.crew import Crew, Message, Over
 from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.listening import Listener
@@ -239,15 +239,24 @@ class Driver:
         if not told.asks:
             return
         try:
-            decision = self._council.decide(self._state.trial(told.trial), told.report)
+            decision = self._decided(told.trial, told.report)
         except BadMetric as error:
             self._broken[told.trial] = str(error)
             leave = Leave(reason=str(error), save=False, for_good=False)
             self._then.append(lambda: self._crew.answer(told.trial, leave))
             return
-        self._put(Decided(trial=told.trial, report=told.report, decision=decision))
         answer = self._answer(told.trial, decision)
         self._then.append(lambda: self._crew.answer(told.trial, answer))
+
+    def _decided(self, trial: str, report: StepReport) -> Decision:
+        """What the journal says, where it says it already and it was not done; what the scheduler says now."""
+        state = self._state.trial(trial)
+        standing = standing_decision(state)
+        if standing is not None and standing.decision is not None:
+            return standing.decision
+        decision = self._council.decide(state, report)
+        self._put(Decided(trial=trial, report=report, decision=decision))
+        return decision
 
     def _answer(self, trial: str, decision: Decision) -> GoOn | Leave:
         match decision:
@@ -361,9 +370,7 @@ class Driver:
         if trial.status in ENDED or milestone is None or trial.step < milestone or not _is_saved(trial):
             return
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
-        decision = self._council.decide(trial, report)
-        self._put(Decided(trial=name, report=report, decision=decision))
-        answer = self._answer(name, decision)
+        answer = self._answer(name, self._decided(name, report))
         if isinstance(answer, Leave) and answer.for_good:
             self._put(Finished(trial=name, reason=answer.reason, left=True))
         elif isinstance(answer, Leave):
