@@ -1,0 +1,18 @@
+"""Examples, run against the session's server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.examples import Example
+
+
+@pytest.fixture
+def example(prefect_server: str, tmp_path: Path) -> Callable[[str, str], Example]:
+    def made(framework: str, trainable: str) -> Example:
+        return Example(f"{framework}_digits.py", f"{framework}-digits", trainable, tmp_path, prefect_server)
+
+    return made

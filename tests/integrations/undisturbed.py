@@ -1,0 +1,85 @@
+"""`python -m tests.integrations.undisturbed EXAMPLE`: an example's trainings without the package around them.
+
+It reads from its input, for each training, the configuration, the number of steps, and the directory for the state
+after the last of them. Nothing is saved before that, and nothing is restored.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.checkpoint import Checkpoint
+from prefect_tune.session import TrialOver
+from prefect_tune.trainable import Trainable, TrialInfo, enter
+
+
+@dataclass
+class Undisturbed:
+    """A session that only counts, and saves once."""
+
+    config: Mapping[str, object]
+    steps: int
+    directory: Path
+    step: int = 0
+
+    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+        del metrics
+        if self.step == self.steps:
+            raise TrialOver("it was over before")
+        self.step += 1
+        if self.step == self.steps:
+            save(str(self.directory))
+            raise TrialOver("trained as far as the other")
+
+    def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
+        assert checkpoint is not None
+        self.report_step(metrics, lambda directory: Path(checkpoint.path).rename(directory))
+
+    def save_last_step(self, save: Callable[[str], None]) -> None:
+        """The last step is saved already."""
+
+    def restored(self) -> None:
+        return None
+
+    def is_asked_to_stop(self) -> bool:
+        return False
+
+    def new_directory(self) -> Path:
+        directory = self.directory.with_name(f"{self.directory.name}-{self.step}")
+        directory.mkdir()
+        return directory
+
+    def info(self) -> TrialInfo:
+        return TrialInfo("undisturbed", "undisturbed", 1, self.directory, self.config, self)
+
+
+def train(trainable: Any, session: Undisturbed) -> None:
+    """Train as far as the session allows; a function returns after its framework's loop has ended."""
+    enter(session, whole_process=True)
+    session.directory.mkdir(parents=True)
+    try:
+        if isinstance(trainable, type) and issubclass(trainable, Trainable):
+            model = trainable()
+            model.setup(session.config)
+            while True:
+                session.report_step(model.step(), model.save_checkpoint)
+        trainable(dict(session.config))
+    except TrialOver:
+        pass
+    assert session.step == session.steps
+
+
+def main() -> None:
+    example = runpy.run_path(sys.argv[1])
+    for asked in json.load(sys.stdin):
+        train(example[asked["trainable"]], Undisturbed(asked["config"], asked["steps"], Path(asked["directory"])))
+
+
+if __name__ == "__main__":
+    main()
