@@ -37,7 +37,7 @@ from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint
 from prefect_tune.core.values import Stamp, StepReport
 from tests.fakes.memory_files import MemoryFiles, restored
 
-__all__ = ["JOURNAL", "KEY", "NAME", "Session", "Witness", "run_to"]
+__all__ = ["BACKBONE", "JOURNAL", "KEY", "NAME", "Files", "Session", "Witness", "retried", "run_to"]
 
 NAME = "e"
 JOURNAL = JournalKey(experiment=NAME)
@@ -93,10 +93,10 @@ class Session:
     def open(self) -> None:
         """Take the experiment over, with what its last owner left."""
         stamp = self.witness.stamp()
-        self.experiment = _retried(
+        self.experiment = retried(
             lambda: journal.take_over(self.store, NAME, self.opened_by(), stamp, side_by_side=map)
         )
-        self.append(_retried(lambda: adopt(self.store, self.experiment)))
+        self.append(retried(lambda: adopt(self.store, self.experiment)))
         if KEY.trial not in self.experiment.trials:
             self.append([TrialAdded(trial=KEY.trial, config={"width": 3})])
         self.clear_away()
@@ -108,7 +108,7 @@ class Session:
         """Delete what earlier owners retired and did not delete, and saves that never became checkpoints."""
         if self.clearing == "none":
             return
-        left = _retried(lambda: collecting.leftover(self.store, KEY, self.trial, self.experiment.settled_from))
+        left = retried(lambda: collecting.leftover(self.store, KEY, self.trial, self.experiment.settled_from))
         if self.clearing == "careful" and any(key.sequence >= self.trial.collected_up_to for key in left):
             self.append([Retired(trial=KEY.trial, retires=())])
         self.collect(left)
@@ -118,8 +118,8 @@ class Session:
         while newest := newest_checkpoint(self.trial):
             key = CheckpointKey(trial=KEY, step=newest.step, sequence=newest.sequence)
             try:
-                self.parent = _retried(lambda key=key: read_manifest(self.store, key))
-                self.head = _retried(lambda: restored(self.store, self.parent))["head"]
+                self.parent = retried(lambda key=key: read_manifest(self.store, key))
+                self.head = retried(lambda: restored(self.store, self.parent))["head"]
                 break
             except (CheckpointCorrupt, CheckpointNotFound) as bad:
                 self.append([Quarantined(trial=KEY.trial, sequence=newest.sequence, reason=str(bad))])
@@ -163,7 +163,7 @@ class Session:
             trained_seconds=float(step),
             reports=tuple(self.waiting),
         )
-        manifest = _retried(lambda: self._commit(key, files, about)).manifest
+        manifest = retried(lambda: self._commit(key, files, about)).manifest
         self.witness.published[key.step, key.sequence] = manifest.blob_paths()
         return manifest
 
@@ -215,7 +215,7 @@ class Session:
 
     def append(self, events: Sequence[Event]) -> None:
         stamp = self.witness.stamp()
-        self.experiment = _retried(lambda: journal.append(self.store, self.experiment, events, stamp))
+        self.experiment = retried(lambda: journal.append(self.store, self.experiment, events, stamp))
         write_due_segment(self.store, self.experiment)
 
     def files(self, step: int) -> Files:
@@ -240,7 +240,7 @@ def run_to(session: Session, steps: int) -> None:
         session.save()
 
 
-def _retried(act: Callable[[], _T]) -> _T:
+def retried(act: Callable[[], _T]) -> _T:
     """As a task with retries does it."""
     for _ in range(TRIES - 1):
         try:

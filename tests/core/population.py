@@ -1,0 +1,299 @@
+"""Trials that go on from each other's checkpoints, each with a journal of its own, and what must hold of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from prefect_tune.core.adopt import adopt
+from prefect_tune.core.clone import clear, clone, newest_of
+from prefect_tune.core.collect import leftover, orphans
+from prefect_tune.core.commit import commit, reusable
+from prefect_tune.core.errors import CheckpointNotFound, TuneError
+from prefect_tune.core.events import (
+    Adopted,
+    CheckpointRef,
+    Cloned,
+    Committed,
+    Event,
+    Owner,
+    Reported,
+    Retired,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal import append, load, take_over
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
+from prefect_tune.core.manifest import About
+from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.retention import Retention, retired
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.trial import Trial, newest_checkpoint, newest_key
+from prefect_tune.core.values import Stamp, StepReport
+from tests.core.driver import BACKBONE, Files, retried
+from tests.fakes.memory_files import MemoryFiles, restored
+
+__all__ = ["Chronicle", "Member", "after_everybody_returned", "own", "promises_broken"]
+
+
+def own(experiment: str, trial: str) -> JournalKey:
+    """The journal that a trial has for itself."""
+    return JournalKey(experiment=experiment, trial=trial)
+
+
+@dataclass
+class Chronicle:
+    """What was wanted saved, and who was told that it is; it outlives them all."""
+
+    saved: dict[str, Files] = field(default_factory=dict)
+    """What is to be in a checkpoint, by its folder."""
+    acknowledged: list[CheckpointKey] = field(default_factory=list)
+    stamps: int = 0
+
+    def stamp(self) -> Stamp:
+        self.stamps += 1
+        return Stamp(write_id=f"w{self.stamps}", at="2026-11-21T08:00:00Z")
+
+
+@dataclass
+class Member:
+    """The owner of a trial's journal. What is remembered here dies with the process; the store is all that stays."""
+
+    store: ObjectStore
+    chronicle: Chronicle
+    journal: JournalKey
+    name: str
+    """The trial's."""
+    owner: str = "first"
+    retention: Retention = field(default_factory=lambda: Retention(last=1))
+    experiment: Experiment = field(init=False)
+    head: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.experiment = nothing_yet(self.journal)
+
+    def on(self, store: ObjectStore, chronicle: Chronicle) -> Member:
+        """Return the same owner, with the same memory, as a process over another store."""
+        twin = replace(self, store=store, chronicle=chronicle)
+        twin.experiment = self.experiment
+        return twin
+
+    @property
+    def key(self) -> TrialKey:
+        return TrialKey(experiment=self.journal.experiment, trial=self.name)
+
+    @property
+    def trial(self) -> Trial:
+        return self.experiment.trial(self.name)
+
+    # ----------------------------------------------------------------------------------------- what it does
+
+    def open(self) -> None:
+        """Take the journal over."""
+        stamp = self.chronicle.stamp()
+        owner = Owner(name=self.owner, host="here", pid=1)
+        self.experiment = retried(
+            lambda: take_over(self.store, self.journal, owner, stamp, side_by_side=map, also=self._first)
+        )
+        if self.experiment.settled_from != self.experiment.opened_at:
+            self.append(retried(lambda: adopt(self.store, self.experiment)))
+
+    def _first(self, found: Experiment) -> Sequence[Event]:
+        added = TrialAdded(trial=self.name, config={"width": 3})
+        return () if self.name in found.trials else (Adopted(), added)
+
+    def clear_away(self) -> None:
+        """Delete what earlier owners left, once it is journaled that nobody is to reuse it."""
+        left = retried(lambda: leftover(self.store, self.key, self.trial, self.experiment.settled_from))
+        if any(key.sequence >= self.trial.collected_up_to for key in left):
+            self.append([Retired(trial=self.name, retires=())])
+        self.clear(left)
+
+    def clear(self, doomed: Sequence[CheckpointKey]) -> None:
+        stamp = self.chronicle.stamp()
+        retried(lambda: clear(self.store, self.key, self.trial, doomed, stamp, side_by_side=map))
+
+    def clone(self, source: TrialKey) -> None:
+        """Go on from the newest checkpoint of another trial: as a task does it, and then as its supervisor does."""
+        stamp, gone = self.chronicle.stamp(), None
+        while (found := retried(lambda: newest_of(self.store, source, side_by_side=map))) != gone:
+            try:
+                ref = retried(lambda found=found: self._clone(found, stamp))
+            except CheckpointNotFound:
+                gone = found
+            else:
+                self.tell_of(found, ref)
+                return
+        raise AssertionError(f"{found.folder}: is the newest there is, and cannot be cloned")
+
+    def _clone(self, source: CheckpointKey, stamp: Stamp) -> CheckpointRef:
+        return clone(self.store, source, self.experiment, self.name, stamp, side_by_side=map)
+
+    def tell_of(self, source: CheckpointKey, ref: CheckpointRef) -> None:
+        """Journal a clone."""
+        key = CheckpointKey(trial=self.key, step=ref.step, sequence=ref.sequence)
+        self.chronicle.saved[key.folder] = self.chronicle.saved[source.folder]
+        self.append([Cloned(trial=self.name, checkpoint=ref, source=source, config={"width": 4}, reason="behind")])
+        self.chronicle.acknowledged.append(key)
+
+    def start(self) -> None:
+        """Begin an attempt from the newest checkpoint, which must be whole."""
+        newest = newest_checkpoint(self.trial)
+        if (key := newest_key(self.key, self.trial)) is not None:
+            manifest = retried(lambda: read_manifest(self.store, key))
+            self.head = retried(lambda: restored(self.store, manifest))["head"]
+        from_step, from_sequence = (newest.step, newest.sequence) if newest else (0, None)
+        attempt = self.trial.attempt + 1
+        self.append([Started(trial=self.name, attempt=attempt, from_step=from_step, from_sequence=from_sequence)])
+
+    def save(self) -> None:
+        """Train a step, publish, journal, and delete what that retires."""
+        self.clear(self.save_only())
+
+    def save_and_clear_all(self) -> None:
+        """Train a step and save it, by a new attempt; delete all that is of no use any more."""
+        self.start()
+        self.save()
+        self.clear_away()
+
+    def save_only(self) -> Sequence[CheckpointKey]:
+        """Train a step, publish and journal; return what that retires."""
+        step = self.trial.step + 1
+        self.head = blake2b(self.head + f"{self.name} {self.owner}".encode(), digest_size=8).digest()
+        key = CheckpointKey(trial=self.key, step=step, sequence=self.experiment.number)
+        files = {"backbone": BACKBONE, "cycle": 24 * (b"A" if step % 3 == 1 else b"B"), "head": self.head}
+        self.chronicle.saved[key.folder] = files
+        about = self._about(step)
+        retried(lambda: self._commit(key, files, about))
+        new = CheckpointRef(step=step, sequence=key.sequence, trained_seconds=float(step))
+        live = (*self.trial.checkpoints, new)
+        going = retired(live, self.retention)
+        report = StepReport(step=step, metrics={"step": step}, trained_seconds=float(step))
+        committed = Committed(trial=self.name, checkpoint=new, retires=going)
+        self.append([Reported(trial=self.name, report=report), committed])
+        self.chronicle.acknowledged.append(key)
+        doomed = [each for each in live if each.sequence in going]
+        return [CheckpointKey(trial=self.key, step=each.step, sequence=each.sequence) for each in doomed]
+
+    def _about(self, step: int) -> About:
+        stamp = self.chronicle.stamp()
+        return About(
+            attempt=self.trial.attempt,
+            epoch=self.experiment.epoch,
+            write_id=stamp.write_id,
+            created_at=stamp.at,
+            metrics={"step": step},
+            trained_seconds=float(step),
+            reports=(StepReport(step=step, metrics={"step": step}, trained_seconds=float(step)),),
+        )
+
+    def _commit(self, key: CheckpointKey, files: Files, about: About) -> None:
+        newest = newest_key(self.key, self.trial)
+        parent = read_manifest(self.store, newest) if newest else None
+        reuse = reusable(self.store, self.key, parent, self.trial.collected_up_to)
+        commit(self.store, key, MemoryFiles(files), about, reuse=reuse, side_by_side=map)
+
+    def append(self, events: Sequence[Event]) -> None:
+        stamp = self.chronicle.stamp()
+        self.experiment = retried(lambda: append(self.store, self.experiment, events, stamp))
+
+
+# --------------------------------------------------------------------------------------- what must hold of all
+
+
+def promises_broken(store: ObjectStore, chronicle: Chronicle, journals: Mapping[str, JournalKey]) -> list[str]:
+    """Return every promise that what lies on `store` breaks; `journals` by the names of the trials."""
+    try:
+        states = {name: load(store, journal, side_by_side=map).trials.get(name) for name, journal in journals.items()}
+    except TuneError as error:
+        return [f"I6: a journal does not hold together: {error}"]
+    found = []
+    for name, state in states.items():
+        if state is not None:
+            trial = TrialKey(experiment=journals[name].experiment, trial=name)
+            found += [*_whole(store, chronicle, trial, state), *_kept(chronicle, trial, state)]
+    return found
+
+
+def _whole(store: ObjectStore, chronicle: Chronicle, trial: TrialKey, state: Trial) -> Iterator[str]:
+    for each in state.checkpoints:
+        key = CheckpointKey(trial=trial, step=each.step, sequence=each.sequence)
+        try:
+            files = restored(store, read_manifest(store, key))
+        except TuneError as broken:
+            yield f"I1: {key.folder} is live and cannot be restored: {broken}"
+            continue
+        if files != chronicle.saved[key.folder]:
+            yield f"I2: {key.folder} holds what nobody saved: {files}"
+
+
+def _kept(chronicle: Chronicle, trial: TrialKey, state: Trial) -> Iterator[str]:
+    """With a retention of the last one, something as new as what was acknowledged is always there."""
+    newest = max((key.sequence for key in chronicle.acknowledged if key.trial == trial), default=0)
+    if newest and not any(each.sequence >= newest for each in state.checkpoints):
+        yield f"I1: {trial.folder}: {newest} was acknowledged, and there is {state.checkpoints}"
+
+
+def after_everybody_returned(
+    store: ObjectStore, chronicle: Chronicle, journals: Mapping[str, JournalKey], *, tidy: bool = True
+) -> list[str]:
+    """Have a new owner for each trial, twice; look for broken promises and for leaks, and let all clones end.
+
+    `tidy` says that no write came late: one that comes after its checkpoint was deleted leaves an orphan.
+    """
+    try:
+        return list(_after_everybody_returned(store, chronicle, journals, tidy=tidy))
+    except TuneError as error:
+        return [f"I4: recovery failed: {type(error).__name__}: {error}"]
+
+
+def _after_everybody_returned(
+    store: ObjectStore, chronicle: Chronicle, journals: Mapping[str, JournalKey], *, tidy: bool
+) -> Iterator[str]:
+    yield from promises_broken(store, chronicle, journals)
+    members = [Member(store, chronicle, journal, name, owner="late") for name, journal in journals.items()]
+    for member in members:
+        member.open()
+        member.clear_away()
+    yield from promises_broken(store, chronicle, journals)
+    for member in members:
+        yield from _leaks(store, member)
+    for member in members:  # two steps, and nothing of a clone is live any more
+        member.start()
+        member.save()
+        member.save()
+    for member in members:
+        member.open()
+        member.clear_away()
+    yield from promises_broken(store, chronicle, journals)
+    for member in members:
+        yield from _what_is_left(store, member, tidy=tidy)
+
+
+def _leaks(store: ObjectStore, member: Member) -> Iterator[str]:
+    """What is unreachable is found: as a leftover, or as an orphan."""
+    trial, key = load(store, member.journal, side_by_side=map).trial(member.name), member.key
+    refs = [*((e.step, e.sequence) for e in trial.checkpoints), *((e.step, e.sequence) for e in trial.claims)]
+    keys = [CheckpointKey(trial=key, step=step, sequence=sequence) for step, sequence in refs]
+    needed = {each.manifest_path for each in keys} | {
+        path for each in keys for path in read_manifest(store, each).blob_paths()
+    }
+    found = {each.path for each in orphans(store, key, trial, side_by_side=map)}
+    found |= {each.manifest_path for each in leftover(store, key, trial, member.experiment.number)}
+    young = {each.path for each in store.list(key.blobs) if blob_sequence(each.path) >= trial.collected_up_to}
+    there = {each.path for folder in (key.blobs, key.checkpoints) for each in store.list(folder)}
+    for path in sorted(there - needed - found - young):
+        yield f"I7: {path} is unreachable, and nothing will find it"
+
+
+def _what_is_left(store: ObjectStore, member: Member, *, tidy: bool) -> Iterator[str]:
+    """Where no clone is live, every claim is released, and of what was retired nothing is there."""
+    state = load(store, member.journal, side_by_side=map).trial(member.name)
+    held = [each for each in state.claims if not any(each.sequence == live.sequence for live in state.checkpoints)]
+    if held:
+        yield f"I7: {member.key.folder}: held for nobody: {held}"
+    live = {CheckpointKey(trial=member.key, step=e.step, sequence=e.sequence).manifest_path for e in state.checkpoints}
+    for path in sorted({each.path for each in store.list(member.key.checkpoints)} - live) if tidy else ():
+        yield f"I7: {path} was retired, and outlived everybody's clearing away"
