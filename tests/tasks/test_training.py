@@ -238,3 +238,23 @@ def test_what_is_reported_after_the_end_counts_for_nothing(
 ) -> None:
     said = trained(_goes_on(report), stopper=MaxSteps(1))
     assert [type(each) for each in said] == [Loaded, StepDone, TrialEnded]
+
+
+class _Asks(pt.Trainable):
+    def setup(self, config: Config) -> None:
+        del config
+        self.count = 0
+
+    def step(self) -> Mapping[str, object]:
+        self.count += 1
+        return {"count": self.count, **({"should_checkpoint": True} if self.count == 2 else {})}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        _write(checkpoint_dir)
+
+
+def test_a_step_that_asks_for_it_is_saved_whatever_the_cadence(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    never = Cadence(every_steps=1000, every_seconds=None, at_end=False)
+    done = [each for each in trained(_Asks, stopper=MaxSteps(3), cadence=never) if isinstance(each, StepDone)]
+    assert [each.report.step for each in done if each.checkpoint] == [2]
+    assert done[1].report.metrics == {"count": 2}

@@ -89,6 +89,55 @@ def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_besi
     assert "beside the earlier ones" in caplog.text
 
 
+class Noting(Syncer):
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(sync_period=300)
+        self.asked: list[tuple[str, list[str] | None]] = []
+
+    def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
+        del local_dir
+        self.asked.append((f"up {remote_dir}", exclude))
+        return True
+
+    def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
+        del local_dir
+        self.asked.append((f"down {remote_dir}", exclude))
+        return True
+
+    def delete(self, remote_dir: str) -> bool:
+        raise OSError(remote_dir)
+
+
+def test_artifacts_go_up_at_each_commit_and_after_the_period_without_what_is_excluded(tmp_path: Path) -> None:
+    syncer = Noting()
+    sync = SyncConfig(syncer=syncer, upload_dir="s3://bucket/up", artifact_excludes=("*.tmp",))
+    attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
+    attempt.bring_back(1)
+    attempt.after_commit()
+    attempt.after_commit()
+    attempt.after_report()
+    attempt.after_report()
+    asked = [what for what, _ in syncer.asked]
+    remote = f"s3://bucket/up/{TRIAL.artifacts}"
+    assert asked == [f"down {remote}", f"up {remote}", f"up {remote}", f"up {remote}"]
+    assert all("*.tmp" in (exclude or ()) and "rank_*" in (exclude or ()) for _, exclude in syncer.asked)
+
+
+@pytest.mark.parametrize(("options", "count"), [({"sync_artifacts": False}, 0), ({"sync_on_checkpoint": False}, 1)])
+def test_artifacts_stay_behind_or_wait_for_the_period_where_that_is_said(
+    options: dict[str, bool], count: int, tmp_path: Path
+) -> None:
+    syncer = Noting()
+    sync = SyncConfig(syncer=syncer, upload_dir="s3://bucket/up", **options)  # type: ignore[arg-type]  # flags
+    attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
+    for _ in range(3):
+        attempt.after_report()
+        attempt.after_commit()
+    assert len(syncer.asked) == count
+
+
 class Broken(Syncer):
     """Somebody's own syncer, and whatever it raises."""
 
