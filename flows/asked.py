@@ -14,7 +14,7 @@ from prefect_tune.core.objective import Mode
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.values import Value, canonical_json
-from prefect_tune.flows.spelled import scheduler_from, search_from, spelled
+from prefect_tune.flows.spelled import scheduler_from, search_from, spelled, spelled_stop
 from prefect_tune.trial_process import load_trainable
 
 __all__ = ["Asked", "from_settings", "settings_of", "space_of"]
@@ -89,6 +89,8 @@ def _said(name: str, value: Any) -> object | None:
         case _ if name in ("scheduler", "search"):
             make = scheduler_from if name == "scheduler" else search_from
             return spelled(make(value))
+        case _ if name == "stop":
+            return spelled_stop(value)
         case _:
             return _or_none(lambda: canonical_json(value) and value)
 

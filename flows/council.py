@@ -1,13 +1,17 @@
-"""Who is asked: the search what to try next, the scheduler who goes on. Told the same, they say the same."""
+"""Who is asked: the search what to try next, the scheduler who goes on, and whether that is enough.
+
+Told the same, they say the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prefect_tune.core.events import Lesson
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.experiment_stoppers import End, NoMore, Tallies, Tally
 from prefect_tune.core.schedulers.scheduler import Decision, Pause, Schedule, Stop, TrialReport
-from prefect_tune.core.search.search import Proposals, Proposed, Suggestion
+from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Suggestion
 from prefect_tune.core.trial import Happening, Status, Trial
 from prefect_tune.core.values import StepReport
 
@@ -32,12 +36,13 @@ def standing_decision(trial: Trial) -> Happening | None:
 
 
 class Council:
-    """The search and the scheduler of one experiment, kept at the journal's state.
+    """The search, the scheduler and the stoppers of one experiment, kept at the journal's state.
 
     What happens is told by `hear`, now or after a resume: there is one way to get there.
     """
 
-    def __init__(self, proposals: Proposals, schedule: Schedule) -> None:
+    def __init__(self, proposals: Proposals, schedule: Schedule, tallies: Sequence[Tally] = ()) -> None:
+        self._tally = Tallies(tallies)
         self._proposals = proposals
         self._schedule = schedule
         self._proposed = 0
@@ -65,9 +70,22 @@ class Council:
                 self.decide(trial, happening.report)  # the answer is in the journal, and was acted on
             else:
                 self.hear(trial, happening)
+        for trial in experiment.trials.values():
+            self.has_trained(trial)
+
+    def has_trained(self, trial: Trial) -> None:
+        """Hear that a trial has gone on."""
+        self._tally.trained(trial.trial, trial.trained_seconds)
+
+    def why_end(self) -> str | None:
+        """Return why the experiment has had enough; None as long as it has not."""
+        verdict = self._tally.verdict()
+        return verdict.reason if isinstance(verdict, End) else None
 
     def suggest(self) -> Suggestion:
         """Return the next configuration; it is taken when the journal tells of the trial."""
+        if isinstance(enough := self._tally.verdict(), NoMore):
+            return Exhausted(reason=enough.reason)
         suggestion = self._proposals.suggest(self._proposed)
         if isinstance(suggestion, Proposed):
             self._suggested = self._proposed
@@ -117,10 +135,12 @@ class Council:
             case "ended":
                 self._schedule.ended(trial.trial)
                 self._proposals.ended(number, happening.report, failed=happening.failed)
+                self._tally.ended(trial.trial, happening.report, failed=happening.failed)
             case "decided":
                 pass  # `decide` was asked for it
 
     def _added(self, trial: Trial, number: int) -> None:
+        self._tally.added(trial.trial)
         proposed = trial.proposed or trial.config
         if number == self._proposed:
             if self._suggested != number:

@@ -34,6 +34,11 @@ ATTEMPT = run_trial.with_options(retries=0)
 class Crew(Protocol):
     """Who trains."""
 
+    @property
+    def outlives(self) -> bool:
+        """Whether an attempt goes on when the search that started it is gone."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __contains__(self, trial: str) -> bool: ...
@@ -61,6 +66,8 @@ class Crew(Protocol):
 
 class LocalCrew:
     """The attempts that run now, each in a thread of the task runner that supervises a process of its own."""
+
+    outlives = False
 
     def __init__(self, nursery: Nursery) -> None:
         self._nursery = nursery

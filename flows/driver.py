@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
@@ -23,7 +22,7 @@ from prefect_tune.core.events import (
     Resumed,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment, after_event
+from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.failures import GiveUp, Quarantine, Resumable, TryAgain, verdict
 from prefect_tune.core.journal import entries_beyond
 from prefect_tune.core.layout import JournalKey, TrialKey
@@ -36,6 +35,8 @@ from prefect_tune.flows.council import Council, standing_decision, trial_id
 from prefect_tune.flows.crew import Crew, Message, Over
 from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.listening import Listener
+from prefect_tune.flows.page import Page
+from prefect_tune.flows.stopping import Outside, Stopping
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.line import Told, Wrote
@@ -72,65 +73,38 @@ class Driver:
         self._crew = crew
         self._book = book
         self._log = log
-        self._state = book.experiment  # with what is not written yet
-        self._unwritten: list[Event] = []
-        self._then: list[Callable[[], None]] = []
+        self._page = Page(book, council, listener, plan.sync.sync_period)
+        self._stopping = Stopping(limits, council, crew, self._page, log)
         self._startable: deque[str] = deque()
         self._put_aside: dict[str, tuple[Quarantined, ...]] = {}
         self._attempts: dict[str, int] = {}  # how many there were before the present one
         self._broken: dict[str, str] = {}
         self._lost: dict[str, int] = {}
         self._search_is_done = False
-        self._ends = False
-        self._began = time.monotonic()
-        self._synced_at = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def run(self, is_stopped: Callable[[], bool]) -> Experiment:
+    def run(self, outside: Outside) -> Experiment:
         """Go on until there is nothing more to do, or somebody wants an end; return the state, all of it written."""
         self._council.recall(self._state)
         self._take_up()
         while True:
-            if self._wants_end(is_stopped):
-                self._crew.stop()
-            else:
+            self._stopping.heed(outside)
+            if not self._stopping.ends:
                 self._fill_slots()
-            self._write()
+            written = self._page.write(may_wait=len(self._crew) > 0)
+            outside.heard(len(written.heard))
             if not len(self._crew):
-                return self._book.experiment
+                return written
             self._hear(self._crew.hear(_PATIENCE))
 
-    def _wants_end(self, is_stopped: Callable[[], bool]) -> bool:
-        elapsed = timedelta(seconds=time.monotonic() - self._began)
-        spent = self._limits.time is not None and elapsed >= self._limits.time
-        if spent and not self._ends:
-            self._log.info("the time budget of %s is spent: every trial saves and ends, resumable", self._limits.time)
-        self._ends = self._ends or spent or is_stopped()
-        return self._ends
+    @property
+    def _state(self) -> Experiment:
+        """The experiment with what is not written yet."""
+        return self._page.state
 
     def _put(self, event: Event) -> None:
-        """Have it journaled with the next entry; search and scheduler hear of it now."""
-        before = self._state.happened
-        self._state = after_event(self._state, event, self._book.experiment.number + 1)
-        self._unwritten.append(event)
-        self._listener.happened(event, self._state)
-        if self._state.happened > before:
-            trial = self._state.trial(str(getattr(event, "trial", "")))
-            for happening in trial.past[before - self._state.happened :]:
-                self._council.hear(trial, happening)
-
-    def _write(self) -> None:
-        """Journal what there is, then do what was waiting for it."""
-        waits = not self._then and time.monotonic() - self._synced_at < self._plan.sync.sync_period_seconds
-        if self._unwritten and not (waits and len(self._crew)):
-            self._book.write(self._unwritten)
-            self._state, self._unwritten = self._book.experiment, []
-            self._listener.wrote(self._state)
-            self._synced_at = time.monotonic()
-        acts, self._then = self._then, []
-        for act in acts:
-            act()
+        self._page.put(event)
 
     # ----------------------------------------------------------------------------------------------- the slots
 
@@ -179,7 +153,7 @@ class Driver:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(len(self._crew) or self._then)
+        return bool(len(self._crew) or self._page.is_awaited)
 
     def _without_new_trials(self) -> str | None:
         self._council.no_more()
@@ -198,7 +172,7 @@ class Driver:
             puts_aside=self._put_aside.pop(trial, ()),
         )
         self._attempts[trial] = state.attempt
-        self._then.append(lambda: self._crew.start(plan, orders, state.attempt + 1, state.absorbed))
+        self._page.then(lambda: self._crew.start(plan, orders, state.attempt + 1, state.absorbed))
 
     # --------------------------------------------------------------------------------------------- the trials
 
@@ -223,7 +197,12 @@ class Driver:
         if wrote.number > due:
             self._catch_up(wrote.trial)
         elif wrote.number == due:
-            self._put(Absorbed(trial=wrote.trial, number=wrote.number, events=_own(wrote.events)))
+            self._take_in(wrote.trial, wrote.number, wrote.events)
+
+    def _take_in(self, trial: str, number: int, events: Sequence[Event]) -> None:
+        own = tuple(event for event in events if not isinstance(event, Absorbed))
+        self._put(Absorbed(trial=trial, number=number, events=own))
+        self._council.has_trained(self._state.trial(trial))
 
     def _catch_up(self, trial: str) -> None:
         """Take in what was written where nobody listened: by an owner that died, or by a trial that outlived one."""
@@ -232,7 +211,7 @@ class Driver:
         with self._book.target.open(timeout=_NO_CHANGE) as store, side_by_side() as transfers:
             entries = entries_beyond(store, key, absorbed, side_by_side=transfers)
         for entry in entries:
-            self._put(Absorbed(trial=trial, number=entry.number, events=_own(entry.events)))
+            self._take_in(trial, entry.number, entry.events)
 
     def _told(self, told: Told) -> None:
         self._listener.told(told, self._state)
@@ -243,10 +222,10 @@ class Driver:
         except BadMetric as error:
             self._broken[told.trial] = str(error)
             leave = Leave(reason=str(error), save=False, for_good=False)
-            self._then.append(lambda: self._crew.answer(told.trial, leave))
+            self._page.then(lambda: self._crew.answer(told.trial, leave))
             return
         answer = self._answer(told.trial, decision)
-        self._then.append(lambda: self._crew.answer(told.trial, answer))
+        self._page.then(lambda: self._crew.answer(told.trial, answer))
 
     def _decided(self, trial: str, report: StepReport) -> Decision:
         """What the journal says, where it says it already and it was not done; what the scheduler says now."""
@@ -289,6 +268,8 @@ class Driver:
             self._give_up(trial.trial, Cause.USER, str(over.error))
         elif over.error is not None and not isinstance(over.error, Exception):
             raise over.error  # nobody is to go on after a Ctrl-C
+        elif trial.trial in self._state.stops:
+            self._stopping.finish(trial.trial)
         elif trial.status is Status.PENDING and trial.cause is not None and began:
             self._failed(trial, trial.cause)
         elif trial.status is Status.RUNNING or (over.error is not None and trial.status is Status.PENDING):
@@ -304,7 +285,7 @@ class Driver:
             self._startable.append(trial.trial)
 
     def _failed(self, trial: Trial, cause: Cause) -> None:
-        if not (self._ends and cause is Cause.PREEMPTED):
+        if not (self._stopping.ends and cause is Cause.PREEMPTED):
             self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
         self._judge(trial.trial, cause)
 
@@ -335,9 +316,8 @@ class Driver:
 
     def _give_up(self, trial: str, cause: Cause, message: str) -> None:
         self._put(GaveUp(trial=trial, cause=cause, message=message))
-        if self._limits.fail_fast and not self._ends:
-            self._log.error("trial %s errored, and fail_fast ends the experiment: %s", trial, message)
-            self._ends = True
+        if self._limits.fail_fast:
+            self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {message}")
 
     # ------------------------------------------------------------------------------------------------ a resume
 
@@ -347,6 +327,9 @@ class Driver:
         unended = [each for each in self._state.trials.values() if _goes_on(each)]
         for trial in unended:
             self._catch_up(trial.trial)
+            if trial.trial in self._state.stops:
+                self._stop_again(self._state.trial(trial.trial))
+                continue
             self._decide_what_is_open(trial.trial)
             state = self._state.trial(trial.trial)
             self._let_exploit(state)
@@ -354,6 +337,14 @@ class Driver:
                 self._judge(trial.trial, state.cause)
             elif state.status in (Status.PENDING, Status.RUNNING):
                 self._startable.append(trial.trial)
+
+    def _stop_again(self, trial: Trial) -> None:
+        """An attempt that has outlived who was to stop it is found by beginning it again, and is told once more."""
+        if self._crew.outlives and trial.status is Status.RUNNING:
+            self._start(trial.trial)
+            self._stopping.tell(trial.trial)
+        else:
+            self._stopping.finish(trial.trial)
 
     def _requeue(self) -> None:
         """Have go on what had ended, and today is asked to."""
@@ -387,7 +378,3 @@ def _is_saved(trial: Trial) -> bool:
     """Whether the next attempt begins where the last report was made."""
     newest = newest_checkpoint(trial)
     return newest is not None and newest.step == trial.step
-
-
-def _own(events: Sequence[Event]) -> tuple[Event, ...]:
-    return tuple(event for event in events if not isinstance(event, Absorbed))

@@ -18,6 +18,7 @@ from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.experiment_stoppers import of_experiment
 from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, verdict
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.retention import Retention
@@ -100,7 +101,7 @@ def durable_trainable(
         Superseded: another run has taken the experiment over.
         ResumeFailed: the experiment exists and cannot be read.
     """
-    stopper = stopper_for(stop)
+    stopper = _of_one_trial(stopper_for(stop))
     plan = TrialPlan(
         target=resolve_target(target),
         trial=TrialKey(experiment=experiment_name(experiment), trial=_TRIAL),
@@ -117,6 +118,12 @@ def durable_trainable(
     )
     require_possible(plan)
     return _train(plan, storable_config(config), stopper, failures or FailurePolicy())
+
+
+def _of_one_trial(stopper: Stopper) -> Stopper:
+    if found := of_experiment(stopper):
+        raise InvalidInput(f"stop: {found[0]} is for a search of many trials; here MaxSteps, MaxTime or Plateau")
+    return stopper
 
 
 def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, policy: FailurePolicy) -> TrialResult:

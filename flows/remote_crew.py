@@ -50,6 +50,8 @@ class _Attempt:
 class RemoteCrew:
     """As `Crew`, for attempts that share nothing with this process but the target."""
 
+    outlives = True
+
     def __init__(self, target: StorageTarget, elsewhere: Elsewhere, look_every: timedelta) -> None:
         self._target = target
         self._elsewhere = elsewhere

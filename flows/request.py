@@ -11,6 +11,7 @@ from prefect.runtime import flow_run
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.values import valid_name
+from prefect_tune.flows.spelled import stop_from
 from prefect_tune.session import storable
 from prefect_tune.trial_process import load_trainable
 
@@ -42,13 +43,13 @@ def storable_config(config: Mapping[str, Any] | None) -> dict[str, object]:
 
 
 def stopper_for(stop: StopCriteria | str) -> Stopper:
-    """Return the stopper that `stop` means; text names one as `package.module:name`.
+    """Return the stopper that `stop` means; text names one as `package.module:name`, JSON spells one.
 
     Raises:
         InvalidInput: it means none.
     """
     named = load_trainable(stop) if isinstance(stop, str) and ":" in stop else stop
-    return as_stopper(cast("StopCriteria", named))
+    return as_stopper(cast("StopCriteria", stop_from(named)))
 
 
 def valid_trainable(trainable: object) -> object:

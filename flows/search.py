@@ -18,6 +18,7 @@ from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events import Described
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.experiment_stoppers import of_experiment, of_trials
 from prefect_tune.core.failures import FailurePolicy
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.objective import Objective, objective_of
@@ -40,6 +41,7 @@ from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.spelled import scheduler_from, search_from
+from prefect_tune.flows.stop_desk import StopDesk
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.experiment_state import check_target, write_directly
@@ -52,6 +54,7 @@ from prefect_tune.terminal.watch import Outlook
 __all__ = ["searched"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
+_LOOK_FOR_REQUESTS = timedelta(seconds=5)
 _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 
@@ -59,9 +62,9 @@ def searched(asked: Asked) -> Results:
     """Do what was asked for, within a flow. Raises what `tune` raises."""
     name = experiment_name(asked.experiment)
     objective = objective_of(asked.metric, asked.mode)
-    stopper = stopper_for(asked.stop)
+    stopper = of_trials(whole := stopper_for(asked.stop))
     require_possible(plan := _plan(asked, name, stopper))
-    council = _council(asked, name, objective)
+    council = _council(asked, name, objective, whole)
     crew = _crew(asked, plan, limits := _limits(asked, plan, stopper))
     audience = Audience(
         plan.target,
@@ -78,8 +81,13 @@ def searched(asked: Asked) -> Results:
         book = Book(plan.target, state, write_directly, lambda _events, _state: None)
         if (settings := settings_of(asked)) != state.settings:
             book.write([Described(settings=settings)])
-        with crew as who, audience.listening(book, stop, log := get_run_logger()) as listener:
-            return Driver(plan, limits, council, who, book, log, listener).run(stop.is_set)
+        log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, plan.sync.sync_period)
+        with (
+            StopDesk(plan.target, name, len(state.heard), look_every, stop) as desk,
+            crew as who,
+            audience.listening(book, stop, log) as listener,
+        ):
+            return Driver(plan, limits, council, who, book, log, listener).run(desk)
 
     return Results(interruptible(search, grace=plan.grace), plan.target, objective)
 
@@ -119,11 +127,13 @@ def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper) -> Limits:
     )
 
 
-def _council(asked: Asked, experiment: str, objective: Objective | None) -> Council:
+def _council(asked: Asked, experiment: str, objective: Objective | None, stopper: Stopper) -> Council:
     seed = asked.seed if asked.seed is not None else int(digest_of(experiment.encode())[:8], 16)
     search = _search(asked)
     scheduler = FIFO() if asked.scheduler is None else scheduler_from(asked.scheduler)
-    return Council(search.begin(space_of(asked.space or {}), objective, seed), _begun(scheduler, objective, seed))
+    tallies = [each.begin(objective) for each in of_experiment(stopper)]
+    proposals = search.begin(space_of(asked.space or {}), objective, seed)
+    return Council(proposals, _begun(scheduler, objective, seed), tallies)
 
 
 def _search(asked: Asked) -> Search:

@@ -1,9 +1,10 @@
-"""Schedulers and searches as JSON: `{"ASHA": {"max_t": 81}}`, for a form, a deployment and the journal."""
+"""Schedulers, searches and stoppers as JSON: `{"ASHA": {"max_t": 81}}`, for a form, a deployment and the journal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from datetime import timedelta
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -12,9 +13,10 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.schedulers.scheduler import Scheduler
 from prefect_tune.core.search.search import Search
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
+from prefect_tune.core.stoppers import AnyOf, Stopper
 from prefect_tune.core.values import canonical_json
 
-__all__ = ["scheduler_from", "search_from", "spelled"]
+__all__ = ["scheduler_from", "search_from", "spelled", "spelled_stop", "stop_from"]
 
 _SCHEDULERS = {
     "FIFO": "prefect_tune.core.schedulers.fifo",
@@ -27,6 +29,14 @@ _SEARCHES = {
     "RandomSearch": "prefect_tune.core.search.random_search",
     "OptunaSearch": "prefect_tune.integrations.optuna",
 }
+_STOPPERS = {
+    **dict.fromkeys(("MaxSteps", "MaxTime", "Plateau"), "prefect_tune.core.stoppers"),
+    **dict.fromkeys(
+        ("MaxFailures", "TrialBudget", "TimeBudget", "ExperimentPlateau"), "prefect_tune.core.experiment_stoppers"
+    ),
+}
+_TIMES = frozenset({"time"})
+"""Fields that hold a `timedelta`: `time_seconds` in JSON."""
 _SPACES = frozenset({"hyperparam_mutations"})
 """Fields that hold domains."""
 
@@ -51,19 +61,66 @@ def search_from(given: object) -> Search:
     raise InvalidInput(f"search: expected one, such as pt.RandomSearch(num_samples=20), found {given!r}")
 
 
+def stop_from(given: object) -> object:
+    """Return `stop` with the stoppers that its JSON spells: `{"step": 100, "MaxFailures": {"failures": 3}}`.
+
+    What has a number is a limit of a metric, as ever; what has an object is a stopper of that name.
+
+    Raises:
+        InvalidInput: there is none of this name, or not with these arguments.
+    """
+    if isinstance(given, Mapping):
+        stoppers = {name: arguments for name, arguments in given.items() if isinstance(arguments, Mapping)}
+        limits = {name: limit for name, limit in given.items() if name not in stoppers}
+        made = [_made({name: _with_times(arguments)}, "stop", _STOPPERS) for name, arguments in stoppers.items()]
+        return [*made, limits] if made and limits else made or limits
+    return [stop_from(each) for each in given] if isinstance(given, list | tuple) else given
+
+
+def spelled_stop(stop: object) -> Sequence[object] | Mapping[str, object] | str | None:
+    """Return `stop` as JSON that `stop_from` reads; None where it holds what JSON cannot say, such as a function."""
+    if isinstance(stop, AnyOf | list | tuple):
+        parts = [spelled_stop(each) for each in (stop.stoppers if isinstance(stop, AnyOf) else stop)]
+        return None if None in parts else [each for each in parts if each is not None]
+    if isinstance(stop, Stopper):
+        return spelled(stop)
+    if not isinstance(stop, Mapping | str):
+        return None
+    try:
+        canonical_json(stop)
+    except (InvalidInput, TypeError, ValueError):
+        return None
+    return stop
+
+
+def _with_times(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    times = {name: arguments[f"{name}_seconds"] for name in _TIMES if f"{name}_seconds" in arguments}
+    rest = {name: value for name, value in arguments.items() if name.removesuffix("_seconds") not in times}
+    try:
+        return {**rest, **{name: timedelta(seconds=value) for name, value in times.items()}}
+    except TypeError as error:
+        raise InvalidInput(f"stop: {dict(arguments)}: expected a number of seconds") from error
+
+
 def spelled(thing: object) -> dict[str, Any] | None:
-    """Return a scheduler or a search as JSON; None where it holds what JSON cannot say, or is not one of ours."""
+    """Return one of them as JSON; None where it holds what JSON cannot say, or is not one of ours."""
     name = type(thing).__name__
-    home = {**_SCHEDULERS, **_SEARCHES}.get(name)
+    home = {**_SCHEDULERS, **_SEARCHES, **_STOPPERS}.get(name)
     if home is None or not is_dataclass(thing) or not type(thing).__module__.startswith(home):
         return None
     changed = {each.name: getattr(thing, each.name) for each in fields(thing) if not _is_default(thing, each)}
     try:
-        arguments = {key: space_to_json(value) if key in _SPACES else value for key, value in changed.items()}
+        arguments = dict(_said(key, value) for key, value in changed.items())
         canonical_json(arguments)
     except (InvalidInput, TypeError, ValueError):
         return None
     return {name: arguments}
+
+
+def _said(name: str, value: Any) -> tuple[str, object]:
+    if isinstance(value, timedelta):
+        return f"{name}_seconds", value.total_seconds()
+    return name, space_to_json(value) if name in _SPACES else value
 
 
 def _is_default(thing: object, field: Any) -> bool:

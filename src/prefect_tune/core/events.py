@@ -47,6 +47,7 @@ __all__ = [
     "Resumed",
     "Retired",
     "Started",
+    "StopAsked",
     "TrialAdded",
     "TrialEvent",
 ]
@@ -143,6 +144,22 @@ class Described(Value):
 
     type: Literal["described"] = "described"
     settings: Mapping[str, object]
+
+
+class StopAsked(Value):
+    """A trial, or the whole experiment, is to save and end, and nobody has acted on it yet.
+
+    A trial is finished then. The experiment ends for its present owner: whoever opens it next goes on.
+    """
+
+    type: Literal["stop-asked"] = "stop-asked"
+    reason: str
+    trial: TrialId | None = None
+    """None for the whole experiment."""
+    request: str | None = None
+    """The write id of the request on the target; None where a stopper or a limit of the experiment's own says so."""
+    refused: str = ""
+    """Why nothing comes of it; empty where it is done."""
 
 
 class TrialEvent(Value):
@@ -391,6 +408,6 @@ class Absorbed(TrialEvent):
 
 
 Event: TypeAlias = Annotated[
-    Opened | Adopted | Described | ForkBegun | Forked | Learned | TrialAdded | OneTrialsEvent | Absorbed,
+    Opened | Adopted | Described | StopAsked | ForkBegun | Forked | Learned | TrialAdded | OneTrialsEvent | Absorbed,
     Field(discriminator="type"),
 ]

@@ -23,6 +23,7 @@ from prefect_tune.core.events import (
     Owner,
     Requeued,
     Resumed,
+    StopAsked,
     TrialAdded,
 )
 from prefect_tune.core.layout import JournalKey, journal_key
@@ -69,6 +70,12 @@ class Experiment(Value):
     """Whether it has all of that; a fork that was cut short is nothing to go on with."""
     learned: Mapping[str, int] = Field(default_factory=dict)
     """The other experiments whose trials its search knows of, and in which entry they are told."""
+    heard: tuple[str, ...] = ()
+    """The write ids of the requests from outside that were heard, in their order: the first one is request 1."""
+    stops: Mapping[str, str] = Field(default_factory=dict)
+    """Trials that are asked to stop and have not ended yet, and why."""
+    ends: str = ""
+    """Why its present owner ends it before there is nothing more to do; empty where that is not so."""
     happened: int = 0
     """How much search and scheduler have to be told again; see `Trial.past`."""
     milestones: tuple[tuple[int, Digest], ...] = ()
@@ -153,6 +160,8 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return experiment.model_copy(update={"is_whole": True})
         case Learned(source=source):
             return experiment.model_copy(update={"learned": {**experiment.learned, source: number}})
+        case StopAsked():
+            return _asked_to_stop(experiment, event)
         case TrialAdded():
             return _added(experiment, event)
         case Absorbed():
@@ -166,7 +175,20 @@ def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
     opens = JournalKey(experiment=event.experiment, trial=event.trial)
     if (opens, event.epoch) != (experiment.key, experiment.epoch + 1):
         raise IllegalTransition(f"it opens {opens} for epoch {event.epoch}")
-    return experiment.model_copy(update={"epoch": event.epoch, "owner": event.owner, "opened_at": number})
+    opened = {"epoch": event.epoch, "owner": event.owner, "opened_at": number, "ends": ""}
+    return experiment.model_copy(update=opened)
+
+
+def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
+    if event.request is not None:
+        experiment = experiment.model_copy(update={"heard": (*experiment.heard, event.request)})
+    if event.refused:
+        return experiment
+    if event.trial is None:
+        return experiment.model_copy(update={"ends": event.reason})
+    if _known(experiment, event.trial).status in ENDED:
+        raise IllegalTransition(f"trial {event.trial!r} has ended: it cannot be asked to stop")
+    return experiment.model_copy(update={"stops": {**experiment.stops, event.trial: event.reason}})
 
 
 def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
@@ -241,4 +263,7 @@ def _known(experiment: Experiment, trial: str) -> Trial:
 
 
 def _with(experiment: Experiment, trial: Trial) -> Experiment:
-    return experiment.model_copy(update={"trials": experiment.trials.with_trial(trial)})
+    changed: dict[str, object] = {"trials": experiment.trials.with_trial(trial)}
+    if trial.trial in experiment.stops and trial.status in ENDED:
+        changed["stops"] = {name: why for name, why in experiment.stops.items() if name != trial.trial}
+    return experiment.model_copy(update=changed)

@@ -2,6 +2,7 @@
 
 <experiment>/journal/0000000001.json
 <experiment>/segments/0000000010.jsonl
+<experiment>/requests/0000000001.json
 <experiment>/trials/<trial>/journal/0000000001.json
 <experiment>/trials/<trial>/segments/0000000010.jsonl
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
@@ -24,6 +25,8 @@ __all__ = [
     "blob_sequence",
     "journal_key",
     "number_in",
+    "request_path",
+    "requests_folder",
 ]
 
 MANIFEST = "manifest.json"
@@ -74,6 +77,16 @@ def number_in(folder: str, path: str, kind: str = "json") -> int | None:
     stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
     is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGITS
     return int(stem) if suffix == kind and is_number else None
+
+
+def requests_folder(experiment: str) -> str:
+    """Return the folder of what is asked of an experiment from outside."""
+    return f"{valid_name(experiment)}/requests"
+
+
+def request_path(experiment: str, number: int) -> str:
+    """Return the path of request `number` (from 1)."""
+    return f"{requests_folder(experiment)}/{number:0{_DIGITS}d}.json"
 
 
 class TrialKey(Value):

@@ -26,6 +26,7 @@ from prefect_tune.core.events import (
     Rebased,
     Reported,
     Started,
+    StopAsked,
     TrialAdded,
 )
 from prefect_tune.core.experiment import Entry
@@ -92,7 +93,7 @@ class Telling:
     def news(self, event: Event) -> Iterator[OneTrialsEvent]:
         """Return what is news in an event, and in those that it absorbs."""
         match event:
-            case Opened() | Adopted() | Described() | ForkBegun() | Forked() | Learned() | TrialAdded():
+            case Opened() | Adopted() | Described() | StopAsked() | ForkBegun() | Forked() | Learned() | TrialAdded():
                 return
             case Rebased(trial=trial, absorbed=absorbed):
                 self._set(trial, absorbed=absorbed)

@@ -1,0 +1,66 @@
+"""The journal's next entry as it comes about: what happens is taken in at once, and acted on when it is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from prefect_tune.core.events import Event
+from prefect_tune.core.experiment import Experiment, after_event
+from prefect_tune.flows.council import Council
+from prefect_tune.flows.listening import Listener
+from prefect_tune.tasks.book import Book
+
+__all__ = ["Page"]
+
+
+class Page:
+    """The experiment with what is not written yet, and what waits until it is."""
+
+    def __init__(self, book: Book, council: Council, listener: Listener, sync_period: timedelta) -> None:
+        self._book = book
+        self._council = council
+        self._listener = listener
+        self._sync_period = sync_period
+        self.state = book.experiment
+        self._unwritten: list[Event] = []
+        self._then: list[Callable[[], None]] = []
+        self._synced_at = time.monotonic()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something is to be done once it is written."""
+        return bool(self._then)
+
+    def put(self, event: Event) -> None:
+        """Have it journaled with the next entry; search and scheduler hear of it now."""
+        before = self.state.happened
+        self.state = after_event(self.state, event, self._book.experiment.number + 1)
+        self._unwritten.append(event)
+        self._listener.happened(event, self.state)
+        if self.state.happened > before:
+            trial = self.state.trial(str(getattr(event, "trial", "")))
+            for happening in trial.past[before - self.state.happened :]:
+                self._council.hear(trial, happening)
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Have it done once everything up to here is written."""
+        self._then.append(act)
+
+    def write(self, *, may_wait: bool) -> Experiment:
+        """Journal what there is, then do what was waiting for it; return the experiment as it is written.
+
+        Args:
+            may_wait: whether what nobody waits for has time until `sync_period` is over.
+        """
+        waits = may_wait and not self._then and time.monotonic() - self._synced_at < self._sync_period.total_seconds()
+        if self._unwritten and not waits:
+            self._book.write(self._unwritten)
+            self.state, self._unwritten = self._book.experiment, []
+            self._listener.wrote(self.state)
+            self._synced_at = time.monotonic()
+        acts, self._then = self._then, []
+        for act in acts:
+            act()
+        return self._book.experiment

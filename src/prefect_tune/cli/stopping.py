@@ -1,0 +1,38 @@
+"""`stop`: a trial or a whole search, from another terminal or another machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, app
+
+__all__: list[str] = []
+
+
+@app.command()
+def stop(
+    target: Target,
+    experiment: ExperimentName,
+    trial: TrialName = None,
+    reason: Annotated[str, typer.Option(help="Why, for the journal.", show_default=False)] = "",
+    wait_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for its end; 0: ask only.")] = 60,
+    as_json: AsJson = False,
+) -> None:
+    """Have a running search save and end, resumable; or one trial of it, which is finished then.
+
+    Whoever runs the search looks on TARGET every few seconds. Ends with 1 where nobody has answered.
+    """
+    from prefect_tune.flows.stop import stop as asked
+
+    outcome = asked(experiment, target=target, trial=trial, reason=reason, wait_seconds=wait_seconds)
+    done = outcome.status in ("stopped", "had-ended", "stopping")
+    if as_json:
+        print(json.dumps({"status": outcome.status, "message": outcome.message}, indent=2))
+    else:
+        print(outcome.message, file=sys.stdout if done else sys.stderr)
+    if not done and wait_seconds:
+        raise typer.Exit(1)
