@@ -21,17 +21,9 @@ from prefect_tune.blocks.resolve import resolve_target, target_from_fields, vali
 from prefect_tune.blocks.s3_target import S3Target
 from prefect_tune.blocks.target import StorageTarget
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.excludes import NEVER_ARTIFACTS
 
 __all__ = ["SyncConfig", "SyncerLike"]
-
-# Names that trials use for themselves, and that were never artifacts.
-_NEVER_ARTIFACTS = (
-    "checkpoint_-00001*",
-    "checkpoint_tmp*",
-    "save_to_object*",
-    "rank_*",
-    ".lazy_checkpoint_marker",
-)
 
 
 @runtime_checkable
@@ -95,7 +87,8 @@ class SyncConfig(Form):
     )
     artifact_excludes: tuple[str, ...] = Field(
         default=(),
-        description="Patterns (fnmatch, on paths relative to the trial directory) of files that stay behind.",
+        description="Shell patterns of files and folders that stay behind: '*.tmp' at any depth, "
+        "'logs/*' or './rank_*' from the top of the trial directory.",
     )
     commit: Literal["sync", "async"] = Field(
         default="sync",
@@ -128,7 +121,7 @@ class SyncConfig(Form):
         for pattern in patterns:
             if not pattern or pattern.startswith("/"):
                 raise ValueError(f"expected patterns of paths relative to the trial directory, found {pattern!r}")
-        return tuple(pattern.removeprefix("./") for pattern in patterns)
+        return patterns
 
     @model_validator(mode="after")
     def _syncer_and_target_agree(self) -> Self:
@@ -157,7 +150,7 @@ class SyncConfig(Form):
     @property
     def excludes(self) -> tuple[str, ...]:
         """What is never an artifact: what the user leaves out, and what trials keep to themselves."""
-        return (*self.artifact_excludes, *_NEVER_ARTIFACTS)
+        return (*self.artifact_excludes, *NEVER_ARTIFACTS)
 
     def target(self) -> StorageTarget | None:
         """Return the target that `upload_dir` means, if it is set; a slug is loaded from the server."""

@@ -7,6 +7,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget, S3Target, SyncConfig
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.excludes import is_excluded
 
 
 class CopyingSyncer:
@@ -70,8 +71,9 @@ def test_it_travels_to_another_process() -> None:
 
 def test_excludes_name_what_trials_keep_to_themselves_too() -> None:
     excludes = SyncConfig(artifact_excludes=["./cache/*", "*.tmp"]).excludes
-    assert excludes[:2] == ("cache/*", "*.tmp")
-    assert "rank_*" in excludes
+    assert excludes[:2] == ("./cache/*", "*.tmp")
+    assert all(is_excluded(path, excludes) for path in ("cache/a", "deep/a.tmp", "rank_0", "checkpoint_tmp1/a"))
+    assert not any(is_excluded(path, excludes) for path in ("mine/cache/a", "plots/rank_0"))
 
 
 @pytest.mark.parametrize("upload_dir", [None, "s3://bucket", "file:///runs", "/runs", LocalTarget(path="/runs")])
