@@ -14,6 +14,7 @@ from prefect_tune.core.objective import Mode
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
 from prefect_tune.core.values import Value, canonical_json
+from prefect_tune.flows.resuming import RerunErrored
 from prefect_tune.flows.spelled import scheduler_from, search_from, spelled, spelled_stop
 from prefect_tune.trial_process import load_trainable
 
@@ -21,7 +22,7 @@ __all__ = ["Asked", "from_settings", "settings_of", "space_of"]
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 # What belongs to one run of the experiment, and not to the experiment.
-_OF_THE_RUN = frozenset({"target", "experiment", "rerun_errored", "time_budget_seconds"})
+_OF_THE_RUN = frozenset({"target", "experiment", "resume", "rerun_errored", "time_budget_seconds", "on_code_change"})
 _VALUES: Mapping[str, type[Value]] = {"checkpoint": Cadence, "retention": Retention, "failures": FailurePolicy}
 
 
@@ -53,7 +54,10 @@ class Asked:
     isolation: Literal["process", "thread"] = "process"
     grace_period_seconds: float = 25
     silence_timeout_seconds: float | None = None
-    rerun_errored: bool = False
+    resume: bool | str | None = None
+    rerun_errored: RerunErrored = False
+    warm_start: list[str] | None = None
+    on_code_change: Literal["warn", "refuse"] = "warn"
 
 
 def space_of(space: Mapping[str, Any]) -> dict[str, object]:

@@ -118,6 +118,8 @@ class Driver:
         while self._startable:
             if self._state.trial(trial := self._startable.popleft()).status not in ENDED:
                 return trial
+        if self._limits.only_errored:
+            return None
         self._stop_unneeded()
         if (paused := self._council.resume_next()) is None:
             return None if self._council.is_waiting() else self._propose()
@@ -323,8 +325,11 @@ class Driver:
 
     def _take_up(self) -> None:
         """Bring the trials that an earlier owner left in the middle into a state from which they go on."""
+        errored = {each.trial for each in self._state.trials.values() if each.status is Status.ERRORED}
         self._requeue()
         unended = [each for each in self._state.trials.values() if _goes_on(each)]
+        if self._limits.only_errored:
+            unended = [each for each in unended if each.trial in errored]
         for trial in unended:
             self._catch_up(trial.trial)
             if trial.trial in self._state.stops:
@@ -351,6 +356,8 @@ class Driver:
         for trial in list(self._state.trials.values()):
             if trial.status is Status.ERRORED and self._limits.reruns_errored:
                 self._put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
+            elif self._limits.only_errored:
+                continue
             elif trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
                 self._put(Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}"))
 

@@ -34,6 +34,8 @@ class Limits:
     """After which everything saves and ends, resumable."""
     reruns_errored: bool = False
     """Whether trials that errored are tried again."""
+    only_errored: bool = False
+    """Whether nothing else goes on."""
     has_had_enough: Callable[[Trial], bool] = lambda _: True
     """Whether a trial that met its stop criterion meets today's too; otherwise it goes on."""
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from prefect import flow
 
 from prefect_tune.blocks import StorageTarget, resolve_target
-from prefect_tune.core.errors import InvalidInput, JournalCorrupt, ResumeFailed, UnknownVersion
+from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.values import valid_name
 from prefect_tune.flows.asked import from_settings
 from prefect_tune.flows.results import Results
+from prefect_tune.flows.resuming import read_or_fail
 from prefect_tune.flows.search import searched
-from prefect_tune.tasks.experiment_state import read_experiment
+from prefect_tune.tasks.forking import ForkRequest, fork_experiment
 
 __all__ = ["resume"]
 
@@ -22,7 +24,10 @@ def resume(
     experiment: str,
     *,
     target: StorageTarget | str,
-    rerun_errored: bool = False,
+    fork: str | None = None,
+    at: int | None = None,
+    strict_fork: bool = False,
+    rerun_errored: bool | Literal["only"] = False,
     num_samples: int | None = None,
     stop: Any = None,
     space: dict[str, Any] | None = None,
@@ -31,6 +36,8 @@ def resume(
     trainable: Any = None,
     scheduler: Any = None,
     search: Any = None,
+    warm_start: list[str] | None = None,
+    on_code_change: Literal["warn", "refuse"] = "warn",
 ) -> Results:
     """Go on with the search `experiment` as its journal describes it; what is given here is changed.
 
@@ -40,7 +47,13 @@ def resume(
     Args:
         experiment: its name on the target.
         target: where it lives: a block, a `"block-type/name"` slug, or a URI.
-        rerun_errored: try trials again that errored.
+        fork: a name: leave `experiment` as it is, and go on under this one. No checkpoint is copied, and the other
+            may be running. Asked for again, by a retry for one, the fork that is there goes on.
+        at: the entry of its journal to fork from; of each trial that is what had been absorbed by then. Default: the
+            last one.
+        strict_fork: refuse to fork where a checkpoint of that entry has been deleted since. Otherwise a trial goes on
+            from the newest that is left, or from nothing, and the log says so.
+        rerun_errored: try trials again that errored; `"only"` those, and nothing else.
         num_samples: more samples than before: the search goes on where it ended.
         stop: a larger budget for each trial: those that met the old criterion go on.
         space: another space for the trials to come; earlier ones stay data.
@@ -49,6 +62,8 @@ def resume(
         trainable: needed where the experiment was begun with an object that has no import path.
         scheduler: likewise; another one than before decides from now on.
         search: likewise; another one than before proposes from now on.
+        warm_start: experiments whose finished trials the search learns from, as in `tune`.
+        on_code_change: whether it goes on when the trainable's source has changed, or is refused.
 
     Returns:
         Results: as `tune` does.
@@ -56,9 +71,15 @@ def resume(
     Raises:
         ResumeFailed: there is no such experiment, or it cannot be read. Nothing was started.
         InvalidInput: its journal does not hold all that is needed; the message says what to pass.
+        CheckpointNotFound: with `strict_fork`.
         Superseded: another run has taken the experiment over.
     """
     where = resolve_target(target)
+    if fork is None and (at is not None or strict_fork):
+        raise InvalidInput("at: an experiment goes on from its end; to go on from an entry, name the fork: fork='name'")
+    if fork is not None:
+        request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
+        experiment = fork_experiment(where, request).name
     state = _found(where, experiment)
     changed = {
         name: value
@@ -70,23 +91,23 @@ def resume(
             "trainable": trainable,
             "scheduler": scheduler,
             "search": search,
+            "warm_start": warm_start,
         }.items()
         if value is not None
     }
     run = {
         "target": where,
         "experiment": experiment,
+        "resume": "must",
         "rerun_errored": rerun_errored,
+        "on_code_change": on_code_change,
         "time_budget_seconds": time_budget_seconds,
     }
     return searched(from_settings(state.settings, run, changed))
 
 
 def _found(target: StorageTarget, experiment: str) -> Experiment:
-    try:
-        state = read_experiment(target, experiment)
-    except (JournalCorrupt, UnknownVersion) as error:
-        raise ResumeFailed(f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started afresh") from error
+    state = read_or_fail(target, experiment)
     if not state.number:
         raise ResumeFailed(f"there is no experiment {experiment!r} at {target.uri}. Nothing was started")
     if not state.settings:

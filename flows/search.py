@@ -15,8 +15,9 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_tune.blocks import SyncConfig, resolve_target
 from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.draws import seed_named
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events import Described
+from prefect_tune.core.events import Described, Event
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.experiment_stoppers import of_experiment, of_trials
 from prefect_tune.core.failures import FailurePolicy
@@ -28,18 +29,20 @@ from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.search import Search
 from prefect_tune.core.stoppers import Stopper
-from prefect_tune.core.values import digest_of
-from prefect_tune.flows.asked import Asked, settings_of, space_of
+from prefect_tune.flows.agreement import require_code, require_same, settings_today
+from prefect_tune.flows.asked import Asked, space_of
 from prefect_tune.flows.audience import Audience
 from prefect_tune.flows.callbacks import callbacks_for
 from prefect_tune.flows.council import Council
 from prefect_tune.flows.crew import Crew, LocalCrew
 from prefect_tune.flows.driver import Driver
 from prefect_tune.flows.elsewhere import OnDeployment, on_task_runner
+from prefect_tune.flows.lessons import lessons_known, new_lessons, source_names
 from prefect_tune.flows.limits import Limits, has_had_enough, require_possible
 from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.results import Results
+from prefect_tune.flows.resuming import require_presence, resuming
 from prefect_tune.flows.spelled import scheduler_from, search_from
 from prefect_tune.flows.stop_desk import StopDesk
 from prefect_tune.tasks import restore_experiment_state
@@ -74,14 +77,21 @@ def searched(asked: Asked) -> Results:
         in_terminal=asked.isolation == "process",  # elsewhere the terminal is the debugger's
     )
 
+    sources = source_names(asked.warm_start or ())
+    require_presence(plan.target, name, resuming(asked.resume))
+    require_code(asked, plan.target, name)
+
     def search(stop: threading.Event) -> Experiment:
         check_target(plan.target)
         state = restore_experiment_state(plan.target, name, this_owner(), new_stamp())
-        _require_same(asked, state)
+        require_same(state, settings := settings_today(asked), get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, _state: None)
-        if (settings := settings_of(asked)) != state.settings:
-            book.write([Described(settings=settings)])
-        log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, plan.sync.sync_period)
+        learned = new_lessons(sources, plan.target, state.learned, name)
+        news: list[Event] = [*([Described(settings=settings)] if settings != state.settings else ()), *learned]
+        if news:
+            book.write(news)
+        _learn(council, book)
+        log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, max(_LOOK_EVERY, plan.sync.sync_period))
         with (
             StopDesk(plan.target, name, len(state.heard), look_every, stop) as desk,
             crew as who,
@@ -90,6 +100,13 @@ def searched(asked: Asked) -> Results:
             return Driver(plan, limits, council, who, book, log, listener).run(desk)
 
     return Results(interruptible(search, grace=plan.grace), plan.target, objective)
+
+
+def _learn(council: Council, book: Book) -> None:
+    if book.experiment.learned:
+        lessons = lessons_known(book)
+        used, names = council.learn(lessons), ", ".join(book.experiment.learned)
+        get_run_logger().info("%d finished trials of %s; the search can use %d of them", len(lessons), names, used)
 
 
 def _plan(asked: Asked, experiment: str, stopper: Stopper) -> TrialPlan:
@@ -117,18 +134,20 @@ def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper) -> Limits:
         raise InvalidInput(f"max_concurrent_trials: expected 1 or more, found {slots}")
     if budget is not None and budget <= 0:
         raise InvalidInput(f"time_budget_seconds: expected more than 0, found {budget:g}")
+    rerun = asked.rerun_errored or resuming(asked.resume).rerun_errored
     return Limits(
         max_concurrent_trials=slots or os.cpu_count() or 1,
         failures=asked.failures or FailurePolicy(),
         fail_fast=asked.fail_fast,
         time=None if budget is None else timedelta(seconds=budget),
-        reruns_errored=asked.rerun_errored,
+        reruns_errored=bool(rerun),
+        only_errored=rerun == "only",
         has_had_enough=lambda trial: has_had_enough(plan, trial, stopper),
     )
 
 
 def _council(asked: Asked, experiment: str, objective: Objective | None, stopper: Stopper) -> Council:
-    seed = asked.seed if asked.seed is not None else int(digest_of(experiment.encode())[:8], 16)
+    seed = asked.seed if asked.seed is not None else seed_named(experiment)
     search = _search(asked)
     scheduler = FIFO() if asked.scheduler is None else scheduler_from(asked.scheduler)
     tallies = [each.begin(objective) for each in of_experiment(stopper)]
@@ -175,22 +194,3 @@ def _local_crew(plan: TrialPlan, limits: Limits) -> Iterator[Crew]:
         if plan.isolation == "process":
             nursery.prepare()
         yield LocalCrew(nursery)
-
-
-def _require_same(asked: Asked, state: Experiment) -> None:
-    """What the journal says must mean today what it meant when it was written."""
-    before = {**state.settings}
-    now = {**settings_of(asked)}
-    for name, why in _FIXED.items():
-        if state.trials and before.get(name) != now.get(name):
-            raise InvalidInput(
-                f"{name}: experiment {state.name!r} was begun with {before.get(name, 'the default')!r}, and is asked "
-                f"to go on with {now.get(name, 'the default')!r}: {why}. Give the same, or another experiment name"
-            )
-
-
-_FIXED = {
-    "metric": "what was decided by one metric is not true of another",
-    "mode": "what was good would be bad",
-    "seed": "the search would not propose what it proposed",
-}

@@ -45,7 +45,10 @@ def tune(
     isolation: Literal["process", "thread"] = "process",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
-    rerun_errored: bool = False,
+    resume: bool | str = "auto",
+    rerun_errored: bool | Literal["only"] = False,
+    warm_start: list[str] | None = None,
+    on_code_change: Literal["warn", "refuse"] = "warn",
 ) -> Results:
     """Search `space` for the configuration with which `trainable` does best; go on wherever an earlier run ended.
 
@@ -80,7 +83,12 @@ def tune(
         isolation: `"process"` trains each trial in a child process; `"thread"` in this one, for debuggers.
         grace_period_seconds: how long trials may take to save once SIGTERM or a cancellation arrives.
         silence_timeout_seconds: without a report for so long a trial is taken for hung and started again.
-        rerun_errored: try trials again that errored in an earlier run.
+        resume: `"auto"` goes on where the experiment is there, and begins where it is not; True or `"must"` is an error
+            where it is not there, False or `"never"` where it is. Ray's words are understood too: `"auto+errored"`.
+        rerun_errored: try trials again that errored in an earlier run; `"only"` those, and nothing else.
+        warm_start: experiments whose finished trials the search learns from: names on the same target, or
+            `"s3://bucket/folder/name"`. Their trials are kept in this experiment's journal, and count as no samples.
+        on_code_change: whether an experiment whose trainable has another source than before goes on, or is refused.
 
     Returns:
         Results: the best configuration and its checkpoint, every trial, every error.
@@ -88,7 +96,7 @@ def tune(
     Raises:
         InvalidInput: what was asked for cannot be done; nothing was started.
         Superseded: another run has taken the experiment over.
-        ResumeFailed: the experiment exists and cannot be read.
+        ResumeFailed: the experiment exists and cannot be read; or it does not exist, and must.
     """
     given = dict(locals())  # the parameters: `Asked` names them alike
     return searched(Asked(**given))

@@ -1,0 +1,71 @@
+"""What the journal of an experiment and what is asked for today have to agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import InvalidInput, ResumeFailed
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.flows.asked import Asked, settings_of
+from prefect_tune.flows.resuming import read_or_fail
+from prefect_tune.flows.source_code import code_of
+from prefect_tune.tasks.trial_channel import Log
+
+__all__ = ["require_code", "require_same", "settings_today"]
+
+_FIXED = {
+    "metric": "what was decided by one metric is not true of another",
+    "mode": "what was good would be bad",
+    "seed": "the search would not propose what it proposed",
+}
+
+
+def settings_today(asked: Asked) -> Mapping[str, object]:
+    """Return what the journal keeps of what is asked for, and the digest of the trainable's source."""
+    code = code_of(asked.trainable)
+    return {**settings_of(asked), **({"code": code} if code else {})}
+
+
+def require_code(asked: Asked, target: StorageTarget, experiment: str) -> None:
+    """Where a changed trainable is to be refused, find out before anybody else is disturbed.
+
+    Raises:
+        InvalidInput: it has changed.
+        ResumeFailed: the experiment cannot be read.
+    """
+    if asked.on_code_change == "refuse":
+        _same_code(read_or_fail(target, experiment), settings_today(asked), None)
+
+
+def require_same(state: Experiment, settings: Mapping[str, object], log: Log) -> None:
+    """What the journal says must mean today what it meant when it was written; say what of the code has changed.
+
+    Raises:
+        InvalidInput: it does not.
+        ResumeFailed: the experiment is a fork that was cut short.
+    """
+    if not state.is_whole:
+        raise ResumeFailed(
+            f"{state.name!r} is to be a fork of {state.origin}, which was cut short: fork it again under the same name"
+        )
+    for name, why in _FIXED.items():
+        before, now = state.settings.get(name, "the default"), settings.get(name, "the default")
+        if state.trials and before != now:
+            raise InvalidInput(
+                f"{name}: experiment {state.name!r} was begun with {before!r}, and is asked "
+                f"to go on with {now!r}: {why}. Give the same, or another experiment name"
+            )
+    _same_code(state, settings, log)
+
+
+def _same_code(state: Experiment, settings: Mapping[str, object], log: Log | None) -> None:
+    before, now = state.settings.get("code"), settings.get("code")
+    if not (state.trials and before and now and before != now):
+        return
+    changed = f"the source of the trainable has changed since experiment {state.name!r} last ran ({before} -> {now})"
+    if log is None:
+        raise InvalidInput(
+            f"{changed}, and on_code_change='refuse': give another experiment name, fork it, or take 'warn'"
+        )
+    log.warning("%s: trials go on with the new one from their checkpoints; earlier results are the old one's", changed)

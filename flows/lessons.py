@@ -1,0 +1,94 @@
+"""What earlier experiments found, told to the search of a new one: read once, and kept in its own journal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget, resolve_target
+from prefect_tune.blocks.resolve import validate_target
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt
+from prefect_tune.core.events import Learned, Lesson
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import next_entry
+from prefect_tune.core.trial import Status, Trial
+from prefect_tune.core.values import StepReport, canonical_json, valid_name
+from prefect_tune.flows.resuming import read_or_fail
+from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.transient import retrying
+
+__all__ = ["lessons_known", "new_lessons", "source_names"]
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+def source_names(warm_start: Sequence[object]) -> Sequence[str]:
+    """Return the experiments to learn from, each once: a name on the same target, or `target/name`.
+
+    Raises:
+        InvalidInput: one of them is neither.
+    """
+    for each in warm_start:
+        if not isinstance(each, str):
+            raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found {each!r}")
+        place, _, name = each.rpartition("/")
+        valid_name(name)
+        if place:
+            validate_target(place)
+    return list(dict.fromkeys(str(each) for each in warm_start))
+
+
+def new_lessons(names: Iterable[str], target: StorageTarget, known: Mapping[str, int], own: str) -> Sequence[Learned]:
+    """Read the experiments that are not `known` yet. They may be running: what has finished by now counts.
+
+    Raises:
+        InvalidInput: there is no such experiment, or it is the one that learns.
+        ResumeFailed: it cannot be read.
+    """
+    found = []
+    for name in names:
+        if name not in known:
+            place, _, experiment = name.rpartition("/")
+            where = resolve_target(place) if place else target
+            if (where.uri, experiment) == (target.uri, own):
+                raise InvalidInput(f"warm_start: experiment {own!r} knows its own trials: name others")
+            state = read_or_fail(where, experiment)
+            if not state.number:
+                raise InvalidInput(f"warm_start: there is no experiment {experiment!r} at {where.uri}")
+            found.append(Learned(source=name, lessons=tuple(_lessons(state))))
+    return found
+
+
+def lessons_known(book: Book) -> Sequence[Lesson]:
+    """Return what the experiment's journal holds of others', each trial once, in the order in which it was learned."""
+    entries = sorted(set(book.experiment.learned.values()))
+    told = [event for number in entries for event in _learned_in(book, number)]
+    unique = {_identity(lesson): lesson for event in reversed(told) for lesson in reversed(event.lessons)}
+    return list(reversed(unique.values()))
+
+
+def _learned_in(book: Book, number: int) -> Iterator[Learned]:
+    def read() -> Sequence[Learned]:
+        with book.target.open(timeout=_TIMEOUT) as store:
+            entry = next_entry(store, book.experiment.key, number - 1)
+        if entry is None:
+            raise JournalCorrupt(f"{book.experiment.key}: entry {number} is missing")
+        return [event for event in entry.events if isinstance(event, Learned)]
+
+    yield from retrying(read)
+
+
+def _lessons(state: Experiment) -> Iterator[Lesson]:
+    for trial in state.trials.values():
+        if trial.status is Status.FINISHED and trial.step:
+            yield _lesson(trial)
+
+
+def _lesson(trial: Trial) -> Lesson:
+    last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+    return Lesson(trial=trial.trial, config=trial.config, report=last, stopped=trial.left)
+
+
+def _identity(lesson: Lesson) -> bytes:
+    """A fork has the trials of its origin: the same configuration with the same end is the same trial."""
+    return canonical_json([lesson.config, lesson.report.step, lesson.report.metrics])

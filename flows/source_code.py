@@ -1,0 +1,38 @@
+"""What the source of a trainable was, so that a resume can say that it is another one now."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from pathlib import Path
+
+from prefect_tune.core.values import digest_of
+
+__all__ = ["code_of"]
+
+
+def code_of(trainable: object) -> str:
+    """Return a digest of the source of a class or function, or of what `package.module:Name` names, unimported.
+
+    Empty where there is no source to look at; then nothing is claimed. It is of this one definition: what it
+    calls elsewhere may change unseen.
+    """
+    try:
+        source = _source_named(trainable) if isinstance(trainable, str) else inspect.getsource(trainable)  # type: ignore[arg-type]  # TypeError says so
+    except (TypeError, OSError, SyntaxError, ValueError, ImportError):
+        return ""
+    return digest_of(source.encode())[:16] if source else ""
+
+
+def _source_named(name: str) -> str:
+    module, _, attribute = name.partition(":")
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.origin:
+        return ""
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == attribute:
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            return "".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno])
+    return ""

@@ -1,0 +1,116 @@
+"""Fork an experiment: one retryable, timed act."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+from prefect import task
+from prefect.logging import get_run_logger
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.commit import Mapper
+from prefect_tune.core.draws import seed_named
+from prefect_tune.core.errors import (
+    CheckpointNotFound,
+    InvalidInput,
+    JournalCorrupt,
+    ResumeFailed,
+    StoreRefused,
+    UnknownVersion,
+)
+from prefect_tune.core.events import CheckpointRef, Owner
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.fork import Fork, Past, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.journal import load
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.trial import ENDED
+from prefect_tune.core.values import Stamp
+from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tasks.transient import RETRYING
+from prefect_tune.tasks.trial_channel import Log
+
+__all__ = ["ForkRequest", "fork_experiment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkRequest:
+    """What is forked, where from, and who asks: the same for every try."""
+
+    experiment: str
+    into: str
+    at: int | None = None
+    """The entry of the experiment's journal; None for the last."""
+    strict: bool = False
+    """Whether a checkpoint that the origin has deleted since is an error."""
+    owner: Owner = field(default_factory=this_owner)
+    stamp: Stamp = field(default_factory=new_stamp)
+
+
+@task(name="fork-experiment", task_run_name="fork {request.experiment} into {request.into}", **RETRYING)
+def fork_experiment(target: StorageTarget, request: ForkRequest, *, timeout_seconds: float = 600.0) -> Experiment:
+    """Make the experiment `request.into` a fork of another one on the same target; done again, it is the same fork.
+
+    The origin may be running. No checkpoint is copied, and what the fork needs of them stays there.
+
+    Raises:
+        InvalidInput: there is no such entry, or the name is taken.
+        CheckpointNotFound: asked to be strict, the origin has deleted a checkpoint since.
+        ResumeFailed: there is no such experiment, or it cannot be read. Nothing was started.
+        Superseded: somebody else makes the same fork.
+        StoreUnavailable, CommitUnknown: the retries are spent.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        try:
+            return _forked(store, target, request, transfers)
+        except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
+            where = f"experiment {request.experiment!r} at {target.uri}"
+            raise ResumeFailed(f"{where}: {error}. Nothing was started") from error
+
+
+def _forked(store: ObjectStore, target: StorageTarget, request: ForkRequest, transfers: Mapper) -> Experiment:
+    there = load(store, request.into, side_by_side=transfers)
+    if there.origin is not None and there.is_whole and _is_asked_for(there, request):
+        return there
+    if not load(store, request.experiment, side_by_side=transfers).number:
+        raise ResumeFailed(f"there is no experiment {request.experiment!r} at {target.uri}. Nothing was started")
+    log = get_run_logger()
+    past = _past(store, request, there, transfers)
+    if request.strict and (gone := deleted_since(store, past, side_by_side=transfers)):
+        raise CheckpointNotFound(f"{past.origin}: deleted since then: {_told(gone)}. Nothing was started")
+    into = begin_fork(store, request.into, past.origin, request.owner, request.stamp, side_by_side=transfers)
+    made = fork(store, past, into, request.stamp, side_by_side=transfers)
+    _say(log, past, made)
+    return made.experiment
+
+
+def _is_asked_for(there: Experiment, request: ForkRequest) -> bool:
+    origin = there.origin
+    return origin is not None and origin.experiment == request.experiment and request.at in (None, origin.number)
+
+
+def _past(store: ObjectStore, request: ForkRequest, there: Experiment, transfers: Mapper) -> Past:
+    """Of the entry that is asked for; or of that at which an earlier try began; or of all there is."""
+    begun = there.origin.number if there.origin is not None and _is_asked_for(there, request) else None
+    past = past_of(store, request.experiment, request.at or begun, side_by_side=transfers)
+    if not past.settings:
+        raise InvalidInput(f"{past.origin} is no search, or not yet: only searches can be forked")
+    # The default seed hangs on the name, and the fork has another one.
+    return replace(past, settings={"seed": seed_named(request.experiment), **past.settings})
+
+
+def _say(log: Log, past: Past, made: Fork) -> None:
+    """What is not there any more is said of each trial that would have needed it."""
+    log.info("%s: a fork of %s, %d trials", made.experiment.name, past.origin, len(made.experiment.trials))
+    for name, refs in made.lost.items():
+        trial = made.experiment.trial(name)
+        left = trial.checkpoints[-1].step if trial.checkpoints else None
+        then = "" if trial.status in ENDED else f"; it goes on from {f'step {left}' if left else 'nothing'}"
+        log.warning("trial %s: the origin has deleted %s since%s", name, _told({name: refs}), then)
+
+
+def _told(gone: Mapping[str, Sequence[CheckpointRef]]) -> str:
+    steps = {trial: ", ".join(str(each.step) for each in refs) for trial, refs in gone.items()}
+    return "; ".join(f"trial {trial}, step {found}" for trial, found in steps.items())
