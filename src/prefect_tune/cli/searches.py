@@ -25,6 +25,11 @@ _SOME_ERRORED = 3
 _INTERRUPTED = 130
 
 
+class _Mode(StrEnum):
+    MIN = "min"
+    MAX = "max"
+
+
 class _Trials(StrEnum):
     TASKS = "tasks"
     DEPLOYMENT = "deployment"
@@ -70,7 +75,7 @@ def run(
     space: _Space = None,
     settings: _Set = None,
     metric: Annotated[list[str] | None, _asks("--metric", "NAME", "What trials are compared by.")] = None,
-    mode: Annotated[list[str] | None, _asks("--mode", "min|max", "Which metric is good. Default: min.")] = None,
+    mode: Annotated[list[_Mode] | None, _asks("--mode", "min|max", "Which metric is good. Default: min.")] = None,
     num_samples: _Samples = 10,
     scheduler: _Scheduler = None,
     search: _Search = None,
@@ -100,7 +105,7 @@ def run(
         "target": target,
         "experiment": experiment,
         "metric": _one_or_more(metric),
-        "mode": _one_or_more(mode) or "min",
+        "mode": _one_or_more([each.value for each in mode or ()]) or "min",
         "num_samples": num_samples,
         "scheduler": spelling_from(scheduler, "--scheduler"),
         "search": spelling_from(search, "--search"),
@@ -212,13 +217,13 @@ def _told(target: str, experiment: str) -> Iterator[None]:
         print(f"stopped; go on with: prefect-tune resume {target} {experiment}", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     except (httpx.HTTPError, PrefectException) as error:
-        raise TuneError(f"Prefect: {_first_line(error)}") from error
+        raise TuneError(f"Prefect: {_in_one_line(error)}") from error
     except ValidationError as error:
         problem = error.errors()[0]
         raise TuneError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
     except RuntimeError as error:
         if "API" in str(error):  # what Prefect raises when no server answers
-            raise TuneError(f"Prefect: {_first_line(error)}") from error
+            raise TuneError(f"Prefect: {_in_one_line(error)}") from error
         raise
 
 
@@ -237,5 +242,5 @@ def _without_traces() -> Iterator[None]:
         logger.removeFilter(says_more)
 
 
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -149,7 +149,7 @@ def show_search(state: Experiment, *, as_json: bool) -> None:
         "experiment": state.name,
         "metric": list(objective.metrics) if objective else None,
         "mode": list(objective.modes) if objective else None,
-        "trials": counted(state),
+        "trials_by_status": counted(state),
         "epoch": state.epoch,
         "owner": str(state.owner or ""),
     }

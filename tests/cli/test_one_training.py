@@ -1,67 +1,20 @@
-"""The command line, called as a user calls it."""
+"""Commands on an experiment of one training."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from prefect_tune import cli
 from tests.fakes.checkpoints import files_in
+from tests.fakes.command_line import Run
 from tests.fakes.experiments import write_experiment
-
-
-@dataclass(frozen=True)
-class Done:
-    code: object
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call the command line in this process."""
-
-    def call(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["prefect-tune", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capsys.readouterr()
-        return Done(ended.value.code or 0, said.out, said.err)
-
-    return call
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    """A target with the experiment `digits`: checkpoints of steps 2, 4 and 6."""
-    write_experiment(tmp_path / "target", "digits", [2, 4, 6])
-    return tmp_path / "target"
 
 
 def blobs(target: Path) -> list[Path]:
     return sorted(target.glob("digits/trials/trial/blobs/*"), key=lambda path: path.name.rpartition("-")[2])
-
-
-def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
-    code = (
-        "import sys; sys.argv = ['prefect-tune', '--help']; from prefect_tune.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "print([name for name in ('prefect', 'pyarrow', 'obstore', 'fsspec', 'numpy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.rstrip().endswith("[]")
-    assert "export" in done.stdout
 
 
 def test_checkpoints_are_listed_with_step_size_and_metrics(run: Run, target: Path) -> None:
@@ -174,47 +127,3 @@ def test_an_argument_that_is_missing_is_a_usage_error(run: Run, target: Path) ->
     done = run("show", target)
     assert done.code == 2
     assert "EXPERIMENT" in done.err
-
-
-def test_a_target_that_works_is_checked_in_one_line(run: Run, tmp_path: Path) -> None:
-    done = run("blocks", "check", tmp_path / "target")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith((tmp_path / "target").as_uri())
-    assert done.out.count("\n") == 1
-
-
-def test_a_target_that_does_not_work_is_exit_code_1_and_one_line(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = run("blocks", "check", tmp_path / "file")
-    assert (done.code, done.out) == (1, "")
-    assert done.err.count("\n") == 1
-
-
-def test_a_scheme_that_nobody_knows_is_one_line(run: Run) -> None:
-    done = run("blocks", "check", "s4://bucket")
-    assert done.code == 1
-    assert done.err.startswith("prefect-tune: 's4://bucket': unknown scheme 's4'")
-
-
-def test_the_blocks_are_registered_with_the_server(run: Run, prefect_server: str) -> None:
-    import httpx
-
-    done = run("blocks", "register")
-    assert done.out.split() == [
-        "local-target",
-        "s3-target",
-        "gcs-target",
-        "azure-target",
-        "fsspec-target",
-        "sync-config",
-    ]
-    there = httpx.post(f"{prefect_server}/block_types/filter", json={}).json()
-    assert {"local-target", "sync-config"} <= {each["slug"] for each in there}
-
-
-@pytest.mark.parametrize(("held", "code"), [(True, 0), (False, 1)])
-def test_the_demo_ends_with_0_only_if_everything_held(
-    run: Run, monkeypatch: pytest.MonkeyPatch, *, held: bool, code: int
-) -> None:
-    monkeypatch.setattr("prefect_tune.demo.story.run_demo", lambda *_: held)
-    assert run("demo").code == code

@@ -1,0 +1,66 @@
+"""The command line, called as a user calls it, and what it is called about."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from prefect.logging.configuration import setup_logging
+
+import prefect_tune as pt
+from prefect_tune import cli
+from tests.fakes.command_line import Done, Run
+from tests.fakes.experiments import write_experiment
+from tests.trainables.moody import Moody
+
+
+@pytest.fixture(scope="session")
+def _logging() -> None:
+    """Have Prefect's log go where it does not mix with what a test captures, and is not closed after the test."""
+    setup_logging()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], _logging: None) -> Run:
+    """Call the command line in this process."""
+
+    def call(*arguments: object, columns: int = 200) -> Done:
+        monkeypatch.setattr(sys, "argv", ["prefect-tune", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return Done(ended.value.code or 0, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A target with the experiment `digits`: checkpoints of steps 2, 4 and 6."""
+    write_experiment(tmp_path / "target", "digits", [2, 4, 6])
+    return tmp_path / "target"
+
+
+@pytest.fixture(scope="session")
+def moods(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with the search `moods`, for tests that only look.
+
+    00000 and 00002 errored at step 2; 00003 is better than 00001, and of both the last two of three checkpoints stay.
+    """
+    assert prefect_server
+    target = tmp_path_factory.mktemp("moods") / "target"
+    pt.tune(
+        Moody,
+        {"fails": pt.grid_search(["raise", "not"]), "x": pt.grid_search([0.5, 0.25]), "always": "[bold]"},
+        target=str(target),
+        experiment="moods",
+        metric="loss",
+        num_samples=1,
+        stop={"step": 3},
+        checkpoint=pt.Cadence(every_steps=1),
+        retention=pt.Retention(last=2),
+        max_concurrent_trials=1,
+    )
+    return target

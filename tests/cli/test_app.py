@@ -1,0 +1,89 @@
+"""The program itself: its help, and the commands around the places where bytes live."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.command_line import Run
+
+COMMANDS = ["demo", "blocks", "run", "resume", "ls", "show", "report", "checkpoints", "verify", "export", "gc"]
+
+
+def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
+    code = (
+        "import sys; sys.argv = ['prefect-tune', '--help']; from prefect_tune.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('prefect', 'pyarrow', 'obstore', 'fsspec', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("[]")
+    assert "export" in done.stdout
+
+
+def test_the_commands_stand_in_the_order_in_which_they_are_needed(run: Run) -> None:
+    shown = re.findall(r"^│ (\w+) ", run("--help").out, re.MULTILINE)
+    assert [name for name in shown if name in COMMANDS] == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_each_command_fits_80_columns_whole(run: Run, command: str) -> None:
+    done = run(command, "--help", columns=80)
+    assert done.code == 0
+    assert "…" not in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_a_target_that_works_is_checked_in_one_line(run: Run, tmp_path: Path) -> None:
+    done = run("blocks", "check", tmp_path / "target")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith((tmp_path / "target").as_uri())
+    assert done.out.count("\n") == 1
+
+
+def test_what_a_check_found_is_told_as_json(run: Run, tmp_path: Path) -> None:
+    found = json.loads(run("blocks", "check", tmp_path / "target", "--json").out)
+    assert (found["ok"], found["conditional_create"]) == (True, True)
+
+
+def test_a_target_that_does_not_work_is_exit_code_1_and_one_line(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("blocks", "check", tmp_path / "file")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.count("\n") == 1
+
+
+def test_a_scheme_that_nobody_knows_is_one_line(run: Run) -> None:
+    done = run("blocks", "check", "s4://bucket")
+    assert done.code == 1
+    assert done.err.startswith("prefect-tune: 's4://bucket': unknown scheme 's4'")
+
+
+def test_the_blocks_are_registered_with_the_server(run: Run, prefect_server: str) -> None:
+    import httpx
+
+    done = run("blocks", "register")
+    assert done.out.split() == [
+        "local-target",
+        "s3-target",
+        "gcs-target",
+        "azure-target",
+        "fsspec-target",
+        "sync-config",
+    ]
+    there = httpx.post(f"{prefect_server}/block_types/filter", json={}).json()
+    assert {"local-target", "sync-config"} <= {each["slug"] for each in there}
+
+
+@pytest.mark.parametrize(("held", "code"), [(True, 0), (False, 1)])
+def test_the_demo_ends_with_0_only_if_everything_held(
+    run: Run, monkeypatch: pytest.MonkeyPatch, *, held: bool, code: int
+) -> None:
+    monkeypatch.setattr("prefect_tune.demo.story.run_demo", lambda *_: held)
+    assert run("demo").code == code

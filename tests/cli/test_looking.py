@@ -1,0 +1,101 @@
+"""How a search that is over looks from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.command_line import Run
+from tests.fakes.experiments import write_experiment
+
+
+def test_a_search_is_shown_with_its_trials_the_best_first(run: Run, moods: Path) -> None:
+    shown = json.loads(run("show", moods, "moods", "--json").out)
+    assert shown["trials_by_status"] == {"finished": 2, "errored": 2}
+    assert (shown["metric"], shown["mode"]) == (["loss"], ["min"])
+    assert [each["trial"] for each in shown["trials"][:2]] == ["00003", "00001"]
+    assert shown["trials"][0]["config"] == {"fails": "not", "x": 0.25, "always": "[bold]"}
+    assert shown["settings"]["stop"] == {"step": 3}
+
+
+def test_for_people_a_search_is_a_table_of_what_its_trials_differ_in(run: Run, moods: Path) -> None:
+    lines = run("show", moods, "moods").out.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.startswith("trial "))
+    assert lines[header].split() == ["trial", "status", "step", "loss", "fails", "x"]
+    assert lines[header + 1].split() == ["00003", "finished", "3", "0.583333", "not", "0.25"]
+    assert "trials      2 finished, 2 errored" in "\n".join(lines)
+
+
+def test_below_it_stands_why_trials_errored(run: Run, moods: Path) -> None:
+    out = run("show", moods, "moods").out
+    assert "ValueError: in a mood" in out
+    assert "Traceback" not in out
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_no_line_is_wider_than_the_terminal(run: Run, moods: Path, columns: int) -> None:
+    for command in (["ls", moods], ["show", moods, "moods"], ["checkpoints", moods, "moods"], ["gc", moods, "moods"]):
+        assert max(map(len, run(*command, columns=columns).out.splitlines())) <= columns
+
+
+def test_one_trial_of_a_search_is_shown_with_all_that_is_known(run: Run, moods: Path) -> None:
+    shown = json.loads(run("show", moods, "moods", "--trial", "00002", "--json").out)
+    assert (shown["trial"], shown["status"], shown["step"]) == ("00002", "errored", 1)
+    assert "in a mood" in shown["reason"]
+    assert "[bold]" in run("show", moods, "moods", "--trial", "00002").out
+
+
+def test_a_trial_that_is_not_there_is_one_line(run: Run, moods: Path) -> None:
+    done = run("show", moods, "moods", "--trial", "9")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "prefect-tune: experiment 'moods': there is no trial '9' among its 4\n"
+
+
+def test_the_experiments_of_a_target_are_listed(run: Run, moods: Path) -> None:
+    write_experiment(moods, "alone", [2])
+    (moods / "alone" / "a file").touch()
+    (moods / "somebody elses").mkdir(exist_ok=True)
+    listed = json.loads(run("ls", moods, "--json").out)
+    assert [(each["experiment"], each["kind"]) for each in listed] == [("alone", "training"), ("moods", "search")]
+    assert listed[1]["trials"] == {"finished": 2, "errored": 2}
+    assert listed[1]["best_trial"] == "00003"
+    assert listed[1]["best"]["loss"] == pytest.approx(0.25 + 1 / 3)
+    assert "loss 0.583333 (00003)" in run("ls", moods).out
+
+
+def test_an_experiment_whose_journal_is_damaged_does_not_hide_the_others(run: Run, tmp_path: Path) -> None:
+    write_experiment(tmp_path, "whole", [2])
+    write_experiment(tmp_path, "torn", [2])
+    entry = sorted(tmp_path.glob("torn/journal/*.json"))[1]
+    entry.chmod(0o644)
+    entry.write_bytes(entry.read_bytes()[:-20])
+    listed = json.loads(run("ls", tmp_path, "--json").out)
+    assert [(each["experiment"], each["damage"] is None) for each in listed] == [("torn", False), ("whole", True)]
+
+
+def test_a_target_without_experiments_says_so(run: Run, tmp_path: Path) -> None:
+    assert run("ls", tmp_path).out == f"{tmp_path}: no experiments\n"
+    assert json.loads(run("ls", tmp_path, "--json").out) == []
+
+
+def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods: Path, tmp_path: Path) -> None:
+    page = run("report", moods, "moods").out
+    assert "## Best: trial 00003" in page
+    assert page.count("| finished |") == 2
+    assert page.count("ValueError: in a mood") == 2
+    assert "fails" in page.partition("## Asked for")[2]
+    assert run("report", moods, "moods", "--output", tmp_path / "page.md").out == ""
+    assert (tmp_path / "page.md").read_text() == page
+
+
+def test_a_report_that_cannot_be_written_is_one_line(run: Run, moods: Path, tmp_path: Path) -> None:
+    done = run("report", moods, "moods", "--output", tmp_path / "no" / "page.md")
+    assert done.code == 1
+    assert done.err == f"prefect-tune: {tmp_path / 'no' / 'page.md'}: No such file or directory\n"
+
+
+def test_what_a_user_named_is_text_in_a_report_and_no_markup(run: Run, moods: Path) -> None:
+    write_experiment(moods.parent / "odd", "a_b", [2])
+    assert run("report", moods.parent / "odd", "a_b").out.startswith("# a\\_b\n")

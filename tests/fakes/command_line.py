@@ -1,0 +1,18 @@
+"""What calling the command line comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Done", "Run"]
+
+
+@dataclass(frozen=True)
+class Done:
+    code: object
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
