@@ -79,6 +79,7 @@ def run(
     num_samples: _Samples = 10,
     scheduler: _Scheduler = None,
     search: _Search = None,
+    warm_start: Annotated[list[str] | None, _asks("--warm-start", "NAME", "Learn from this experiment.")] = None,
     seed: Annotated[int | None, _asks("--seed", "N", "What all draws hang on. Default: EXPERIMENT's name.")] = None,
     stop: _Stop = None,
     max_concurrent_trials: _AtOnce = None,
@@ -109,6 +110,7 @@ def run(
         "num_samples": num_samples,
         "scheduler": spelling_from(scheduler, "--scheduler"),
         "search": spelling_from(search, "--search"),
+        "warm_start": warm_start,
         "seed": seed,
         "stop": stop_from(stop or ()),
         "max_concurrent_trials": max_concurrent_trials,
@@ -128,7 +130,10 @@ def run(
 def resume(
     target: Target,
     experiment: ExperimentName,
+    fork: Annotated[str | None, _asks("--fork", "NAME", "Leave EXPERIMENT as it is: go on under this name.")] = None,
+    at: Annotated[int | None, _asks("--at", "ENTRY", "Fork from this entry of its journal. Default: the last.")] = None,
     rerun_errored: Annotated[bool, typer.Option("--rerun-errored", help="Try errored trials again.")] = False,
+    only_errored: Annotated[bool, typer.Option("--only-errored", help="Try those again, and do no more.")] = False,
     num_samples: Annotated[int | None, _asks("--num-samples", "N", "More than before.", at_least=1)] = None,
     stop: _Stop = None,
     space: _Space = None,
@@ -147,7 +152,9 @@ def resume(
     """
     asked: dict[str, Any] = {
         "target": target,
-        "rerun_errored": rerun_errored,
+        "fork": fork,
+        "at": at,
+        "rerun_errored": "only" if only_errored else rerun_errored,
         "num_samples": num_samples,
         "stop": stop_from(stop or ()),
         "space": space_from(space, settings or ()) or None,
@@ -157,7 +164,7 @@ def resume(
         "scheduler": spelling_from(scheduler, "--scheduler"),
         "search": spelling_from(search, "--search"),
     }
-    _searched(lambda: _resumed(experiment, asked), target, experiment, as_json=as_json)
+    _searched(lambda: _resumed(experiment, asked), target, fork or experiment, as_json=as_json)
 
 
 def _tuned(trainable: str, space: dict[str, Any], asked: Mapping[str, Any]) -> Results:

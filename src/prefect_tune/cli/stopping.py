@@ -8,18 +8,20 @@ from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.app import AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, TrialName, app
 
 __all__: list[str] = []
 
 
-@app.command()
+@app.command(rich_help_panel=SEARCH)
 def stop(
     target: Target,
     experiment: ExperimentName,
     trial: TrialName = None,
-    reason: Annotated[str, typer.Option(help="Why, for the journal.", show_default=False)] = "",
-    wait_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for its end; 0: ask only.")] = 60,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for the journal.", show_default=False)] = "",
+    wait_seconds: Annotated[
+        float, typer.Option(min=0, metavar="S", help="How long to wait for its end; 0: ask only.")
+    ] = 60,
     as_json: AsJson = False,
 ) -> None:
     """Have a running search save and end, resumable; or one trial of it, which is finished then.
