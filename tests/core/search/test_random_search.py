@@ -311,3 +311,11 @@ def test_every_point_of_a_grid_is_another_and_is_read_back(space: dict[str, obje
     for point, chosen in enumerate(decided):
         config = resolve(whole, lambda _, domain: domain.at(0.3), dict(chosen))
         assert point in points_of(config, grids)
+
+
+def test_trials_of_other_experiments_count_as_no_samples() -> None:
+    space = {"a": grid_search([1, 2]), "lr": uniform(0, 1)}
+    search = RandomSearch(1).begin(space, None, 1)
+    for a in (1, 1, 2, 2, 7):
+        assert not search.learn({"a": a, "lr": 0.5}, StepReport(step=1, metrics={}), stopped=False)
+    assert list(proposed_by(search, 0)) == proposals_of(RandomSearch(1), space)

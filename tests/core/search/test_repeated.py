@@ -95,3 +95,34 @@ def test_what_cannot_be_repeated_is_refused() -> None:
         Repeated(RandomSearch(1), 0)
     with pytest.raises(InvalidInput, match="expected no 'lr' in the space: it counts the repetitions"):
         Repeated(RandomSearch(1), 2, index_as="lr").begin(SPACE, None, 1)
+
+
+def test_a_repetition_that_is_tried_again_counts_once_and_the_mean_is_told_again() -> None:
+    search = Listening()
+    proposals = Repeated(search, 2).begin(SPACE, None, 1)
+    proposals.ended(0, None, failed=True)
+    proposals.ended(0, StepReport(step=1, metrics={"loss": 4.0}), failed=False)
+    assert search.heard == []
+    proposals.ended(1, StepReport(step=1, metrics={"loss": 2.0}), failed=False)
+    proposals.ended(1, StepReport(step=2, metrics={"loss": 0.0}), failed=False)
+    assert [(number, report.metrics) for number, report, _ in search.heard if report] == [
+        (0, {"loss": 3.0}),
+        (0, {"loss": 2.0}),
+    ]
+
+
+def test_what_others_found_is_told_to_the_search_that_is_repeated_without_the_count() -> None:
+    class Learning(Heard):
+        def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
+            self._heard.append((dict(config), last, stopped))
+            return True
+
+    class Search(Listening):
+        def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+            del space, objective, seed
+            return Learning(self.heard)
+
+    search, report = Search(), StepReport(step=1, metrics={"loss": 1.0})
+    proposals = Repeated(search, 2, index_as="seed").begin(SPACE, None, 1)
+    assert proposals.learn({"lr": 0.5, "seed": 1}, report, stopped=True)
+    assert search.heard == [({"lr": 0.5}, report, True)]

@@ -178,6 +178,36 @@ def recalled(sampler: samplers.BaseSampler, space: Mapping[str, object], *config
     return proposals
 
 
+def test_what_other_experiments_found_is_seen_and_counts_as_no_sample() -> None:
+    seen: list[list[FrozenTrial]] = []
+
+    class Looking(samplers.RandomSampler):
+        def sample_relative(self, study: Any, trial: FrozenTrial, search_space: Any) -> dict[str, Any]:
+            seen.append(study.get_trials(deepcopy=False))
+            return super().sample_relative(study, trial, search_space)
+
+    space = {"x": uniform(0, 1), "note": "here"}
+    constraints = ["over"]
+    proposals = OptunaSearch(Looking(), 2, constraints=constraints).begin(space, LOSS, SEED)
+    told = StepReport(step=3, metrics={"loss": 0.25, "over": -1.0})
+    assert proposals.learn({"x": 0.5, "note": "here"}, told, stopped=False)
+    assert proposals.learn({"x": 0.75, "note": "here"}, told, stopped=True)
+    bare = StepReport(step=3, metrics={"loss": 0.5})
+    assert proposals.learn({"x": 0.25, "note": "here"}, bare, stopped=False)
+    assert not proposals.learn({"x": 7.0, "note": "here"}, told, stopped=False)
+    assert not proposals.learn({"x": 0.5, "note": "here"}, StepReport(step=1, metrics={"other": 1}), stopped=False)
+    suggestions = [proposals.suggest(number) for number in range(3)]
+    assert [type(each) for each in suggestions] == [Proposed, Proposed, Exhausted]
+    first, second, third = seen[0][:3]
+    assert [(each.params, each.state) for each in (first, second, third)] == [
+        ({"x": 0.5}, TrialState.COMPLETE),
+        ({"x": 0.75}, TrialState.PRUNED),
+        ({"x": 0.25}, TrialState.COMPLETE),
+    ]
+    assert (first.value, second.intermediate_values) == (0.25, {3: 0.25})
+    proposals.ended(0, told, failed=False)
+
+
 def test_a_trial_of_another_space_is_data_where_it_lies_in_this_one() -> None:
     space = {"x": uniform(0, 1), "kind": choice(["a", "b"], [1, 0]), "epochs": 20}
     proposals = recalled(
