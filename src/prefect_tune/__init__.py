@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         UnknownVersion,
         UnsafePayload,
     )
+    from prefect_tune.core.experiment_stoppers import ExperimentPlateau, MaxFailures, TimeBudget, TrialBudget
     from prefect_tune.core.failures import FailurePolicy
     from prefect_tune.core.retention import Retention
     from prefect_tune.core.schedulers.asha import ASHA
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from prefect_tune.flows.durable_trainable import durable_trainable
     from prefect_tune.flows.results import Results, load_results
     from prefect_tune.flows.resume import resume
+    from prefect_tune.flows.stop import stop
     from prefect_tune.flows.tune import tune
     from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
     from prefect_tune.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
@@ -109,6 +111,7 @@ __all__ = [
     "Continue",
     "DeadlineExceeded",
     "Exhausted",
+    "ExperimentPlateau",
     "Exploit",
     "FailurePolicy",
     "FsspecTarget",
@@ -120,6 +123,7 @@ __all__ = [
     "JournalCorrupt",
     "LocalTarget",
     "MLflowLogger",
+    "MaxFailures",
     "MaxSteps",
     "MaxTime",
     "MedianStopping",
@@ -149,7 +153,9 @@ __all__ = [
     "SyncConfig",
     "Syncer",
     "TensorBoardLogger",
+    "TimeBudget",
     "Trainable",
+    "TrialBudget",
     "TrialFailed",
     "TrialReport",
     "TuneError",
@@ -183,6 +189,7 @@ __all__ = [
     "save_checkpoint",
     "space_from_json",
     "space_to_json",
+    "stop",
     "sync_experiment_state",
     "tune",
     "uniform",
@@ -203,12 +210,14 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
     "prefect_tune.flows.resume": "resume",
     "prefect_tune.flows.results": "Results load_results",
+    "prefect_tune.flows.stop": "stop",
     "prefect_tune.flows.tune": "tune",
     "prefect_tune.integrations.optuna": "OptunaPruner OptunaSearch",
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
     "prefect_tune.callbacks": "Callback SearchInfo",
     "prefect_tune.checkpoint": "Checkpoint",
     "prefect_tune.core.cadence": "Cadence",
+    "prefect_tune.core.experiment_stoppers": "ExperimentPlateau MaxFailures TimeBudget TrialBudget",
     "prefect_tune.core.failures": "FailurePolicy",
     "prefect_tune.core.retention": "Retention",
     "prefect_tune.core.stoppers": "MaxSteps MaxTime Plateau",
