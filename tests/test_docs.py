@@ -12,6 +12,8 @@ from typing import get_args
 
 import pytest
 
+import prefect_tune as pt
+from prefect_tune import loggers
 from prefect_tune.core import layout
 from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Entry
@@ -31,12 +33,14 @@ LAYOUT = ROOT / "docs" / "storage-layout.md"
 SPACES = ROOT / "docs" / "search-spaces.md"
 SCHEDULERS = ROOT / "docs" / "schedulers.md"
 OPTUNA = ROOT / "docs" / "optuna.md"
+RESULTS = ROOT / "docs" / "results.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
     LAYOUT: {"python", "json", "text"},
     SPACES: {"python", "json"},
     SCHEDULERS: {"python"},
     OPTUNA: {"python"},
+    RESULTS: {"python"},
 }
 
 
@@ -55,9 +59,28 @@ def test_the_readme_works_from_top_to_bottom(prefect_server: str, tmp_path: Path
     runs = [block for block in blocks_of(README) if block.language in ("python", "bash")]
     done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout
+    assert "{'rate': 0.7105" in done.stdout  # as on the page
     assert re.search(r"^50 0\.0002\d+ Checkpoint\(", done.stdout, re.MULTILINE), done.stdout
     assert "durable-trainable/durable-trainable" in done.stdout
     assert list(files_in(tmp_path / "plain-directory")) == ["weight"]
+
+
+@pytest.mark.timeout(400)
+def test_the_page_on_results_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    done = run_blocks(blocks_of(RESULTS), tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_results_names_every_hook_and_every_logger() -> None:
+    page = RESULTS.read_text()
+    hooks = {name for name in vars(pt.Callback) if not name.startswith("_")} - {"name"}
+    assert hooks <= set(re.findall(r"`(\w+)\(", page[page.index("## Callbacks") :]))
+    assert set(loggers.__all__) <= set(re.findall(r"`pt\.(\w+)\(", page[page.index("## Loggers") :]))
+
+
+def test_the_page_on_ray_tune_names_only_what_is_there() -> None:
+    named = set(re.findall(r"\bpt\.(\w+)", (ROOT / "docs" / "from-ray-tune.md").read_text()))
+    assert named <= set(pt.__all__)
 
 
 def test_the_page_on_search_spaces_works_from_top_to_bottom(tmp_path: Path) -> None:
@@ -164,5 +187,5 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text())
     named = re.findall(r"`((?:tests|docs|src|flows|tasks|blocks|benchmarks)/[^`<> ]*)`", page.read_text())
     missing = [each for each in links if not (page.parent / each).exists()]
-    missing += [each for each in named if not (ROOT / each).exists()]
+    missing += [each for each in named if not (ROOT / each.partition("::")[0]).exists()]
     assert missing == []
