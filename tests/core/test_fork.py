@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from prefect_tune.core.errors import InvalidInput, Superseded
-from prefect_tune.core.events import Owner
+from prefect_tune.core.events import Owner, StopAsked
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.fork import Fork, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.journal import as_of, load
@@ -132,6 +132,15 @@ def test_a_trial_of_which_nothing_is_left_begins_anew_and_that_is_legal() -> Non
     new.step("b")
     new.absorb("b")
     assert (new.state.trial("b").step, new.state.trial("b").wasted_steps) == (1, 2)
+
+
+def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    old.write(StopAsked(trial="b", reason="no good", request="r"), StopAsked(reason="enough"))
+    made = forked(store).experiment
+    assert (old.state.heard, old.state.stops, old.state.ends) == (("r",), {"b": "no good"}, "enough")
+    assert (made.heard, made.stops, made.ends) == ((), {}, "")
 
 
 def test_a_fork_can_be_forked() -> None:

@@ -31,6 +31,7 @@ from prefect_tune.core.events import (
     Opened,
     Owner,
     Rebased,
+    StopAsked,
 )
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import append, as_of, history, load, take_over
@@ -42,7 +43,8 @@ from prefect_tune.core.values import Stamp
 
 __all__ = ["Fork", "Past", "begin_fork", "deleted_since", "fork", "past_of"]
 
-_NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked
+# A stop that was asked for and not carried out by then was asked of the origin.
+_NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked
 
 
 @dataclass(frozen=True, slots=True)
