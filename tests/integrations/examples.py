@@ -56,7 +56,7 @@ class Example:
     trainable: str
     folder: Path
     api_url: str
-    timeout_seconds: float = 300
+    timeout_seconds: float = 400
 
     @property
     def path(self) -> Path:
@@ -97,7 +97,7 @@ class Example:
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=self.folder,
-            env={**os.environ, "PREFECT_API_URL": self.api_url, **environment},
+            env={**os.environ, "PREFECT_API_URL": self.api_url, "OMP_NUM_THREADS": "1", **environment},
             input=said,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

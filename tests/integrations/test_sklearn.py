@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits
 from prefect_tune.integrations.sklearn import load_estimator
 from tests.integrations.examples import Example
 
+pytestmark = pytest.mark.integrations
 _INTERVAL = 5
 Record = Callable[[str, object], None]
 
@@ -23,7 +24,7 @@ def learned(directory: Path) -> Mapping[str, NDArray[np.float64]]:
     return {**attributes, "scores": estimator.decision_function(load_digits().data)}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_example_ends_with_the_weights_of_an_undisturbed_one(
     example: Callable[[str, str], Example], record_property: Record
 ) -> None:

@@ -1,0 +1,146 @@
+"""PyTorch: the whole state of a training in one file that loads without running code."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.integrations.extras import missing
+
+try:
+    import numpy as np
+    import torch
+except ModuleNotFoundError as error:
+    raise missing(error, "torch", "numpy", "torch") from error
+
+__all__ = ["ResumableLoader", "Stateful", "load_state", "random_state", "save_state", "set_random_state"]
+
+_FILE = "state.pt"
+
+
+class Stateful(Protocol):
+    """A model, an optimizer, a scheduler, a scaler, a `ResumableLoader`."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: Stateful) -> None:
+    """Write the states of all parts, and of every random generator, into `directory`.
+
+    ```python
+    save_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader, extra={"epoch": 3})
+    ```
+
+    Generators: Python's, NumPy's global one, PyTorch's on the CPU and on each CUDA device.
+
+    Args:
+        extra: tensors, numbers, text, and dicts and lists of these; `load_state` returns it.
+        parts: everything that the next step depends on, under names of your own.
+    """
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({"parts": states, "random": random_state(), "extra": dict(extra or {})}, Path(directory, _FILE))
+
+
+def load_state(directory: str | Path, **parts: Stateful) -> dict[str, Any]:
+    """Give each part its state back, and every random generator; return what was saved as `extra`.
+
+    The file is read with `weights_only=True`: somebody else's checkpoint runs no code. An optimizer's learning rate is
+    part of its state: where a scheduler gives the trial another configuration (PBT), set it again afterwards.
+
+    Raises:
+        InvalidInput: the parts are not those that were saved.
+    """
+    saved = torch.load(Path(directory, _FILE), map_location="cpu", weights_only=True)
+    if saved["parts"].keys() != parts.keys():
+        raise InvalidInput(f"{directory}: expected the parts {sorted(parts)}, found {sorted(saved['parts'])}")
+    for name, part in parts.items():
+        part.load_state_dict(saved["parts"][name])
+    set_random_state(saved["random"])
+    extra: dict[str, Any] = saved["extra"]
+    return extra
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of the global generators, as tensors, numbers and text."""
+    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  the global generator is what libraries draw from
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Give the global generators back what `random_state` returned.
+
+    States of CUDA devices count only where there are as many devices.
+    """
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002  as above
+    torch.set_rng_state(state["torch"])
+    if len(state["cuda"]) == torch.cuda.device_count() > 0:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+class ResumableLoader(torch.utils.data.DataLoader[Any]):
+    """A `DataLoader` that goes on in the middle of an epoch, with the batches that come next.
+
+    The order of epoch n hangs on `seed` and n alone. Each `for` over it is the rest of the present epoch; what was
+    handed out counts as trained. Lightning saves and restores it by itself.
+
+    Args:
+        dataset: with a length.
+        batch_size: examples a batch.
+        seed: of the order.
+        options: everything else that a `DataLoader` takes, but no sampler.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int = 1, *, seed: int = 0, **options: Any) -> None:
+        self._order = _Order(len(dataset), batch_size, seed, drop_last=options.pop("drop_last", False))
+        # Its own generator: making an iterator draws a number, which a resumed training draws once more.
+        options.setdefault("generator", torch.Generator().manual_seed(seed))
+        super().__init__(dataset, batch_sampler=self._order, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader says which iterator it is
+        for batch in super().__iter__():
+            self._order.batches_done += 1
+            if self._order.batches_done == len(self):
+                self._order.start_epoch(self._order.epoch + 1)
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place in the data."""
+        return {"epoch": self._order.epoch, "batches_done": self._order.batches_done}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Go on at that place."""
+        self._order.start_epoch(state_dict["epoch"])
+        self._order.batches_done = state_dict["batches_done"]
+
+
+class _Order:
+    """Batches of indexes: those of this epoch that are not done."""
+
+    def __init__(self, size: int, batch_size: int, seed: int, *, drop_last: bool) -> None:
+        self._size, self._batch_size, self._seed = size, batch_size, seed
+        self._count = size // batch_size if drop_last else -(-size // batch_size)
+        self.start_epoch(0)
+
+    def start_epoch(self, epoch: int) -> None:
+        self.epoch, self.batches_done = epoch, 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.default_rng((self._seed, self.epoch)).permutation(self._size)
+        for place in range(self.batches_done, self._count):
+            yield order[place * self._batch_size : (place + 1) * self._batch_size].tolist()

@@ -1,0 +1,41 @@
+"""PyTorch: exact after kills, in the middle of an epoch too; a checkpoint runs no code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.examples import Example
+
+pytestmark = pytest.mark.integrations
+torch = pytest.importorskip("torch")
+_INTERVAL = 10
+
+
+def learned(directory: Path) -> Mapping[str, Any]:
+    """Return the whole state: weights, momenta, schedule, place in the data, and the generator that dropout uses."""
+    saved = torch.load(directory / "state.pt", weights_only=True)
+    return {"parts": flat(saved["parts"]), "torch": flat(saved["random"]["torch"])}
+
+
+def flat(state: Any) -> Any:
+    """Return it with every tensor as a list of all its numbers."""
+    if isinstance(state, torch.Tensor):
+        return state.double().tolist()
+    if isinstance(state, dict):
+        return {name: flat(each) for name, each in state.items()}
+    return [flat(each) for each in state] if isinstance(state, list | tuple) else state
+
+
+@pytest.mark.timeout(900)
+def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
+    digits = example("torch", "Digits")
+    struck = digits.struck(kills=3, seed=1, reach=13)
+    assert struck.kills == 3
+    assert all(0 <= lost <= _INTERVAL for lost in struck.steps_lost), struck.witness
+    for trial, truth in digits.undisturbed(struck.results).items():
+        assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
+    assert {each.step for each in struck.results.trials.values()} == {18, 54}
