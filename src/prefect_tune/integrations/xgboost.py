@@ -1,0 +1,142 @@
+"""XGBoost: each round reported, the booster saved, and gone on from with the very trees that would have come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.integrations.extras import missing
+from prefect_tune.integrations.reporting import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.trainable import save_last_step
+
+try:
+    import xgboost as xgb
+except ModuleNotFoundError as error:
+    raise missing(error, "xgboost") from error
+
+__all__ = ["TuneReportCheckpointCallback", "continuing", "load_booster", "train"]
+
+_FILE = "model.ubj"
+
+
+def load_booster(directory: str | Path) -> xgb.Booster:
+    """Return the booster of a checkpoint."""
+    return xgb.Booster(model_file=str(Path(directory, _FILE)))
+
+
+def continuing(num_boost_round: int) -> dict[str, Any]:
+    """Return `num_boost_round` and `xgb_model` for `xgb.train`: all rounds, or those that a resumed trial has left."""
+    directory = restored_directory()
+    booster = load_booster(directory) if directory else None
+    done = booster.num_boosted_rounds() if booster else 0
+    return {"num_boost_round": num_boost_round - done, "xgb_model": booster}
+
+
+class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
+    """Report each round, and save the booster when the flow's `checkpoint` says so, and at the end.
+
+    ```python
+    xgb.train(params, data, **continuing(200), evals=[(test, "test")], callbacks=[TuneReportCheckpointCallback()])
+    ```
+
+    Exact as long as no round draws anything. Where rounds draw rows or columns (`subsample`, `colsample_*`, DART), the
+    trees after a resume are others, as good but not the same: the state of XGBoost's generators cannot be had. With
+    these use `train`, which is exact. `early_stopping_rounds` counts anew after a resume: use `pt.Plateau`.
+
+    Args:
+        metrics: which to report, as `"test-mlogloss"`; `{"loss": "test-mlogloss"}` renames. Default: all.
+    """
+
+    def __init__(self, metrics: Wanted = None) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
+        del epoch
+        return not _goes_on(model, evals_log, self._metrics)
+
+    def after_training(self, model: Any) -> Any:
+        save_last_step(partial(_save, model))
+        return model
+
+
+class _Replaying(xgb.callback.TrainingCallback):
+    """Reports the rounds after the first `reported`, which are trained once more, and remembers the end."""
+
+    def __init__(self, metrics: Wanted, reported: int) -> None:
+        super().__init__()
+        self._metrics = metrics
+        self.reported = reported
+        self.over = False
+
+    def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
+        del epoch
+        if model.num_boosted_rounds() > self.reported:
+            self.over = not _goes_on(model, evals_log, self._metrics)
+        return self.over
+
+
+def train(
+    params: Mapping[str, Any],
+    dtrain: xgb.DMatrix,
+    num_boost_round: int = 10,
+    *,
+    segment_rounds: int = 10,
+    metrics: Wanted = None,
+    **options: Any,
+) -> xgb.Booster:
+    """Train as `xgb.train` does, in segments that each begin with generators of their own, seeded by `seed`.
+
+    A trial that is resumed goes back to where its segment began and trains it again: so its trees are those of an
+    undisturbed one, whatever the rounds draw, with the same number of threads. Each round is reported once.
+
+    Args:
+        params: XGBoost's.
+        dtrain: what to train on; its scores are computed anew at the beginning of each segment.
+        num_boost_round: of all segments together.
+        segment_rounds: a resume trains less than so many rounds more than those since the checkpoint.
+        metrics: as in `TuneReportCheckpointCallback`.
+        options: of `xgb.train`, but no `xgb_model`; `callbacks` begin anew in each segment.
+    """
+    directory = restored_directory()
+    booster = load_booster(directory) if directory else None
+    reporting = _Replaying(metrics, booster.num_boosted_rounds() if booster else 0)
+    callbacks = [*options.pop("callbacks", ()), reporting]
+    begun = reporting.reported // segment_rounds * segment_rounds
+    booster = _first_rounds(booster, begun) if booster and begun < num_boost_round else booster
+    for begin in range(begun, num_boost_round, segment_rounds):
+        end = min(begin + segment_rounds, num_boost_round)
+        seeded = {**params, "seed": int(params.get("seed", 0)) + begin}
+        booster = xgb.train(seeded, dtrain, end - begin, xgb_model=_plain(booster), callbacks=callbacks, **options)
+        if booster.num_boosted_rounds() < end or reporting.over:
+            break
+    if booster is None:
+        raise InvalidInput(f"num_boost_round: expected 1 or more, found {num_boost_round}")
+    save_last_step(partial(_save, booster))
+    return booster
+
+
+def _goes_on(model: xgb.Booster, evals_log: Any, metrics: Wanted) -> bool:
+    last = {f"{data}-{name}": _value(log[-1]) for data, logs in evals_log.items() for name, log in logs.items()}
+    return goes_on_after(chosen(last, metrics), partial(_save, model))
+
+
+def _save(model: xgb.Booster, directory: str) -> None:
+    model.save_model(Path(directory, _FILE))
+
+
+def _first_rounds(booster: xgb.Booster, count: int) -> xgb.Booster | None:
+    return booster[:count] if count else None
+
+
+def _plain(booster: xgb.Booster | None) -> bytearray | None:
+    """The trees alone, as a checkpoint has them: a booster in memory would bring its generators."""
+    return booster.save_raw("ubj") if booster is not None else None
+
+
+def _value(score: Any) -> float:
+    """Cross-validation gives the mean and the deviation."""
+    return float(score[0] if isinstance(score, tuple) else score)
