@@ -17,7 +17,7 @@ __all__ = ["frame", "line"]
 
 _MOST_ROWS = 16
 _MOST_NOTES = 5
-_HEAD = 7  # lines of everything that is neither a trial nor an event
+_HEAD = 8  # lines of everything that is neither a trial nor an event
 _STYLES = {Status.RUNNING: "green", Status.ERRORED: "red", Status.PAUSED: "yellow", Status.PENDING: "dim"}
 _LONG_RUNGS = 8
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TextIO, TypeGuard
+from typing import NoReturn, TextIO, TypeGuard
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -62,6 +62,12 @@ def standing(
         _ONLY_ONE.release()
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """Have it be an error like any other: Rich would close stdout, and end the process."""
+        raise BrokenPipeError(f"{self.file}: nobody reads it any more")
+
+
 class Screen(threading.Thread):
     """Draws until it is ended, or the terminal breaks. However long a drawing takes, it takes a 20th of the time."""
 
@@ -76,7 +82,7 @@ class Screen(threading.Thread):
         self._draw = draw
         self._broke = broke
         self._aside = aside
-        self._console = Console(file=terminal, highlight=False, markup=False)
+        self.console = _Console(file=terminal, highlight=False, markup=False)
         self._over = threading.Event()
 
     def end(self) -> None:
@@ -96,22 +102,29 @@ class Screen(threading.Thread):
 
     def _stand(self) -> None:
         with Live(
-            console=self._console,
+            console=self.console,
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
             vertical_overflow="crop",
         ) as live:
-            self._console.show_cursor()  # whatever becomes of this process, the terminal has one
+            self.console.show_cursor()  # whatever becomes of this process, the terminal has one
             patience = 0.0
             while not self._over.wait(patience):
                 began = time.thread_time()
                 self._print_lines()
-                live.update(self._draw(*self._console.size), refresh=True)
+                self._measure()
+                live.update(self._draw(*self.console.size), refresh=True)
                 patience = max(_PERIOD.total_seconds(), (time.thread_time() - began) / _SHARE)
             self._print_lines()
 
+    def _measure(self) -> None:
+        """Of this very terminal: Rich asks whatever stdin, stdout or stderr are."""
+        width, height = os.get_terminal_size(self.console.file.fileno())  # which raises when it has hung up
+        if width and height:
+            self.console.size = ConsoleDimensions(width, height)
+
     def _print_lines(self) -> None:
         if lines := self._aside.take_lines():
-            self._console.print(Text("\n").join(map(Text.from_ansi, lines)), soft_wrap=True)
+            self.console.print(Text("\n").join(map(Text.from_ansi, lines)), soft_wrap=True)
