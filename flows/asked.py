@@ -22,7 +22,9 @@ __all__ = ["Asked", "from_settings", "settings_of", "space_of"]
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 # What belongs to one run of the experiment, and not to the experiment.
-_OF_THE_RUN = frozenset({"target", "experiment", "resume", "rerun_errored", "time_budget_seconds", "on_code_change"})
+_OF_THE_RUN = frozenset(
+    {"target", "experiment", "resume", "rerun_errored", "time_budget_seconds", "on_code_change", "resources_total"}
+)
 _VALUES: Mapping[str, type[Value]] = {"checkpoint": Cadence, "retention": Retention, "failures": FailurePolicy}
 
 
@@ -42,6 +44,8 @@ class Asked:
     seed: int | None = None
     stop: Any = None
     max_concurrent_trials: int | None = None
+    resources_per_trial: Mapping[str, float] | None = None
+    resources_total: Mapping[str, float] | None = None
     time_budget_seconds: float | None = None
     checkpoint: Cadence | None = None
     retention: Retention | None = None
@@ -51,6 +55,9 @@ class Asked:
     callbacks: list[Any] | None = None
     trials: Literal["tasks", "deployment"] = "tasks"
     trial_deployment: str = "train-trial/train-trial"
+    trial_job_variables: Mapping[str, Any] | None = None
+    trial_tags: list[str] | None = None
+    concurrency_limits: list[str] | None = None
     isolation: Literal["process", "thread"] = "process"
     grace_period_seconds: float = 25
     silence_timeout_seconds: float | None = None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import queue
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol, TypeAlias
 
+from prefect import Task
 from prefect.futures import PrefectFuture
 
 from prefect_tune.core.wire import GoOn, Leave
-from prefect_tune.tasks.line import DirectLine, Heard
+from prefect_tune.tasks.line import DirectLine, Heard, Line
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.run_trial import AttemptResult, run_trial
 
-__all__ = ["ATTEMPT", "Crew", "LocalCrew", "Message", "Over"]
+__all__ = ["Crew", "LocalCrew", "Message", "Over", "attempt_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,11 @@ class Over:
 
 
 Message: TypeAlias = Heard | Over
-# Whoever runs the experiment decides whether there is another attempt, and journals it.
-ATTEMPT = run_trial.with_options(retries=0)
+
+
+def attempt_of(plan: TrialPlan) -> Task[[TrialPlan, Orders, Line], AttemptResult]:
+    """Return the task of one attempt: whoever runs the experiment decides whether there is another, and journals it."""
+    return run_trial.with_options(retries=0, tags=plan.tags)
 
 
 class Crew(Protocol):
@@ -69,8 +74,11 @@ class LocalCrew:
 
     outlives = False
 
-    def __init__(self, nursery: Nursery) -> None:
+    def __init__(self, nursery: Nursery, environments: Sequence[Mapping[str, str]] = ()) -> None:
+        """Args: environments: those of the places that trials train in; the first that is free is taken."""
         self._nursery = nursery
+        self._environments = environments
+        self._places: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lines: dict[str, DirectLine] = {}
         self._futures: dict[str, PrefectFuture[AttemptResult]] = {}
@@ -86,7 +94,7 @@ class LocalCrew:
         trial = plan.trial.trial
         line = DirectLine(trial, self._inbox.put, self._nursery)
         self._lines[trial] = line
-        self._futures[trial] = ATTEMPT.submit(plan, orders, line)
+        self._futures[trial] = attempt_of(plan).submit(plan, self._placed(trial, orders), line)
         self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _error_of(future))))
 
     def answer(self, trial: str, said: GoOn | Leave) -> None:
@@ -108,6 +116,15 @@ class LocalCrew:
 
     def dismiss(self, trial: str) -> None:
         del self._lines[trial], self._futures[trial]
+        self._places.pop(trial, None)
+
+    def _placed(self, trial: str, orders: Orders) -> Orders:
+        """The lowest place: a process that waits there has the same devices in use."""
+        if not self._environments:
+            return orders
+        taken = self._places.values()
+        self._places[trial] = next(place for place in range(len(self._environments)) if place not in taken)
+        return replace(orders, environment={**orders.environment, **self._environments[self._places[trial]]})
 
 
 def _error_of(future: PrefectFuture[AttemptResult]) -> BaseException | None:

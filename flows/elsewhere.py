@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -14,27 +17,51 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.logging import get_run_logger
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.flows.crew import ATTEMPT
+from prefect_tune.core.resources import Resources
+from prefect_tune.flows.crew import attempt_of
 from prefect_tune.flows.train_trial import TrialParameters, orders_as_parameters
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.store_line import StoreLine
 
-__all__ = ["OnDeployment", "on_task_runner"]
+__all__ = ["OnDeployment", "OnTaskRunner"]
 
 _LOOK_SECONDS = 2.0
 
 
-def on_task_runner(plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
-    """Start an attempt as a task of the flow's task runner."""
-    del attempt
-    return ATTEMPT.submit(plan, orders, line).result
+class OnTaskRunner:
+    """Start each attempt as a task of the flow's task runner, which sees to it what it has of a machine."""
+
+    def __init__(self, runner: object, resources: Resources | None) -> None:
+        """Raises InvalidInput: that runner cannot."""
+        self._reserving = _reserving(runner, resources)
+
+    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+        del attempt
+        with self._reserving():
+            return attempt_of(plan).submit(plan, orders, line).result
+
+
+def _reserving(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:
+    kind = type(runner).__name__
+    if resources is None:
+        return nullcontext
+    if kind == "DaskTaskRunner":
+        dask = import_module("dask")
+        # Only what was asked for: a task that needs what no worker declares waits for ever.
+        needed = {"CPU": resources.cpu if resources.cpu != 1 else 0, "GPU": resources.gpu}
+        return lambda: dask.annotate(resources={name: amount for name, amount in needed.items() if amount})
+    if kind == "RayTaskRunner":
+        ray = import_module("prefect_ray.context")
+        return lambda: ray.remote_options(num_cpus=resources.cpu, num_gpus=resources.gpu)
+    raise InvalidInput(f"resources_per_trial: nothing is known of how a {kind} reserves them; leave them to it")
 
 
 class OnDeployment:
     """Start each attempt as a run of one deployment of `train_trial`, found again by its idempotency key."""
 
-    def __init__(self, deployment: str) -> None:
+    def __init__(self, deployment: str, job_variables: Mapping[str, Any] | None = None) -> None:
         self._deployment = deployment
+        self._job_variables = dict(job_variables) if job_variables else None
 
     def require(self, plan: TrialPlan) -> None:
         """Find out before anything is written whether it can be done.
@@ -54,8 +81,8 @@ class OnDeployment:
 
     def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
         del line  # made there, of the same parts
-        run = _run(
-            self._deployment,
+        run = self._run(
+            plan,
             {
                 "parameters": TrialParameters.of(plan).model_dump(mode="json"),
                 "orders": orders_as_parameters(orders),
@@ -67,12 +94,18 @@ class OnDeployment:
         log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)
         return lambda: _end_of(run.id)
 
-
-def _run(deployment: str, parameters: dict[str, object], key: str) -> FlowRun:
-    run = run_deployment(deployment, parameters=parameters, timeout=0, idempotency_key=key)
-    if not isinstance(run, FlowRun):
-        raise TypeError("run_deployment was called where it returns a coroutine")
-    return run
+    def _run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+        run = run_deployment(
+            self._deployment,
+            parameters=parameters,
+            timeout=0,
+            idempotency_key=key,
+            tags=plan.tags or None,
+            job_variables=self._job_variables,
+        )
+        if not isinstance(run, FlowRun):
+            raise TypeError("run_deployment was called where it returns a coroutine")
+        return run
 
 
 def _end_of(flow_run: UUID) -> None:

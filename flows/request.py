@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
@@ -15,7 +17,7 @@ from prefect_tune.flows.spelled import stop_from
 from prefect_tune.session import storable
 from prefect_tune.trial_process import load_trainable
 
-__all__ = ["experiment_name", "name_of", "stopper_for", "storable_config", "valid_trainable"]
+__all__ = ["existing_limits", "experiment_name", "name_of", "stopper_for", "storable_config", "valid_trainable"]
 
 
 def experiment_name(given: str | None) -> str:
@@ -40,6 +42,25 @@ def storable_config(config: Mapping[str, Any] | None) -> dict[str, object]:
             f"{error}. A configuration is stored with the trial, so it is JSON: name functions and objects "
             "by text, and build them in the trainable"
         ) from error
+
+
+def existing_limits(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of global concurrency limits, seen to be there: one that is not would limit nothing.
+
+    Raises:
+        InvalidInput: there is none of this name.
+    """
+    if names:
+        with get_client(sync_client=True) as client:
+            for name in names:
+                try:
+                    client.read_global_concurrency_limit_by_name(name)
+                except ObjectNotFound as missing:
+                    raise InvalidInput(
+                        f"concurrency_limits: Prefect has no global concurrency limit {name!r}; make it: "
+                        f"prefect gcl create {name} --limit 2"
+                    ) from missing
+    return tuple(names)
 
 
 def stopper_for(stop: StopCriteria | str) -> Stopper:

@@ -18,6 +18,21 @@ from prefect_tune.tasks.forking import ForkRequest, fork_experiment
 
 __all__ = ["resume"]
 
+_CHANGES = frozenset(
+    {
+        "num_samples",
+        "stop",
+        "space",
+        "max_concurrent_trials",
+        "resources_per_trial",
+        "trainable",
+        "scheduler",
+        "search",
+        "warm_start",
+    }
+)
+_OF_THIS_RUN = frozenset({"rerun_errored", "on_code_change", "time_budget_seconds", "resources_total"})
+
 
 @flow(name="resume", persist_result=False)
 def resume(
@@ -32,6 +47,8 @@ def resume(
     stop: Any = None,
     space: dict[str, Any] | None = None,
     max_concurrent_trials: int | None = None,
+    resources_per_trial: dict[str, float] | None = None,
+    resources_total: dict[str, float] | None = None,
     time_budget_seconds: float | None = None,
     trainable: Any = None,
     scheduler: Any = None,
@@ -58,6 +75,8 @@ def resume(
         stop: a larger budget for each trial: those that met the old criterion go on.
         space: another space for the trials to come; earlier ones stay data.
         max_concurrent_trials: how many train at once from now on.
+        resources_per_trial: what each trial has for itself from now on, as in `tune`.
+        resources_total: what this machine may give, as in `tune`; it is not kept.
         time_budget_seconds: after so long in this run everything saves and ends; running it again goes on.
         trainable: needed where the experiment was begun with an object that has no import path.
         scheduler: likewise; another one than before decides from now on.
@@ -74,6 +93,7 @@ def resume(
         CheckpointNotFound: with `strict_fork`.
         Superseded: another run has taken the experiment over.
     """
+    given = dict(locals())  # the parameters: `Asked` names them alike
     where = resolve_target(target)
     if fork is None and (at is not None or strict_fork):
         raise InvalidInput("at: an experiment goes on from its end; to go on from an entry, name the fork: fork='name'")
@@ -81,29 +101,10 @@ def resume(
         request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
         experiment = fork_experiment(where, request).name
     state = _found(where, experiment)
-    changed = {
-        name: value
-        for name, value in {
-            "num_samples": num_samples,
-            "stop": stop,
-            "space": space,
-            "max_concurrent_trials": max_concurrent_trials,
-            "trainable": trainable,
-            "scheduler": scheduler,
-            "search": search,
-            "warm_start": warm_start,
-        }.items()
-        if value is not None
-    }
-    run = {
-        "target": where,
-        "experiment": experiment,
-        "resume": "must",
-        "rerun_errored": rerun_errored,
-        "on_code_change": on_code_change,
-        "time_budget_seconds": time_budget_seconds,
-    }
-    return searched(from_settings(state.settings, run, changed))
+    changed = {name: value for name, value in given.items() if name in _CHANGES and value is not None}
+    run = {name: given[name] for name in _OF_THIS_RUN}
+    here = {"target": where, "experiment": experiment, "resume": "must"}
+    return searched(from_settings(state.settings, {**run, **here}, changed))
 
 
 def _found(target: StorageTarget, experiment: str) -> Experiment:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,13 +35,14 @@ from prefect_tune.flows.callbacks import callbacks_for
 from prefect_tune.flows.council import Council
 from prefect_tune.flows.crew import Crew, LocalCrew
 from prefect_tune.flows.driver import Driver
-from prefect_tune.flows.elsewhere import OnDeployment, on_task_runner
+from prefect_tune.flows.elsewhere import OnDeployment, OnTaskRunner
 from prefect_tune.flows.lessons import lessons_known, new_lessons, source_names
 from prefect_tune.flows.limits import Limits, has_had_enough, require_possible
 from prefect_tune.flows.remote_crew import RemoteCrew
-from prefect_tune.flows.request import experiment_name, name_of, stopper_for, valid_trainable
+from prefect_tune.flows.request import existing_limits, experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import require_presence, resuming
+from prefect_tune.flows.slots import Slots, resources_asked, slots_elsewhere, slots_here
 from prefect_tune.flows.spelled import scheduler_from, search_from
 from prefect_tune.flows.stop_desk import StopDesk
 from prefect_tune.tasks import restore_experiment_state
@@ -68,7 +68,8 @@ def searched(asked: Asked) -> Results:
     stopper = of_trials(whole := stopper_for(asked.stop))
     require_possible(plan := _plan(asked, name, stopper))
     council = _council(asked, name, objective, whole)
-    crew = _crew(asked, plan, limits := _limits(asked, plan, stopper))
+    crew, slots = _crew(asked, plan)
+    limits = _limits(asked, plan, stopper, slots)
     audience = Audience(
         plan.target,
         SearchInfo(name, plan.target.uri, objective),
@@ -124,19 +125,19 @@ def _plan(asked: Asked, experiment: str, stopper: Stopper) -> TrialPlan:
         isolation=asked.isolation,
         grace=timedelta(seconds=asked.grace_period_seconds),
         silence=None if silence is None else timedelta(seconds=silence),
+        tags=tuple(asked.trial_tags or ()),
+        concurrency_limits=existing_limits(asked.concurrency_limits or ()),
         apart=True,
     )
 
 
-def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper) -> Limits:
-    budget, slots = asked.time_budget_seconds, asked.max_concurrent_trials
-    if slots is not None and slots < 1:
-        raise InvalidInput(f"max_concurrent_trials: expected 1 or more, found {slots}")
+def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper, slots: Slots) -> Limits:
+    budget = asked.time_budget_seconds
     if budget is not None and budget <= 0:
         raise InvalidInput(f"time_budget_seconds: expected more than 0, found {budget:g}")
     rerun = asked.rerun_errored or resuming(asked.resume).rerun_errored
     return Limits(
-        max_concurrent_trials=slots or os.cpu_count() or 1,
+        max_concurrent_trials=slots.count,
         failures=asked.failures or FailurePolicy(),
         fail_fast=asked.fail_fast,
         time=None if budget is None else timedelta(seconds=budget),
@@ -176,21 +177,29 @@ def _begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Sche
     return scheduler.begin(objective or _NAMELESS, seed)
 
 
-def _crew(asked: Asked, plan: TrialPlan, limits: Limits) -> AbstractContextManager[Crew]:
-    """Who trains: threads of this process beside it, or others elsewhere."""
+def _crew(asked: Asked, plan: TrialPlan) -> tuple[AbstractContextManager[Crew], Slots]:
+    """Who trains, and in how many places: threads of this process beside it, or others elsewhere."""
     if asked.trials == "deployment":
-        deployment = OnDeployment(asked.trial_deployment)
+        if asked.resources_per_trial is not None:
+            raise InvalidInput(
+                "resources_per_trial: with trials='deployment' the work pool gives them, in words of its own; say "
+                "trial_job_variables={...}, with the variables of its base job template"
+            )
+        deployment = OnDeployment(asked.trial_deployment, asked.trial_job_variables)
         deployment.require(plan)
-        return nullcontext(RemoteCrew(plan.target, deployment, _LOOK_EVERY))
+        return nullcontext(RemoteCrew(plan.target, deployment, _LOOK_EVERY)), slots_elsewhere(asked)
+    if asked.trial_job_variables is not None:
+        raise InvalidInput("trial_job_variables: they are for trials='deployment'")
     context = FlowRunContext.get()
     if context is not None and not isinstance(context.task_runner, ThreadPoolTaskRunner):
-        return nullcontext(RemoteCrew(plan.target, on_task_runner, _LOOK_EVERY))
-    return _local_crew(plan, limits)
+        there = OnTaskRunner(context.task_runner, resources_asked(asked))
+        return nullcontext(RemoteCrew(plan.target, there, _LOOK_EVERY)), slots_elsewhere(asked)
+    return _local_crew(plan, slots := slots_here(asked)), slots
 
 
 @contextmanager
-def _local_crew(plan: TrialPlan, limits: Limits) -> Iterator[Crew]:
-    with Nursery(slots=limits.max_concurrent_trials) as nursery:
+def _local_crew(plan: TrialPlan, slots: Slots) -> Iterator[Crew]:
+    with Nursery(slots=slots.count) as nursery:
         if plan.isolation == "process":
             nursery.prepare()
-        yield LocalCrew(nursery)
+        yield LocalCrew(nursery, slots.environments)

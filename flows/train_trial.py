@@ -18,7 +18,7 @@ from prefect_tune.core.events import Cause
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.values import Value
-from prefect_tune.flows.crew import ATTEMPT
+from prefect_tune.flows.crew import attempt_of
 from prefect_tune.tasks import attempt as outcomes
 from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.plan import Orders, TrialPlan
@@ -43,6 +43,8 @@ class TrialParameters(Value):
     fingerprint: dict[str, str]
     grace_period_seconds: float
     silence_timeout_seconds: float | None
+    tags: tuple[str, ...] = ()
+    concurrency_limits: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: TrialPlan) -> TrialParameters:
@@ -69,6 +71,8 @@ class TrialParameters(Value):
             fingerprint=dict(plan.fingerprint),
             grace_period_seconds=plan.grace.total_seconds(),
             silence_timeout_seconds=plan.silence.total_seconds() if plan.silence else None,
+            tags=plan.tags,
+            concurrency_limits=plan.concurrency_limits,
         )
 
     def plan(self) -> TrialPlan:
@@ -86,6 +90,8 @@ class TrialParameters(Value):
             fingerprint=self.fingerprint,
             grace=timedelta(seconds=self.grace_period_seconds),
             silence=None if silence is None else timedelta(seconds=silence),
+            tags=self.tags,
+            concurrency_limits=self.concurrency_limits,
             apart=True,
         )
 
@@ -102,7 +108,7 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
     plan = parameters.plan()
     line = StoreLine(plan.target, plan.trial, attempt)
     told = _orders.validate_python(orders)
-    found = interruptible(lambda stop: ATTEMPT(plan, told, line.stopped_by(stop)), grace=plan.grace)
+    found = interruptible(lambda stop: attempt_of(plan)(plan, told, line.stopped_by(stop)), grace=plan.grace)
     match found.outcome:
         case outcomes.Failed(cause=Cause.PREEMPTED, message=message):
             return Cancelled(message=message)

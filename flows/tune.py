@@ -33,6 +33,8 @@ def tune(
     seed: int | None = None,
     stop: Any = None,
     max_concurrent_trials: int | None = None,
+    resources_per_trial: dict[str, float] | None = None,
+    resources_total: dict[str, float] | None = None,
     time_budget_seconds: float | None = None,
     checkpoint: Cadence | None = None,
     retention: Retention | None = None,
@@ -42,6 +44,9 @@ def tune(
     callbacks: list[Any] | None = None,
     trials: Literal["tasks", "deployment"] = "tasks",
     trial_deployment: str = "train-trial/train-trial",
+    trial_job_variables: dict[str, Any] | None = None,
+    trial_tags: list[str] | None = None,
+    concurrency_limits: list[str] | None = None,
     isolation: Literal["process", "thread"] = "process",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
@@ -68,8 +73,13 @@ def tune(
         search: who proposes, in place of the built-in random and grid search.
         scheduler: who decides which trials go on, such as `pt.ASHA(max_t=81)`. Default: all.
         seed: what all draws hang on. Default: one that hangs on the experiment's name.
-        stop: when a single trial has had enough; as in `durable_trainable`.
-        max_concurrent_trials: how many train at once. Default: one for each processor.
+        stop: when a single trial has had enough, as in `durable_trainable`; and when the experiment has:
+            `pt.MaxSteps(100) | pt.MaxFailures(5)`, in JSON `{"step": 100, "MaxFailures": {"failures": 5}}`.
+        max_concurrent_trials: how many train at once. Default: one for each processor, or for each that has what it
+            needs.
+        resources_per_trial: what each trial has for itself, as in `{"cpu": 2, "gpu": 1}`; of a GPU also a part. On this
+            machine trials wait until it is free, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray are told.
+        resources_total: what this machine may give, where that is not all that is found: `{"cpu": 8, "gpu": 2}`.
         time_budget_seconds: after so long in this run everything saves and ends; running it again goes on.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints of a trial stay. Default: all.
@@ -80,6 +90,9 @@ def tune(
         trials: `"tasks"` runs them on the flow's task runner (threads, Dask, Ray); `"deployment"` gives each attempt a
             flow run of its own, on whatever work pool `trial_deployment` is deployed to.
         trial_deployment: a deployment of `prefect_tune.flows.train_trial.train_trial`.
+        trial_job_variables: for its runs: what a trial has of a machine, in the words of the work pool.
+        trial_tags: of each attempt's task run, and of its flow run as a deployment. Prefect's tag limits hold.
+        concurrency_limits: Prefect's global concurrency limits; each attempt waits for a place, and holds it.
         isolation: `"process"` trains each trial in a child process; `"thread"` in this one, for debuggers.
         grace_period_seconds: how long trials may take to save once SIGTERM or a cancellation arrives.
         silence_timeout_seconds: without a report for so long a trial is taken for hung and started again.

@@ -41,6 +41,10 @@ class TrialPlan:
     """How long a trial that is asked to stop may take to save."""
     silence: timedelta | None = None
     """How long a trial may train without a report before it is taken for hung."""
+    tags: tuple[str, ...] = ()
+    """Of the task run of each attempt; Prefect's limits of tags apply to it."""
+    concurrency_limits: tuple[str, ...] = ()
+    """Prefect's global concurrency limits in each of which an attempt takes a place."""
     apart: bool = False
     """Whether the trial has a journal of its own, beside the experiment's."""
 

@@ -39,6 +39,7 @@ from prefect_tune.tasks.attempt import Failed, Outcome, events_of, supervise
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
 from prefect_tune.tasks.experiment_state import Opening, open_journal, read_experiment, write_directly, write_entry
+from prefect_tune.tasks.held import place_held
 from prefect_tune.tasks.ledger import Ledger
 from prefect_tune.tasks.line import Line
 from prefect_tune.tasks.plan import Orders, TrialPlan
@@ -75,7 +76,7 @@ def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
         ResumeFailed: there are checkpoints, and none of them can be used.
         StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
     """
-    with closing(line):
+    with closing(line), place_held(plan.concurrency_limits, line.stop):
         return _attempt(plan, orders, line, get_run_logger())
 
 

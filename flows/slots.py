@@ -1,0 +1,86 @@
+"""How many trials train at once, and what each of them has of the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.resources import Machine, Resources, resources_of, slots_on
+from prefect_tune.flows.asked import Asked
+from prefect_tune.tasks.devices import machine_here
+
+__all__ = ["Slots", "resources_asked", "slots_elsewhere", "slots_here"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Places in which trials train."""
+
+    count: int
+    environments: Sequence[Mapping[str, str]] = ()
+    """The variables of each place, such as its GPUs; none where a trial has what this process has."""
+
+
+def resources_asked(asked: Asked) -> Resources | None:
+    """Return what each trial needs; None where that was not said.
+
+    Raises:
+        InvalidInput: it cannot be.
+    """
+    given = asked.resources_per_trial
+    return None if given is None else resources_of(given, "resources_per_trial")
+
+
+def slots_elsewhere(asked: Asked) -> Slots:
+    """Return the places where others see to it what each trial has."""
+    return Slots(_bound(asked) or os.cpu_count() or 1)
+
+
+def slots_here(asked: Asked) -> Slots:
+    """Return the places on this machine.
+
+    Raises:
+        InvalidInput: not even one trial can have what it needs.
+    """
+    bound, needed = _bound(asked), resources_asked(asked)
+    if needed is None:
+        return Slots(bound or os.cpu_count() or 1)
+    if needed.gpu and asked.isolation == "thread":
+        raise InvalidInput("resources_per_trial: with isolation='thread' all trials share the GPUs of this process")
+    slots = slots_on(_machine(asked), needed, bound)
+    if asked.isolation == "thread":
+        return Slots(len(slots))
+    return Slots(len(slots), [{**_threads(needed), **_devices(gpus)} for gpus in slots])
+
+
+def _bound(asked: Asked) -> int | None:
+    bound = asked.max_concurrent_trials
+    if bound is not None and bound < 1:
+        raise InvalidInput(f"max_concurrent_trials: expected 1 or more, found {bound}")
+    return bound
+
+
+def _machine(asked: Asked) -> Machine:
+    """What is found here; what is said instead counts more."""
+    said = asked.resources_total
+    if said is None:
+        return machine_here()
+    resources_of(said, "resources_total")
+    if any(amount != int(amount) for amount in said.values()):
+        raise InvalidInput(f"resources_total: expected whole numbers, found {dict(said)}")
+    found = machine_here()
+    gpu_count = int(said.get("gpu", len(found.gpus)))
+    beyond = tuple(str(number) for number in range(len(found.gpus), gpu_count))
+    return Machine(int(said.get("cpu", found.cpu_count)), (found.gpus + beyond)[:gpu_count])
+
+
+def _devices(gpus: Sequence[str]) -> Mapping[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+
+def _threads(needed: Resources) -> Mapping[str, str]:
+    """Numeric libraries start a thread for each processor there is, and not for each that a trial has."""
+    is_said = "OMP_NUM_THREADS" in os.environ or needed.cpu < 1
+    return {} if is_said else {"OMP_NUM_THREADS": str(int(needed.cpu))}

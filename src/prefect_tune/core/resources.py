@@ -1,0 +1,88 @@
+"""What a trial needs of a machine, and how a machine is dealt out to trials that all need the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = ["Machine", "Resources", "resources_of", "slots_on"]
+
+_KINDS = ("cpu", "gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """CPUs and GPUs: fractions of one that several trials share, or whole ones."""
+
+    cpu: float = 1
+    gpu: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a machine has to give: how many processors, and its GPUs as CUDA names them."""
+
+    cpu_count: int
+    gpus: tuple[str, ...] = ()
+
+
+def resources_of(given: Mapping[str, object], where: str) -> Resources:
+    """Return what `{"cpu": 2, "gpu": 0.5}` means; the CPU that is not named is one.
+
+    Raises:
+        InvalidInput: it names something else, or an amount that cannot be.
+    """
+    for name in given:
+        if name not in _KINDS:
+            near = get_close_matches(name.lower(), _KINDS, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidInput(f"{where}: {name!r} is neither of {', '.join(map(repr, _KINDS))}{hint}")
+    return Resources(**{name: _amount(amount, f"{where}: {name}") for name, amount in given.items()})
+
+
+def _amount(amount: object, where: str) -> float:
+    if not isinstance(amount, int | float) or isinstance(amount, bool) or not math.isfinite(amount) or amount < 0:
+        raise InvalidInput(f"{where}: expected a number of at least 0, found {amount!r}")
+    if amount > 1 and amount != int(amount):
+        raise InvalidInput(f"{where}: expected a whole number, or a part of one, found {amount!r}")
+    return amount
+
+
+def slots_on(machine: Machine, needed: Resources, at_most: int | None) -> Sequence[tuple[str, ...]]:
+    """Return a slot for each trial that the machine can train at once, as the GPUs that are its own.
+
+    Whole GPUs belong to one slot each. Parts of one are dealt out so that each GPU has a slot before one has two.
+
+    Args:
+        at_most: how many are wanted; None for as many as there can be.
+
+    Raises:
+        InvalidInput: not a single trial can have what it needs.
+    """
+    by_cpu = int(machine.cpu_count / needed.cpu + 1e-9) if needed.cpu else None
+    gpus = _dealt(machine.gpus, needed.gpu) if needed.gpu else None
+    counts = [count for count in (by_cpu, None if gpus is None else len(gpus)) if count is not None]
+    if 0 in counts:
+        raise InvalidInput(_impossible(machine, needed))
+    count = min([*counts, *([] if at_most is None else [at_most])], default=machine.cpu_count)
+    return gpus[:count] if gpus is not None else [()] * count
+
+
+def _dealt(gpus: Sequence[str], each: float) -> Sequence[tuple[str, ...]]:
+    if each >= 1:
+        size = int(each)
+        return [tuple(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
+    shares = int(1 / each + 1e-9)
+    return [(gpu,) for _ in range(shares) for gpu in gpus]
+
+
+def _impossible(machine: Machine, needed: Resources) -> str:
+    has = f"{machine.cpu_count} CPUs and {len(machine.gpus)} GPUs"
+    return (
+        f"resources_per_trial: a trial needs {needed.cpu:g} CPUs and {needed.gpu:g} GPUs, and there are {has} here; "
+        "where that is wrong, say what there is: resources_total={'cpu': ..., 'gpu': ...}"
+    )

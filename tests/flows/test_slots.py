@@ -1,0 +1,147 @@
+"""What each trial has of a machine, and how Prefect's own limits hold for trials."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterTags
+from prefect.concurrency.sync import concurrency
+
+import prefect_tune as pt
+from tests.flows.driver import until
+from tests.trainables.moody import Moody
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+TENANT = "tests.trainables.tenant:Tenant"
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, as far as anybody can tell who does not use them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def tenants(folder: Path, **options: Any) -> pt.Results:
+    space = {"house": str(folder), "number": pt.grid_search([*range(5)]), **options.pop("config", {})}
+    common: dict[str, Any] = {
+        "target": str(folder / "target"),
+        "experiment": "e",
+        "metric": "loss",
+        "num_samples": 1,
+        "stop": {"step": 4},
+        "resources_total": {"cpu": 8},
+    }
+    return pt.tune(TENANT, space, **{**common, **options})
+
+
+def told(results: pt.Results, metric: str) -> list[object]:
+    assert results.errors == {}
+    return [each.metrics[metric] for each in results.trials.values()]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_each_trial_has_a_gpu_of_its_own_and_a_process_stays_on_the_one_it_began_with(tmp_path: Path) -> None:
+    results = tenants(tmp_path, resources_per_trial={"cpu": 2, "gpu": 1})
+    assert (set(told(results, "gpus")), set(told(results, "threads"))) == ({"4", "7"}, {"2"})
+    assert len(set(told(results, "pid"))) < 5, "processes are kept, each for its GPU"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_parts_of_a_gpu_are_shared_and_all_of_them_belong_to_one(tmp_path: Path) -> None:
+    shared = tenants(tmp_path, resources_per_trial={"gpu": 0.5}, config={"share": 2}, max_concurrent_trials=4)
+    assert set(told(shared, "gpus")) == {"4", "7"}
+    whole = tenants(tmp_path, experiment="both", resources_per_trial={"gpu": 2})
+    assert set(told(whole, "gpus")) == {"4,7"}
+
+
+def test_trials_that_need_all_processors_train_one_after_the_other(tmp_path: Path) -> None:
+    results = tenants(tmp_path, resources_per_trial={"cpu": 8})  # they have one device among them
+    assert set(told(results, "gpus")) == {"any"}
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"resources_per_trial": {"gpu": 3}}, "needs 1 CPUs and 3 GPUs, and there are 8 CPUs and 2 GPUs here"),
+        ({"resources_per_trial": {"cpu": 9}}, "needs 9 CPUs and 0 GPUs, and there are 8 CPUs"),
+        ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0}}, "and 0 GPUs here"),
+        ({"resources_per_trial": {"gpus": 1}}, "'gpus' is neither of .*did you mean 'gpu'"),
+        ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0.5}}, "resources_total: expected whole"),
+        ({"resources_per_trial": {"gpu": 1}, "isolation": "thread"}, "with isolation='thread' all trials share"),
+        ({"resources_per_trial": {"gpu": 1}, "trials": "deployment"}, "say trial_job_variables="),
+        ({"trial_job_variables": {"cpu": 1}}, "they are for trials='deployment'"),
+        ({"concurrency_limits": ["none-such"]}, "Prefect has no global concurrency limit 'none-such'"),
+    ],
+)
+def test_what_cannot_be_had_is_said_before_anything_is_written(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(pt.InvalidInput, match=said):
+        tenants(tmp_path, **options)
+    assert not (tmp_path / "target").exists()
+
+
+# ------------------------------------------------------------------------------------- limits of Prefect's own
+
+
+def limited(folder: Path, **options: Any) -> pt.Results:
+    """Two trials that want to train at once, and have one device that does not bear it."""
+    return tenants(folder, config={"number": pt.grid_search([1, 2])}, max_concurrent_trials=2, **options)
+
+
+@pytest.fixture
+def limit() -> Iterator[str]:
+    """A global concurrency limit of one."""
+    name = f"gpu-{uuid4().hex}"
+    with get_client(sync_client=True) as client:
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=1))
+        yield name
+        client.delete_global_concurrency_limit_by_name(name)
+
+
+def test_a_global_concurrency_limit_has_trials_wait_for_each_other_and_none_fails(limit: str, tmp_path: Path) -> None:
+    results = limited(tmp_path, concurrency_limits=[limit])
+    assert told(results, "gpus") == ["any"] * 2
+    assert [each.attempt for each in results.trials.values()] == [1, 1]
+
+
+def test_a_search_that_waits_for_a_place_can_be_stopped(limit: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with concurrency(limit, strict=True):
+        results = limited(tmp_path, concurrency_limits=[limit], time_budget_seconds=1)
+    assert time.monotonic() - began < 60
+    assert {str(each.status) for each in results.trials.values()} == {"pending"}
+    assert {each.attempt for each in results.trials.values()} == {0}
+
+
+@pytest.mark.deep  # Prefect looks for a free place every half minute
+def test_a_tag_limit_of_one_has_trials_wait_for_each_other_and_none_fails(tmp_path: Path) -> None:
+    tag = f"big-{uuid4().hex}"
+    with get_client(sync_client=True) as client:
+        client.create_concurrency_limit(tag, 1)
+    results = limited(tmp_path, trial_tags=[tag])
+    assert told(results, "gpus") == ["any"] * 2
+    assert [each.attempt for each in results.trials.values()] == [1, 1]
+
+
+def test_trials_are_found_by_their_tags(tmp_path: Path) -> None:
+    tag = f"found-{uuid4().hex}"
+    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "stop": {"step": 1}, "num_samples": 1}
+    pt.tune(Moody, {}, trial_tags=[tag], **options)
+
+    def names() -> list[str]:
+        with get_client(sync_client=True) as client:
+            tagged = TaskRunFilter(tags=TaskRunFilterTags(all_=[tag]))
+            return [run.name for run in client.read_task_runs(task_run_filter=tagged)]
+
+    until(lambda: names() == ["train 00000"], seconds=60, what=lambda: str(names()))
