@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, assert_never
 
-from prefect import flow
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
@@ -25,6 +24,7 @@ from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.flows.limits import has_had_enough, require_possible
+from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
@@ -56,7 +56,7 @@ class TrialResult:
     wasted_steps: int
 
 
-@flow(name="durable-trainable", persist_result=False)
+@flow_with_server(name="durable-trainable", persist_result=False)
 def durable_trainable(
     trainable: Any,
     config: dict[str, Any] | None = None,

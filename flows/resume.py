@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from prefect import flow
-
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.values import valid_name
 from prefect_tune.flows.asked import from_settings
+from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import read_or_fail
 from prefect_tune.flows.search import searched
@@ -34,7 +33,7 @@ _CHANGES = frozenset(
 _OF_THIS_RUN = frozenset({"rerun_errored", "on_code_change", "time_budget_seconds", "resources_total"})
 
 
-@flow(name="resume", persist_result=False)
+@flow_with_server(name="resume", persist_result=False)
 def resume(
     experiment: str,
     *,

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from prefect import flow
-
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.failures import FailurePolicy
 from prefect_tune.core.objective import Mode
 from prefect_tune.core.retention import Retention
 from prefect_tune.flows.asked import Asked
+from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.search import searched
 
 __all__ = ["tune"]
 
 
-@flow(name="tune", persist_result=False)
+@flow_with_server(name="tune", persist_result=False)
 def tune(
     trainable: Any,
     space: dict[str, Any] | None = None,
