@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, cast
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
@@ -130,7 +130,7 @@ def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], change
         )
     known = {each.name for each in fields(Asked)}
     kept = {name: _read(name, value) for name, value in settings.items() if name in known}
-    return replace(Asked(**{**kept, **run}), **changed)
+    return Asked(**{**kept, **run, **changed})
 
 
 def _read(name: str, value: Any) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,15 @@ def test_a_resume_of_what_is_not_there_is_an_error_and_no_fresh_start(tmp_path: 
     assert not (tmp_path / "target" / "gone").exists()
 
 
-def test_what_only_the_code_knows_is_asked_for_by_name(tmp_path: Path) -> None:
-    searched(tmp_path, lambda config: {"loss": config["x"]}, space={"x": 1.0}, stop=lambda _metrics: False)
+def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path) -> None:
+    def trains(config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"loss": config["x"]}
+
+    searched(tmp_path, trains, space={"x": 1.0}, stop=lambda _metrics: False)
     with pytest.raises(pt.InvalidInput, match="'trainable', 'stop'"):
         pt.resume("e", target=str(tmp_path / "target"))
+    more = pt.resume("e", target=str(tmp_path / "target"), trainable=trains, stop={"step": 9}, num_samples=2)
+    assert statuses(more) == ["finished"] * 2
 
 
 @pytest.mark.parametrize(
