@@ -45,6 +45,8 @@ def require_same(state: Experiment, settings: Mapping[str, object], log: Log) ->
         InvalidInput: it does not.
         ResumeFailed: the experiment is a fork that was cut short.
     """
+    if state.is_removed:
+        raise ResumeFailed(f"experiment {state.name!r} is being deleted: finish that, or take another name")
     if not state.is_whole:
         raise ResumeFailed(
             f"{state.name!r} is to be a fork of {state.origin}, which was cut short: fork it again under the same name"

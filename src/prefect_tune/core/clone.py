@@ -36,7 +36,7 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial, is_acceptable, is_held, is_live, newest_key
 from prefect_tune.core.values import Stamp
 
-__all__ = ["clear", "clone", "newest_of", "settle"]
+__all__ = ["clear", "clone", "let_go", "newest_of", "settle"]
 
 
 def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> CheckpointKey:
@@ -154,8 +154,8 @@ def clear(  # noqa: PLR0913 - as `collect`, and with a stamp for what it journal
     """
     if any(is_held(state, key) for key in doomed):
         state = settle(store, trial, doomed, stamp, side_by_side=side_by_side)
-    let_go = partial(_let_go, store, stamp, side_by_side)
-    return _collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=let_go)
+    lets_go = partial(let_go, store, stamp, side_by_side)
+    return _collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=lets_go)
 
 
 def _collect(  # noqa: PLR0913 - as `collect`
@@ -191,7 +191,7 @@ def settle(
     return append_as_guest(store, journal, say, stamp, side_by_side=side_by_side).trial(trial.trial)
 
 
-def _let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: CheckpointKey, origin: CheckpointKey) -> int:
+def let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: CheckpointKey, origin: CheckpointKey) -> int:
     """Release a retired clone; its trial's journal says that it is retired, and that is for good."""
     journal = _journal_of(store, origin.trial)
     say = partial(_released, trial=origin.trial, clones={clone})

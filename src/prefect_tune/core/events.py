@@ -42,6 +42,7 @@ __all__ = [
     "Quarantined",
     "Rebased",
     "Released",
+    "RemovalBegun",
     "Reported",
     "Requeued",
     "Resumed",
@@ -114,6 +115,12 @@ class Forked(Value):
     """The same entry holds all that had happened to the origin, as far as its entry goes: from here on it goes on."""
 
     type: Literal["forked"] = "forked"
+
+
+class RemovalBegun(Value):
+    """All of the experiment is about to be deleted: nobody goes on with it."""
+
+    type: Literal["removal-begun"] = "removal-begun"
 
 
 class Learned(Value):
@@ -332,6 +339,16 @@ class Absorbed(TrialEvent):
 
 
 Event: TypeAlias = Annotated[
-    Opened | Adopted | Described | StopAsked | ForkBegun | Forked | Learned | TrialAdded | OneTrialsEvent | Absorbed,
+    Opened
+    | Adopted
+    | Described
+    | StopAsked
+    | ForkBegun
+    | Forked
+    | Learned
+    | RemovalBegun
+    | TrialAdded
+    | OneTrialsEvent
+    | Absorbed,
     Field(discriminator="type"),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, assert_never
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ from prefect_tune.core.events import (
     OneTrialsEvent,
     Opened,
     Owner,
+    RemovalBegun,
     Requeued,
     Resumed,
     StopAsked,
@@ -68,6 +69,8 @@ class Experiment(Value):
     """What it was forked from."""
     is_whole: bool = True
     """Whether it has all of that; a fork that was cut short is nothing to go on with."""
+    is_removed: bool = False
+    """Whether its deletion has begun."""
     learned: Mapping[str, int] = Field(default_factory=dict)
     """The other experiments whose trials its search knows of, and in which entry they are told."""
     heard: tuple[str, ...] = ()
@@ -154,10 +157,8 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _adopted(experiment, event)
         case Described(settings=settings):
             return experiment.model_copy(update={"settings": settings})
-        case ForkBegun(origin=origin):
-            return _begun(experiment, origin)
-        case Forked():
-            return experiment.model_copy(update={"is_whole": True})
+        case ForkBegun() | Forked() | RemovalBegun():
+            return _came_or_goes(experiment, event)
         case Learned(source=source):
             return experiment.model_copy(update={"learned": {**experiment.learned, source: number}})
         case StopAsked():
@@ -196,6 +197,18 @@ def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
     for name, found in event.checkpoints.items():
         experiment = _with(experiment, with_adopted(_known(experiment, name), found))
     return experiment.model_copy(update={"settled_from": experiment.opened_at})
+
+
+def _came_or_goes(experiment: Experiment, event: ForkBegun | Forked | RemovalBegun) -> Experiment:
+    match event:
+        case ForkBegun(origin=origin):
+            return _begun(experiment, origin)
+        case Forked():
+            return experiment.model_copy(update={"is_whole": True})
+        case RemovalBegun():
+            return experiment.model_copy(update={"is_removed": True})
+        case _:
+            assert_never(event)
 
 
 def _begun(experiment: Experiment, origin: ForkOrigin) -> Experiment:

@@ -31,6 +31,7 @@ from prefect_tune.core.events import (
     Opened,
     Owner,
     Rebased,
+    RemovalBegun,
     StopAsked,
 )
 from prefect_tune.core.experiment import Experiment
@@ -44,7 +45,7 @@ from prefect_tune.core.values import Stamp
 __all__ = ["Fork", "Past", "begin_fork", "deleted_since", "fork", "past_of"]
 
 # A stop that was asked for and not carried out by then was asked of the origin.
-_NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked
+_NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked | RemovalBegun
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ def past_of(store: ObjectStore, experiment: str, number: int | None, *, side_by_
         JournalCorrupt: its journal does not hold together.
     """
     found, entries = as_of(store, experiment, number, side_by_side=side_by_side)
+    if found.is_removed:
+        raise InvalidInput(f"experiment {experiment!r} is being deleted: there is nothing to fork")
     if not found.is_whole:
         raise InvalidInput(f"experiment {experiment!r} is a fork that was cut short: there is nothing to fork")
     if not all(trial.apart for trial in found.trials.values()):
@@ -118,6 +121,8 @@ def begin_fork(  # noqa: PLR0913 - the last is how `take_over` reads
     def also(found: Experiment) -> Sequence[Event]:
         if not found.number:
             return [ForkBegun(origin=origin)]
+        if found.is_removed:
+            raise InvalidInput(f"experiment {name!r} is being deleted: take another name, or finish that first")
         if found.origin != origin:
             what = f"a fork of {found.origin}" if found.origin else "no fork"
             raise InvalidInput(f"experiment {name!r} exists, and is {what}, not of {origin}: take another name")

@@ -24,6 +24,7 @@ from prefect_tune.core.events import (
     OneTrialsEvent,
     Opened,
     Rebased,
+    RemovalBegun,
     Reported,
     Started,
     StopAsked,
@@ -93,7 +94,9 @@ class Telling:
     def news(self, event: Event) -> Iterator[OneTrialsEvent]:
         """Return what is news in an event, and in those that it absorbs."""
         match event:
-            case Opened() | Adopted() | Described() | StopAsked() | ForkBegun() | Forked() | Learned() | TrialAdded():
+            case Opened() | Adopted() | Described() | StopAsked() | TrialAdded():
+                return
+            case ForkBegun() | Forked() | Learned() | RemovalBegun():
                 return
             case Rebased(trial=trial, absorbed=absorbed):
                 self._set(trial, absorbed=absorbed)
