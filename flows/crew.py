@@ -52,8 +52,8 @@ class Crew(Protocol):
         """Start attempt number `attempt`; entry `absorbed` of the trial's journal is the last one known."""
         ...
 
-    def answer(self, trial: str, said: GoOn | Leave) -> None:
-        """Tell a trial; one that has ended meanwhile need not hear it."""
+    def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
+        """Tell a trial that asked at `step`, or was not asked; one that has ended meanwhile need not hear it."""
         ...
 
     def stop(self) -> None:
@@ -97,7 +97,8 @@ class LocalCrew:
         self._futures[trial] = attempt_of(plan).submit(plan, self._placed(trial, orders), line)
         self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _error_of(future))))
 
-    def answer(self, trial: str, said: GoOn | Leave) -> None:
+    def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
+        del step  # the line leads to the attempt that asked
         if trial in self._lines:
             self._lines[trial].answer(said)
 

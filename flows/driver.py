@@ -15,15 +15,12 @@ from prefect_tune.core.events import (
     Decided,
     Event,
     Finished,
-    GaveUp,
     Paused,
-    Quarantined,
     Requeued,
     Resumed,
     TrialAdded,
 )
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.failures import GiveUp, Quarantine, Resumable, TryAgain, verdict
 from prefect_tune.core.journal import entries_beyond
 from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.schedulers.scheduler import Continue, Decision, Exploit, Pause, Stop
@@ -33,6 +30,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave
 from prefect_tune.flows.council import Council, standing_decision, trial_id
 from prefect_tune.flows.crew import Crew, Message, Over
+from prefect_tune.flows.judge import Judge
 from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.listening import Listener
 from prefect_tune.flows.page import Page
@@ -76,10 +74,10 @@ class Driver:
         self._page = Page(book, council, listener, plan.sync.sync_period)
         self._stopping = Stopping(limits, council, crew, self._page, log)
         self._startable: deque[str] = deque()
-        self._put_aside: dict[str, tuple[Quarantined, ...]] = {}
+        self._judge = Judge(limits, self._page, self._stopping, self._startable, log)
         self._attempts: dict[str, int] = {}  # how many there were before the present one
         self._broken: dict[str, str] = {}
-        self._lost: dict[str, int] = {}
+        self._outlived: set[str] = set()  # trials whose attempts may have gone on without us
         self._search_is_done = False
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -116,8 +114,13 @@ class Driver:
 
     def _next_trial(self) -> str | None:
         while self._startable:
-            if self._state.trial(trial := self._startable.popleft()).status not in ENDED:
+            trial = self._startable.popleft()
+            if trial not in self._outlived:
+                self._decide_what_is_open(trial)
+            state = self._state.trial(trial)
+            if state.status in (Status.PENDING, Status.RUNNING):
                 return trial
+            self._let_exploit(state)
         if self._limits.only_errored:
             return None
         self._stop_unneeded()
@@ -171,10 +174,24 @@ class Driver:
             milestone=self._council.milestone(state),
             saves_first=self._council.saves_first,
             exploit=state.exploits,
-            puts_aside=self._put_aside.pop(trial, ()),
+            puts_aside=self._judge.put_aside.pop(trial, ()),
         )
-        self._attempts[trial] = state.attempt
-        self._page.then(lambda: self._crew.start(plan, orders, state.attempt + 1, state.absorbed))
+        finds = trial in self._outlived  # the attempt that is under way
+        self._outlived.discard(trial)
+        number = state.attempt + (not finds)
+        self._attempts[trial] = number - 1
+        self._page.then(lambda: self._crew.start(plan, orders, number, state.absorbed))
+        if finds:
+            self._answer_again(state, orders.milestone)
+
+    def _answer_again(self, trial: Trial, milestone: int | None) -> None:
+        """Whoever was to answer an attempt that has outlived it may have died before, or while it did."""
+        report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+        if milestone is not None and trial.step >= milestone:
+            self._told(Told(trial.trial, report, asks=True))
+        else:
+            go_on = self._go_on(trial.trial)
+            self._page.then(lambda: self._crew.answer(trial.trial, go_on, trial.step))
 
     # --------------------------------------------------------------------------------------------- the trials
 
@@ -224,10 +241,10 @@ class Driver:
         except BadMetric as error:
             self._broken[told.trial] = str(error)
             leave = Leave(reason=str(error), save=False, for_good=False)
-            self._page.then(lambda: self._crew.answer(told.trial, leave))
+            self._page.then(lambda: self._crew.answer(told.trial, leave, told.report.step))
             return
         answer = self._answer(told.trial, decision)
-        self._page.then(lambda: self._crew.answer(told.trial, answer))
+        self._page.then(lambda: self._crew.answer(told.trial, answer, told.report.step))
 
     def _decided(self, trial: str, report: StepReport) -> Decision:
         """What the journal says, where it says it already and it was not done; what the scheduler says now."""
@@ -265,17 +282,17 @@ class Driver:
         trial = self._state.trial(over.trial)
         began = trial.attempt > self._attempts.pop(over.trial)
         if over.trial in self._broken:
-            self._give_up(trial.trial, Cause.BAD_METRIC, self._broken.pop(trial.trial))
+            self._judge.give_up(trial.trial, Cause.BAD_METRIC, self._broken.pop(trial.trial))
         elif isinstance(over.error, ResumeFailed | StoreRefused | InvalidInput):
-            self._give_up(trial.trial, Cause.USER, str(over.error))
+            self._judge.give_up(trial.trial, Cause.USER, str(over.error))
         elif over.error is not None and not isinstance(over.error, Exception):
             raise over.error  # nobody is to go on after a Ctrl-C
         elif trial.trial in self._state.stops:
             self._stopping.finish(trial.trial)
         elif trial.status is Status.PENDING and trial.cause is not None and began:
-            self._failed(trial, trial.cause)
+            self._judge.failed(trial, trial.cause)
         elif trial.status is Status.RUNNING or (over.error is not None and trial.status is Status.PENDING):
-            self._lose(trial.trial, over.error)
+            self._judge.lost(trial.trial, over.error)
         elif trial.status is Status.PENDING:
             self._startable.append(trial.trial)  # it was stopped before it began
         else:
@@ -285,41 +302,6 @@ class Driver:
         if trial.status is Status.PAUSED and trial.exploits is not None:
             self._put(Resumed(trial=trial.trial))
             self._startable.append(trial.trial)
-
-    def _failed(self, trial: Trial, cause: Cause) -> None:
-        if not (self._stopping.ends and cause is Cause.PREEMPTED):
-            self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
-        self._judge(trial.trial, cause)
-
-    def _judge(self, trial: str, cause: Cause) -> None:
-        state = self._state.trial(trial)
-        match verdict(state, cause, self._limits.failures):
-            case TryAgain() | Resumable():
-                self._startable.append(trial)
-            case Quarantine(sequence=sequence, reason=reason):
-                self._log.error("trial %s: a checkpoint is put aside: %s", trial, reason)
-                aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
-                self._put_aside[trial] = (aside,)
-                self._startable.append(trial)
-            case GiveUp(message=message):
-                self._give_up(trial, cause, message)
-            case never:
-                assert_never(never)
-
-    def _lose(self, trial: str, error: BaseException | None) -> None:
-        """An attempt that could not write how it ended is a failure of the machine that no journal counts."""
-        why = f"{type(error).__name__}: {error}" if error else "it ended without a word"
-        self._lost[trial] = self._lost.get(trial, 0) + 1
-        self._log.warning("trial %s: attempt lost: %s", trial, why)
-        if self._lost[trial] > self._limits.failures.max_machine_failures:
-            self._give_up(trial, Cause.MACHINE, f"{self._lost[trial]} attempts were lost: {why}")
-        else:
-            self._startable.append(trial)
-
-    def _give_up(self, trial: str, cause: Cause, message: str) -> None:
-        self._put(GaveUp(trial=trial, cause=cause, message=message))
-        if self._limits.fail_fast:
-            self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {message}")
 
     # ------------------------------------------------------------------------------------------------ a resume
 
@@ -335,17 +317,21 @@ class Driver:
             if trial.trial in self._state.stops:
                 self._stop_again(self._state.trial(trial.trial))
                 continue
-            self._decide_what_is_open(trial.trial)
+            if self._crew.outlives and self._state.trial(trial.trial).status is Status.RUNNING:
+                self._outlived.add(trial.trial)
+            else:
+                self._decide_what_is_open(trial.trial)
             state = self._state.trial(trial.trial)
             self._let_exploit(state)
             if state.status is Status.PENDING and state.cause is not None and state.attempt:
-                self._judge(trial.trial, state.cause)
+                self._judge.judge(trial.trial, state.cause)
             elif state.status in (Status.PENDING, Status.RUNNING):
                 self._startable.append(trial.trial)
 
     def _stop_again(self, trial: Trial) -> None:
         """An attempt that has outlived who was to stop it is found by beginning it again, and is told once more."""
         if self._crew.outlives and trial.status is Status.RUNNING:
+            self._outlived.add(trial.trial)
             self._start(trial.trial)
             self._stopping.tell(trial.trial)
         else:
@@ -368,7 +354,11 @@ class Driver:
         if trial.status in ENDED or milestone is None or trial.step < milestone or not _is_saved(trial):
             return
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
-        answer = self._answer(name, self._decided(name, report))
+        try:
+            answer = self._answer(name, self._decided(name, report))
+        except BadMetric as error:
+            self._judge.give_up(name, Cause.BAD_METRIC, str(error))
+            return
         if isinstance(answer, Leave) and answer.for_good:
             self._put(Finished(trial=name, reason=answer.reason, left=True))
         elif isinstance(answer, Leave):

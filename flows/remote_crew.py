@@ -44,7 +44,6 @@ class _Attempt:
     milestone: int | None
     read: int
     """The last entry of its journal that was read."""
-    asked: int = UNASKED
 
 
 class RemoteCrew:
@@ -74,15 +73,14 @@ class RemoteCrew:
         self._attempts[trial] = _Attempt(plan, attempt, orders.milestone, absorbed)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
-    def answer(self, trial: str, said: GoOn | Leave) -> None:
+    def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
         """Tell a trial, durably; one that has ended meanwhile need not hear it."""
         attempt = self._attempts.get(trial)
         if attempt is None:
             return
         if isinstance(said, GoOn):
             attempt.milestone = said.milestone
-        self._say(attempt, attempt.asked, said)
-        attempt.asked = UNASKED
+        self._say(attempt, UNASKED if step is None else step, said)
 
     def stop(self) -> None:
         """Have every trial save and end."""
@@ -140,7 +138,6 @@ class RemoteCrew:
                         attempt.number = number
                     case Reported(report=report):
                         asks = attempt.milestone is not None and report.step >= attempt.milestone
-                        attempt.asked = report.step if asks else attempt.asked
                         heard.append(Told(trial, report, asks))
                     case _:
                         pass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias, assert_never
 
 from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished, Paused
-from prefect_tune.core.wire import Broke, FromTrial, Loaded, Saved, StateSaved, StepDone, StopAndSave, TrialEnded
+from prefect_tune.core.wire import Asked, Broke, FromTrial, Loaded, Saved, StateSaved, StepDone, StopAndSave, TrialEnded
 from prefect_tune.tasks.ledger import USERS_FAULT, HandedOver, Ledger
 from prefect_tune.tasks.line import Answer, Line
 from prefect_tune.tasks.plan import TrialPlan
@@ -110,6 +110,9 @@ class _Supervisor:
             case Loaded(code=code):
                 self._heard_at = time.monotonic()
                 self._ledger.code = code
+            case Asked(report=report):
+                self._asks = True
+                self._line.told(report, asks=True)
             case StepDone():
                 self._steps += 1
                 self._take_down(message)

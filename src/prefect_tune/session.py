@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Literal
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.values import StepReport
-from prefect_tune.core.wire import FromTrial, GoOn, Leave, Saved, Start, StateSaved, StepDone, StopAndSave, to_trial
+from prefect_tune.core.wire import (
+    Asked,
+    FromTrial,
+    GoOn,
+    Leave,
+    Saved,
+    Start,
+    StateSaved,
+    StepDone,
+    StopAndSave,
+    to_trial,
+)
 from prefect_tune.trainable import TrialInfo
 
 if TYPE_CHECKING:
@@ -167,6 +178,17 @@ class TrialSession:
         send(self._channel, StateSaved(report=report, checkpoint=str(directory)))
         self._uploading = report.step
         self._wait_for_upload()
+
+    def ask_first(self) -> None:
+        """Where the checkpoint stands at a milestone already, ask before the first step; leave as `report` does.
+
+        Whoever trained there saved it and died before that was journaled: nobody has decided yet.
+        """
+        if self._curve and self._milestone is not None and self.step >= self._milestone:
+            self._asking = True
+            send(self._channel, Asked(report=self._curve[-1]))
+            self.heed_milestone()
+            self.end_if_due(saved=True)
 
     def heed_milestone(self) -> None:
         """Where the last step is a milestone, wait until it is decided, or until the trial is asked to stop."""

@@ -159,6 +159,7 @@ class _Attempts:
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, and its end was not
         try:
+            session.ask_first()
             if isinstance(trainable, type):
                 return self._run_class(session, _set_up(cast("type[Trainable]", trainable), start), start)
             if isinstance(trainable, _SetUp):
@@ -167,7 +168,7 @@ class _Attempts:
             send(self._channel, Loaded(pid=os.getpid(), code=_code(function)))
             return _run_function(session, function, start)
         except TrialOver as over:
-            return _ended(over)
+            return _ended(over).model_copy(update={"waits": self._kept is not None})
 
     def _run_class(self, session: TrialSession, ready: _SetUp, start: Start) -> TrialEnded:
         self._kept = None

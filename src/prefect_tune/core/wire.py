@@ -12,6 +12,7 @@ from prefect_tune.core.events import Cause
 from prefect_tune.core.values import StepReport, Value
 
 __all__ = [
+    "Asked",
     "Broke",
     "FromTrial",
     "GoOn",
@@ -124,6 +125,13 @@ class StepDone(Value):
     """Whether the trial waits to be told whether to go on."""
 
 
+class Asked(Value):
+    """Before the first step: whether to go on from where the checkpoint stands, which is a milestone already."""
+
+    type: Literal["asked"] = "asked"
+    report: StepReport
+
+
 class StateSaved(Value):
     """The state after a step that was told before, to be committed; the directory is the supervisor's."""
 
@@ -157,6 +165,8 @@ class Broke(Value):
 
 
 ToTrial: TypeAlias = Annotated[Surroundings | Start | Saved | StopAndSave | GoOn | Leave, Field(discriminator="type")]
-FromTrial: TypeAlias = Annotated[Loaded | StepDone | StateSaved | TrialEnded | Broke, Field(discriminator="type")]
+FromTrial: TypeAlias = Annotated[
+    Asked | Loaded | StepDone | StateSaved | TrialEnded | Broke, Field(discriminator="type")
+]
 to_trial: TypeAdapter[Surroundings | Start | Saved | StopAndSave | GoOn | Leave] = TypeAdapter(ToTrial)
-from_trial: TypeAdapter[Loaded | StepDone | StateSaved | TrialEnded | Broke] = TypeAdapter(FromTrial)
+from_trial: TypeAdapter[Asked | Loaded | StepDone | StateSaved | TrialEnded | Broke] = TypeAdapter(FromTrial)

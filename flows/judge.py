@@ -1,0 +1,68 @@
+"""What becomes of a trial whose attempt failed: it is tried again, or given up."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import assert_never
+
+from prefect_tune.core.events import Cause, GaveUp, Quarantined
+from prefect_tune.core.failures import GiveUp, Quarantine, Resumable, TryAgain, verdict
+from prefect_tune.core.trial import Trial
+from prefect_tune.flows.limits import Limits
+from prefect_tune.flows.page import Page
+from prefect_tune.flows.stopping import Stopping
+from prefect_tune.tasks.trial_channel import Log
+
+__all__ = ["Judge"]
+
+
+class Judge:
+    """Judges by the journal and the budgets; who is tried again joins the `startable` ones."""
+
+    def __init__(self, limits: Limits, page: Page, stopping: Stopping, startable: deque[str], log: Log) -> None:
+        self._limits = limits
+        self._page = page
+        self._stopping = stopping
+        self._startable = startable
+        self._log = log
+        self._lost: dict[str, int] = {}
+        self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
+        """What the next attempt of a trial is to put aside."""
+
+    def failed(self, trial: Trial, cause: Cause) -> None:
+        """Say what an attempt died of, and judge it."""
+        if not (self._stopping.ends and cause is Cause.PREEMPTED):
+            self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
+        self.judge(trial.trial, cause)
+
+    def judge(self, trial: str, cause: Cause) -> None:
+        """Have a trial tried again, from its newest good checkpoint, as long as its budgets last."""
+        state = self._page.state.trial(trial)
+        match verdict(state, cause, self._limits.failures):
+            case TryAgain() | Resumable():
+                self._startable.append(trial)
+            case Quarantine(sequence=sequence, reason=reason):
+                self._log.error("trial %s: a checkpoint is put aside: %s", trial, reason)
+                aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
+                self.put_aside[trial] = (aside,)
+                self._startable.append(trial)
+            case GiveUp(message=message):
+                self.give_up(trial, cause, message)
+            case never:
+                assert_never(never)
+
+    def lost(self, trial: str, error: BaseException | None) -> None:
+        """An attempt that could not write how it ended is a failure of the machine that no journal counts."""
+        why = f"{type(error).__name__}: {error}" if error else "it ended without a word"
+        self._lost[trial] = self._lost.get(trial, 0) + 1
+        self._log.warning("trial %s: attempt lost: %s", trial, why)
+        if self._lost[trial] > self._limits.failures.max_machine_failures:
+            self.give_up(trial, Cause.MACHINE, f"{self._lost[trial]} attempts were lost: {why}")
+        else:
+            self._startable.append(trial)
+
+    def give_up(self, trial: str, cause: Cause, message: str) -> None:
+        """Have a trial errored; with `fail_fast` everything ends."""
+        self._page.put(GaveUp(trial=trial, cause=cause, message=message))
+        if self._limits.fail_fast:
+            self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {message}")
