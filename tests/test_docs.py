@@ -17,6 +17,7 @@ from prefect_tune import loggers
 from prefect_tune.core import layout
 from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Entry
+from prefect_tune.core.experiment_stoppers import ExperimentStopper, of_experiment
 from prefect_tune.core.manifest import Manifest
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.fifo import FIFO
@@ -24,6 +25,8 @@ from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search import space_json
+from prefect_tune.flows.request import stopper_for
+from prefect_tune.flows.tune import tune
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.experiments import write_experiment
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
@@ -34,12 +37,14 @@ SPACES = ROOT / "docs" / "search-spaces.md"
 SCHEDULERS = ROOT / "docs" / "schedulers.md"
 OPTUNA = ROOT / "docs" / "optuna.md"
 RESULTS = ROOT / "docs" / "results.md"
+STOPPING = ROOT / "docs" / "stopping.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
     LAYOUT: {"python", "json", "text"},
     SPACES: {"python", "json"},
     SCHEDULERS: {"python"},
     OPTUNA: {"python"},
+    STOPPING: {"python", "json", "bash"},  # bash: in tests/cli/test_stopping.py
     RESULTS: {"python"},
 }
 
@@ -93,6 +98,21 @@ def test_the_page_on_search_spaces_works_from_top_to_bottom(tmp_path: Path) -> N
 def test_the_page_on_optuna_works_from_top_to_bottom(tmp_path: Path) -> None:
     done = run_blocks(blocks_of(OPTUNA), tmp_path, {})
     assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_stopping_works_from_top_to_bottom(tmp_path: Path) -> None:
+    runs = [block for block in blocks_of(STOPPING) if block.language == "python"]
+    done = run_blocks(runs, tmp_path, {})
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_stopping_names_options_and_stoppers_that_there_are() -> None:
+    spelled = stopper_for(json.loads(the_block(STOPPING, "json").code))
+    assert len(of_experiment(spelled)) == 2
+    named = set(re.findall(r"\*\*`(\w+)\(", STOPPING.read_text()))
+    assert named == {each.__name__ for each in ExperimentStopper.__subclasses__()}
+    options = set(signature(tune.fn).parameters)
+    assert set(re.findall(r'`(\w+)=[{\["\d]', STOPPING.read_text())) - {"stop"} <= options
 
 
 def test_the_page_on_optuna_names_every_sampler_and_pruner() -> None:

@@ -145,3 +145,22 @@ def test_trials_are_found_by_their_tags(tmp_path: Path) -> None:
             return [run.name for run in client.read_task_runs(task_run_filter=tagged)]
 
     until(lambda: names() == ["train 00000"], seconds=60, what=lambda: str(names()))
+
+
+# ------------------------------------------------------------------------------------------- other task runners
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+def test_dask_gives_trials_what_its_workers_declare(tmp_path: Path) -> None:
+    runner = pytest.importorskip("prefect_dask").DaskTaskRunner(
+        cluster_kwargs={"n_workers": 1, "threads_per_worker": 3, "resources": {"GPU": 1}, "dashboard_address": None}
+    )
+    search = pt.tune.with_options(task_runner=runner)
+    house = {"house": str(tmp_path), "number": pt.grid_search([1, 2, 3])}  # with one device
+    common: dict[str, Any] = {"target": str(tmp_path / "target"), "metric": "loss", "num_samples": 1}
+    asked: dict[str, Any] = {**common, "stop": {"step": 8}, "max_concurrent_trials": 3}
+    results = search(TENANT, house, experiment="one", resources_per_trial={"gpu": 1}, **asked)
+    assert told(results, "gpus") == ["any"] * 3
+    crowded = search(TENANT, house, experiment="all", **asked)
+    assert crowded.errors, "without it they get into each other's way"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.events import StopAsked
+from prefect_tune.core.events import Cause, StopAsked
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.experiment_stoppers import ExperimentPlateau, MaxFailures, TimeBudget, TrialBudget
 from prefect_tune.core.journal import append
@@ -220,6 +220,22 @@ def test_an_experiment_ends_when_its_best_trials_are_all_as_good(target: pt.Loca
         ["finished"] * 3,
         "loss of the best 2 trials has settled: ± 0",
     )
+
+
+def test_the_two_retry_budgets_of_a_trial_are_apart(target: pt.LocalTarget, tmp_path: Path) -> None:
+    space = {"fails": pt.grid_search(["raise", "kill"]), "until": str(tmp_path / "killed")}
+    own = moody(target, space=space, num_samples=1, stop={"step": 3}, failures=pt.FailurePolicy(max_failures=2))
+    raised, killed = own.trials.values()
+    assert (raised.status, raised.attempt, raised.user_failures, raised.machine_failures) == (Status.ERRORED, 3, 3, 0)
+    assert "max_failures=2" in raised.reason
+    assert (killed.status, killed.attempt, killed.user_failures) == (Status.FINISHED, 2, 0)
+
+
+def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget) -> None:
+    policy = pt.FailurePolicy(max_failures=5)
+    missing = pt.tune("tests.trainables.moody:Gone", {}, target=target, experiment="e", num_samples=1, failures=policy)
+    (trial,) = missing.trials.values()
+    assert (trial.status, trial.attempt, trial.cause) == (Status.ERRORED, 1, Cause.IMPORT)
 
 
 @pytest.mark.parametrize(
