@@ -130,7 +130,7 @@ def test_artifacts_stay_behind_or_wait_for_the_period_where_that_is_said(
     options: dict[str, bool], count: int, tmp_path: Path
 ) -> None:
     syncer = Noting()
-    sync = SyncConfig(syncer=syncer, upload_dir="s3://bucket/up", **options)  # type: ignore[arg-type]  # flags
+    sync = SyncConfig(syncer=syncer, upload_dir="s3://bucket/up").model_copy(update=options)
     attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
     for _ in range(3):
         attempt.after_report()
