@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget, resolve_target
@@ -38,14 +38,15 @@ def source_names(warm_start: Sequence[object]) -> Sequence[str]:
     return list(dict.fromkeys(str(each) for each in warm_start))
 
 
-def new_lessons(names: Iterable[str], target: StorageTarget, known: Mapping[str, int], own: str) -> Sequence[Learned]:
-    """Read the experiments that are not `known` yet. They may be running: what has finished by now counts.
+def new_lessons(names: Sequence[str], target: StorageTarget, own: str) -> Sequence[Learned]:
+    """Read the experiments that `own` has not learned from yet. They may be running: what has finished by now counts.
 
     Raises:
         InvalidInput: there is no such experiment, or it is the one that learns.
         ResumeFailed: it cannot be read.
     """
-    found = []
+    found: list[Learned] = []
+    known = read_or_fail(target, own).learned if names else {}
     for name in names:
         if name not in known:
             place, _, experiment = name.rpartition("/")

@@ -78,17 +78,17 @@ def searched(asked: Asked) -> Results:
         in_terminal=asked.isolation == "process",  # elsewhere the terminal is the debugger's
     )
 
-    sources = source_names(asked.warm_start or ())
     require_presence(plan.target, name, resuming(asked.resume))
     require_code(asked, plan.target, name)
+    learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name)
 
     def search(stop: threading.Event) -> Experiment:
         check_target(plan.target)
         state = restore_experiment_state(plan.target, name, this_owner(), new_stamp())
         require_same(state, settings := settings_today(asked), get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, _state: None)
-        learned = new_lessons(sources, plan.target, state.learned, name)
-        news: list[Event] = [*([Described(settings=settings)] if settings != state.settings else ()), *learned]
+        described = [Described(settings=settings)] if settings != state.settings else []
+        news: list[Event] = [*described, *(each for each in learned if each.source not in state.learned)]
         if news:
             book.write(news)
         _learn(council, book)

@@ -12,11 +12,12 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import CheckpointNotFound, StoreUnavailable
-from prefect_tune.core.events import Decided
+from prefect_tune.core.events import Decided, Described
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.schedulers.scheduler import Stop
 from prefect_tune.core.trial import Status
 from prefect_tune.flows.source_code import code_of
+from prefect_tune.tasks.removal import Removal, remove_experiment
 from tests.fakes.processes import free_port
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers
@@ -95,7 +96,10 @@ def test_a_fork_with_nothing_changed_ends_as_its_origin_did(search: Any, local_t
 @pytest.mark.timeout(3000)
 def test_and_that_from_whichever_entry(local_target: LocalTarget) -> None:
     old = searched(local_target, search=TPE, scheduler=ASHA, stop={"step": 9}, num_samples=6)
-    for number in range(2, old.experiment.number + 1):
+    described = next(
+        entry.number for entry in entries_at(local_target, "old") if isinstance(entry.events[0], Described)
+    )
+    for number in range(described, old.experiment.number + 1):
         new = pt.resume("old", target=local_target, fork=f"new-{number}", at=number)
         assert table(new.experiment) == table(old.experiment), number
 
@@ -246,7 +250,7 @@ def test_a_search_learns_from_earlier_experiments_once_and_remembers_when_they_a
 def test_what_cannot_be_learned_from_is_said(warm_start: list[Any], said: str, local_target: LocalTarget) -> None:
     with pytest.raises(pt.InvalidInput, match=said):
         searched(local_target, warm_start=warm_start)
-    assert not experiment_at(local_target, "old").trials
+    assert not objects(local_target)
 
 
 def test_points_to_evaluate_come_first(local_target: LocalTarget) -> None:
@@ -344,3 +348,17 @@ def test_of_two_searches_of_one_experiment_one_owns_it_and_the_other_ends_saying
 
 def rows(experiment: Experiment) -> Sequence[object]:
     return [each.config["row"] for each in experiment.trials.values()]
+
+
+def test_a_fork_is_deleted_and_its_origin_is_as_it_was(local_target: LocalTarget) -> None:
+    searched(local_target, num_samples=1)
+    before = objects(local_target, "old/trials/00000/checkpoints")
+    pt.resume("old", target=local_target, fork="new", num_samples=2)
+    with pytest.raises(pt.InvalidInput, match="checkpoints of 'new': delete these first"):
+        remove_experiment.fn(local_target, Removal(experiment="old"))
+    assert remove_experiment.fn(local_target, Removal(experiment="new")) > 0
+    assert not objects(local_target, "new")
+    assert objects(local_target, "old/trials/00000/checkpoints") == before
+    assert len(searched(local_target, num_samples=2).trials) == 2
+    assert remove_experiment.fn(local_target, Removal(experiment="old")) > 0
+    assert not objects(local_target, "old")
