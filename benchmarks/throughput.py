@@ -1,0 +1,271 @@
+"""The same search with prefect-tune and with Ray Tune, in turns: trials and reports a second, the wait, the CPU time.
+
+    python -m benchmarks.throughput --ray PYTHON [--write] [--rounds 3]
+
+PYTHON is an interpreter with `ray[tune]` and nothing of ours. Each search is a process of its own
+(`peers_ours.py`, `peers_ray.py`), on a local directory, two trials at a time, with what each has for defaults, but
+for Ray's `reuse_actors=True`, without which each of its trials costs a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cpu_group import CpuGroup, cpu_group
+from benchmarks.tables import circumstances, table, write
+
+_REPOSITORY = Path(__file__).parents[1]
+_PATIENCE_SECONDS = 600
+_QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_raylet_start_wait_time_s": "300",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A search: how many trials, each of how many reports."""
+
+    name: str
+    kind: str
+    trials: int
+    reports: int
+
+
+WORKLOADS = (
+    Workload("200 trials of a function, 1 report each", "function", 200, 1),
+    Workload("100 trials of a function, 10 reports each", "function", 100, 10),
+    Workload("100 trials of a class, 10 reports and a checkpoint at the end each", "class", 100, 10),
+    Workload("1 trial of a function that reports as fast as it can, 5,000 times", "function", 1, 5000),
+)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who searches, by which interpreter, and in which surroundings."""
+
+    name: str
+    python: str
+    script: str
+    environment: Mapping[str, str]
+    server: CpuGroup | None = None
+    """Where it is served from, if that is running already."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    trials_per_second: float
+    """From the first trial's first step until the call returns."""
+    reports_per_second: float
+    first_after_start: float
+    first_after_call: float
+    whole: float
+    cpu: float
+
+
+_FIGURES: Sequence[tuple[str, Callable[[Measured], float], str, bool]] = (
+    ("trials/s", lambda it: it.trials_per_second, "{:.1f}", True),
+    ("reports/s", lambda it: it.reports_per_second, "{:,.0f}", True),
+    ("s to the first step, from the process's start", lambda it: it.first_after_start, "{:.1f}", False),
+    ("s to the first step, from the call", lambda it: it.first_after_call, "{:.1f}", False),
+    ("s in all", lambda it: it.whole, "{:.1f}", False),
+    ("CPU s of all processes", lambda it: it.cpu, "{:.1f}", False),
+)
+
+
+def _searched(peer: Peer, work: Workload) -> Measured:
+    with tempfile.TemporaryDirectory() as folder, cpu_group() as group, (Path(folder) / "log").open("w+") as log:
+        served = peer.server.cpu_seconds() if peer.server else 0.0
+        command = [peer.python, str(_REPOSITORY / "benchmarks" / peer.script), work.kind]
+        began = time.monotonic()
+        done = subprocess.run(
+            group.inside([*command, str(work.trials), str(work.reports), folder]),
+            env=peer.environment,
+            stdout=log,
+            stderr=log,
+            timeout=_PATIENCE_SECONDS,
+            check=False,
+        )
+        ended = time.monotonic()
+        group.require_empty()
+        cpu = group.cpu_seconds() + (peer.server.cpu_seconds() - served if peer.server else 0.0)
+        told = _told(Path(folder), work, done.returncode)
+    loop = told["returned"] - told["first"]
+    return Measured(
+        trials_per_second=work.trials / loop,
+        reports_per_second=work.trials * work.reports / loop,
+        first_after_start=told["first"] - began,
+        first_after_call=told["first"] - told["called"],
+        whole=ended - began,
+        cpu=cpu,
+    )
+
+
+def _told(folder: Path, work: Workload, code: int) -> Mapping[str, float]:
+    try:
+        told: Mapping[str, float] = json.loads((folder / "told.json").read_text())
+    except FileNotFoundError:
+        raise RuntimeError(f"{work}: exited with code {code}: {(folder / 'log').read_text()[-3000:]}") from None
+    if (told["trials"], told["reports"]) != (work.trials, work.trials * work.reports):
+        raise RuntimeError(f"{work}: not all of it was done: {told}")
+    return told
+
+
+# ------------------------------------------------------------------------------------------------- the surroundings
+
+
+def _surroundings(prefect_home: Path) -> dict[str, str]:
+    """What both run in: nobody's settings, and modules compiled once, as an installation has them."""
+    odd = ("PREFECT_", "RAY_", "PYTHONDONTWRITEBYTECODE")
+    given = {name: value for name, value in os.environ.items() if not name.startswith(odd)}
+    return {**given, **_QUIET, "PREFECT_HOME": str(prefect_home)}
+
+
+@contextmanager
+def _prefect_server(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
+    """A server as `prefect start server` runs it, on the same database."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with cpu_group() as group:
+        command = [python, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
+        with _running(group, command, environment):
+            _wait_for(port)
+            url = f"http://127.0.0.1:{port}/api"
+            yield Peer("ours", python, "peers_ours.py", {**environment, "PREFECT_API_URL": url}, group)
+
+
+@contextmanager
+def _ray_cluster(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with cpu_group() as group:
+        ray = str(Path(python).with_name("ray"))
+        command = [ray, "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false", f"--port={port}"]
+        with _running(group, command, environment):
+            _wait_for(port)
+            time.sleep(10)  # the port is there before the node is
+            address = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+            yield Peer("Ray", python, "peers_ray.py", {**environment, **address}, group)
+
+
+@contextmanager
+def _running(group: CpuGroup, command: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
+    nobody = subprocess.DEVNULL
+    process = subprocess.Popen(group.inside(command), env=environment, stdout=nobody, stderr=nobody)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait_for(port: int) -> None:
+    until = time.monotonic() + 180
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise RuntimeError(f"nobody listens on port {port}")
+
+
+# ------------------------------------------------------------------------------------------------------- the tables
+
+
+def _compared(ours: Peer, ray: Peer, work: Workload, rounds: int) -> list[list[str]]:
+    """One row for each figure: medians, and the median of the rounds' ratios."""
+    mine, theirs = [], []
+    for _ in range(rounds):
+        mine.append(_searched(ours, work))
+        theirs.append(_searched(ray, work))
+        print(work.name, mine[-1], theirs[-1], sep="\n", file=sys.stderr, flush=True)
+    rows = []
+    for name, figure, form, more_is_better in _FIGURES:
+        a, b = [figure(each) for each in mine], [figure(each) for each in theirs]
+        ratio = statistics.median(x / y if more_is_better else y / x for x, y in zip(a, b, strict=True))
+        shown = [form.format(statistics.median(each)) for each in (a, b)]
+        rows.append([name, *shown, f"{ratio:.2f}x{'' if ratio >= 1 else ': **behind**'}"])
+    return rows
+
+
+def _section(title: str, rows: Sequence[Sequence[str]]) -> str:
+    return f"**{title}**\n\n{table(['', 'prefect-tune', 'Ray Tune', 'ahead by'], rows)}"
+
+
+def _imports(ours: str, ray: str, environment: Mapping[str, str]) -> str:
+    statements = [
+        (ours, "import prefect_tune"),
+        (ours, "import prefect_tune; prefect_tune.tune"),
+        (ours, "import prefect"),
+        (ray, "from ray import tune"),
+    ]
+    rows = [[f"`{what}`", *_import_cost(python, what, environment)] for python, what in statements]
+    return table(["import", "CPU s", "MiB"], rows)
+
+
+def _import_cost(python: str, what: str, environment: Mapping[str, str]) -> list[str]:
+    """CPU seconds and peak memory beyond those of an empty interpreter, medians of five."""
+
+    def run(code: str) -> tuple[float, float]:
+        process = subprocess.Popen([python, "-c", code], env=environment)
+        _, _, used = os.wait4(process.pid, 0)
+        process.returncode = 0
+        return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+    whole, empty = ([run(code) for _ in range(5)] for code in (what, "pass"))
+    cpu, memory = (
+        statistics.median(each[at] for each in whole) - statistics.median(each[at] for each in empty) for at in (0, 1)
+    )
+    return [f"{cpu:.2f}", f"{memory:.0f}"]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ray", required=True, metavar="PYTHON", help="an interpreter that has ray[tune]")
+    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only", type=int, nargs="+", default=range(len(WORKLOADS)), help="workloads by number, from 0"
+    )
+    asked = parser.parse_args()
+    works = [WORKLOADS[number] for number in asked.only]
+    with tempfile.TemporaryDirectory() as home:
+        environment = _surroundings(Path(home))
+        ours = Peer("ours", sys.executable, "peers_ours.py", environment)
+        ray = Peer("Ray", asked.ray, "peers_ray.py", environment)
+        for peer in (ours, ray):
+            _searched(peer, Workload("once, so that databases and compiled modules are there", "function", 2, 1))
+        parts = [_section(work.name, _compared(ours, ray, work, asked.rounds)) for work in works]
+        with _prefect_server(sys.executable, environment) as served, _ray_cluster(asked.ray, environment) as cluster:
+            rows = _compared(served, cluster, works[0], asked.rounds)
+        parts.append(_section(f"{works[0].name}; a Prefect server and a Ray cluster are running already", rows))
+        parts.append(_imports(sys.executable, asked.ray, environment))
+    version = subprocess.run(
+        [asked.ray, "-c", "import ray; print(ray.__version__)"], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
+    parts.append(f"Medians of {asked.rounds} rounds. {circumstances('prefect', 'pydantic')[:-1]}, ray {version}.")
+    text = "\n\n".join(parts)
+    print(text)
+    if asked.write:
+        write("throughput", text)
+
+
+if __name__ == "__main__":
+    _main()
