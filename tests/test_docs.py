@@ -37,6 +37,7 @@ SPACES = ROOT / "docs" / "search-spaces.md"
 SCHEDULERS = ROOT / "docs" / "schedulers.md"
 OPTUNA = ROOT / "docs" / "optuna.md"
 RESULTS = ROOT / "docs" / "results.md"
+CLI = ROOT / "docs" / "cli.md"
 STOPPING = ROOT / "docs" / "stopping.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
@@ -46,6 +47,7 @@ TESTED = {
     OPTUNA: {"python"},
     STOPPING: {"python", "json", "bash"},  # bash: in tests/cli/test_stopping.py
     RESULTS: {"python"},
+    CLI: {"bash"},  # by tests/cli/test_page.py
 }
 
 
