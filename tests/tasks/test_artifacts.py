@@ -59,6 +59,18 @@ def test_only_what_changed_is_sent(syncer: TargetSyncer, bucket: Bucket, local: 
     assert "empty" not in files_in(local)
 
 
+def test_a_directory_in_which_nothing_was_ever_written_leaves_nothing_on_the_target(tmp_path: Path) -> None:
+    store = MemoryStore()
+    sent = send_artifacts(store, REMOTE, tmp_path, (), Sent())
+    assert (sent, list(store.list(""))) == (Sent(), [])
+    (tmp_path / "log.txt").write_bytes(b"line")
+    sent = send_artifacts(store, REMOTE, tmp_path, (), sent)
+    (tmp_path / "log.txt").unlink()
+    emptied = send_artifacts(store, REMOTE, tmp_path, (), sent)
+    assert emptied.index is not None  # that it is empty now has to be said
+    assert emptied.index.files == ()
+
+
 def test_an_old_file_that_did_not_change_is_not_read_again(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     for path in local.rglob("*"):

@@ -116,8 +116,10 @@ class _Sending:
         stamps = {each.path: each.stamp for each in local if each.path in kept and _is_settled(each, now_ns)}
         if self._base and files == self._base.files:
             return Sent(self._base, stamps)
-        index = ArtifactIndex(number=self._number, write_id=uuid.uuid4().hex, files=files)
         listed = self._listed()
+        if not (self._base or files or listed):
+            return Sent()  # most trials write nothing, and then there is nothing to show
+        index = ArtifactIndex(number=self._number, write_id=uuid.uuid4().hex, files=files)
         self._see(listed)
         publish_index(self._store, self._folder, index)
         self._store.delete(beyond_use(listed, self._folder, index))
