@@ -38,6 +38,7 @@ SCHEDULERS = ROOT / "docs" / "schedulers.md"
 OPTUNA = ROOT / "docs" / "optuna.md"
 RESULTS = ROOT / "docs" / "results.md"
 CLI = ROOT / "docs" / "cli.md"
+SEARCHES = ROOT / "docs" / "searches.md"
 STOPPING = ROOT / "docs" / "stopping.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
@@ -48,6 +49,7 @@ TESTED = {
     STOPPING: {"python", "json", "bash"},  # bash: in tests/cli/test_stopping.py
     RESULTS: {"python"},
     CLI: {"bash"},  # by tests/cli/test_page.py
+    SEARCHES: {"python"},
 }
 
 
@@ -60,7 +62,7 @@ def test_no_page_has_code_that_no_test_here_runs(page: Path) -> None:
     assert {block.language for block in blocks_of(page)} <= TESTED.get(page, set())
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_readme_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").symlink_to(ROOT / "prefect.yaml")
     runs = [block for block in blocks_of(README) if block.language in ("python", "bash")]
@@ -73,8 +75,11 @@ def test_the_readme_works_from_top_to_bottom(prefect_server: str, tmp_path: Path
 
 
 @pytest.mark.timeout(400)
-def test_the_page_on_results_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    done = run_blocks(blocks_of(RESULTS), tmp_path, {"PREFECT_API_URL": prefect_server})
+@pytest.mark.parametrize("page", [SEARCHES, RESULTS], ids=lambda page: page.name)
+def test_the_pages_on_searches_and_results_work_from_top_to_bottom(
+    page: Path, prefect_server: str, tmp_path: Path
+) -> None:
+    done = run_blocks(blocks_of(page), tmp_path, {"PREFECT_API_URL": prefect_server})
     assert done.returncode == 0, done.stdout
 
 
@@ -85,9 +90,16 @@ def test_the_page_on_results_names_every_hook_and_every_logger() -> None:
     assert set(loggers.__all__) <= set(re.findall(r"`pt\.(\w+)\(", page[page.index("## Loggers") :]))
 
 
-def test_the_page_on_ray_tune_names_only_what_is_there() -> None:
-    named = set(re.findall(r"\bpt\.(\w+)", (ROOT / "docs" / "from-ray-tune.md").read_text()))
-    assert named <= set(pt.__all__)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_public_name_on_a_page_is_there(page: Path) -> None:
+    assert set(re.findall(r"\bpt\.(\w+)", page.read_text())) <= set(pt.__all__)
+
+
+@pytest.mark.parametrize("page", [SEARCHES, README], ids=lambda page: page.name)
+def test_every_parameter_of_a_search_that_a_page_names_is_there(page: Path) -> None:
+    parameters = {*signature(pt.tune.fn).parameters, *signature(pt.resume.fn).parameters}
+    named = set(re.findall(r"`(\w+)=", page.read_text())) - {"commit"}  # of SyncConfig
+    assert named <= parameters | set(signature(pt.durable_trainable.fn).parameters)
 
 
 def test_the_page_on_search_spaces_works_from_top_to_bottom(tmp_path: Path) -> None:
