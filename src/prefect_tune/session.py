@@ -303,12 +303,18 @@ def _plain(value: object, where: str) -> object:
     if isinstance(value, list | tuple):
         return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
     item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "size", 1) == 1:
+    if callable(item) and _element_count(value) == 1:
         return _plain(item(), where)
     raise BadMetric(
         f"{where}: expected a finite number, text, or JSON made of these, found {type(value).__name__}; "
         "convert it (float(x), x.tolist()), or save it in the checkpoint"
     )
+
+
+def _element_count(value: object) -> object:
+    """NumPy's `size` is a number; PyTorch's is a method, and says something else."""
+    count = getattr(value, "numel", None)
+    return count() if callable(count) else getattr(value, "size", 1)
 
 
 def _finite(value: float, where: str) -> float:

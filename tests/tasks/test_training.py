@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +33,7 @@ from prefect_tune.core.wire import (
     TrialEnded,
     from_trial,
 )
-from prefect_tune.session import TrialOver
+from prefect_tune.session import TrialOver, storable
 from prefect_tune.tasks.plan import payload
 from prefect_tune.trainable import report_step, save_last_step
 from prefect_tune.trial_process import train
@@ -258,3 +259,26 @@ def test_a_step_that_asks_for_it_is_saved_whatever_the_cadence(trained: Callable
     done = [each for each in trained(_Asks, stopper=MaxSteps(3), cadence=never) if isinstance(each, StepDone)]
     assert [each.report.step for each in done if each.checkpoint] == [2]
     assert done[1].report.metrics == {"count": 2}
+
+
+@dataclass
+class _Tensor:
+    """As PyTorch's: its size is a method."""
+
+    values: list[float]
+
+    def numel(self) -> int:
+        return len(self.values)
+
+    def size(self) -> tuple[int, ...]:
+        return (len(self.values),)
+
+    def item(self) -> float:
+        (value,) = self.values
+        return value
+
+
+def test_a_tensor_of_one_number_is_a_metric_and_one_of_two_is_none() -> None:
+    assert storable({"loss": _Tensor([0.5])}, "metrics") == {"loss": 0.5}
+    with pytest.raises(pt.BadMetric, match="found _Tensor"):
+        storable({"loss": _Tensor([0.5, 1.0])}, "metrics")
