@@ -115,6 +115,13 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
     ]
 
 
+def test_an_attempt_that_ended_without_a_word_is_forgotten_too(search: Search) -> None:
+    search.begins("0")
+    search.reports("0", 5, 0.5)
+    search.watch.happened(Started(trial="0", attempt=2, from_step=0), search.experiment, NOON)
+    assert search.watch.sight(1.0).best is None
+
+
 def test_rungs_tell_how_many_trials_were_judged_where_also_before_this_run(search: Search) -> None:
     search.begins("0", "1")
     for trial, step in (("0", 1), ("1", 1), ("0", 3)):
@@ -164,6 +171,13 @@ def test_what_earlier_runs_did_is_not_taken_for_the_pace_of_this_one(search: Sea
     resumed.begins("2")
     resumed.happens(Finished(trial="2", reason="enough"))
     assert resumed.watch.sight(10.0).left == timedelta(seconds=10)
+
+
+def test_what_a_failed_attempt_did_and_no_journal_has_is_still_to_be_done(search: Search) -> None:
+    search.begins("0")
+    search.reports("0", 5, 0.5)
+    search.happens(AttemptEnded(trial="0", cause=Cause.MACHINE, message="gone"))
+    assert search.watch.sight(10.0).left is None
 
 
 def test_a_paused_trial_is_taken_for_done(search: Search) -> None:
