@@ -56,7 +56,7 @@ class Example:
     trainable: str
     folder: Path
     api_url: str
-    timeout_seconds: float = 400
+    timeout_seconds: float = 900
 
     @property
     def path(self) -> Path:

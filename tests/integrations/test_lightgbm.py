@@ -19,7 +19,7 @@ def learned(directory: Path) -> Mapping[str, bytes]:
     return {"model": (directory / "model.txt").read_bytes()}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_trees_of_an_undisturbed_one(
     example: Callable[[str, str], Example], record_property: Record
 ) -> None:

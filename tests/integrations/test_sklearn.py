@@ -10,21 +10,23 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-from prefect_tune.integrations.sklearn import load_estimator
 from tests.integrations.examples import Example
 
 pytestmark = pytest.mark.integrations
+pytest.importorskip("skops")
 _INTERVAL = 5
 Record = Callable[[str, object], None]
 
 
 def learned(directory: Path) -> Mapping[str, NDArray[np.float64]]:
+    from prefect_tune.integrations.sklearn import load_estimator
+
     estimator = load_estimator(directory)
     attributes = {name: value for name, value in vars(estimator).items() if isinstance(value, np.ndarray)}
     return {**attributes, "scores": estimator.decision_function(load_digits().data)}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_weights_of_an_undisturbed_one(
     example: Callable[[str, str], Example], record_property: Record
 ) -> None:

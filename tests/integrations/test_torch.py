@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.examples import Example
+from tests.integrations.states import flat
 
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")
@@ -21,16 +22,7 @@ def learned(directory: Path) -> Mapping[str, Any]:
     return {"parts": flat(saved["parts"]), "torch": flat(saved["random"]["torch"])}
 
 
-def flat(state: Any) -> Any:
-    """Return it with every tensor as a list of all its numbers."""
-    if isinstance(state, torch.Tensor):
-        return state.double().tolist()
-    if isinstance(state, dict):
-        return {name: flat(each) for name, each in state.items()}
-    return [flat(each) for each in state] if isinstance(state, list | tuple) else state
-
-
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
     digits = example("torch", "Digits")
     struck = digits.struck(kills=3, seed=1, reach=13)

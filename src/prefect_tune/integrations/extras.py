@@ -9,4 +9,5 @@ def missing(error: ModuleNotFoundError, extra: str, *modules: str) -> ImportErro
     """Return what to raise for `error`: how to install the extra, or the error itself if something else is missing."""
     if (error.name or "").partition(".")[0] not in (modules or (extra,)):
         return error
-    return ImportError(f"prefect_tune.integrations.{extra}: {error}. pip install 'prefect-tune[{extra}]'", name=error.name)
+    install = f"pip install 'prefect-tune[{extra}]'"
+    return ImportError(f"prefect_tune.integrations.{extra}: {error}. {install}", name=error.name)

@@ -109,7 +109,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
         options.setdefault("generator", torch.Generator().manual_seed(seed))
         super().__init__(dataset, batch_sampler=self._order, **options)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader says which iterator it is
+    def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
             self._order.batches_done += 1
             if self._order.batches_done == len(self):

@@ -1,0 +1,128 @@
+"""Keras 3: a callback that reports each epoch, and saves and restores everything that the next one depends on."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.integrations.extras import missing
+from prefect_tune.integrations.reporting import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.trainable import save_last_step
+
+try:
+    import keras
+    import numpy as np
+except ModuleNotFoundError as error:
+    raise missing(error, "keras", "keras", "numpy") from error
+
+__all__ = ["TuneReportCheckpointCallback", "load_variables", "restored_epoch"]
+
+_VARIABLES, _PLACE = "variables.npz", "place.json"
+
+
+def restored_epoch() -> int:
+    """Return the `initial_epoch` to go on from: as many as are trained."""
+    directory = restored_directory()
+    return int(json.loads((directory / _PLACE).read_text())["epochs"]) if directory else 0
+
+
+def load_variables(directory: str | Path, model: Any) -> None:
+    """Give a model that is built and compiled its weights, its optimizer's state and its seeds; no code is run.
+
+    Raises:
+        InvalidInput: it has other variables than the one that was saved.
+    """
+    variables = _variables_of(model)
+    with np.load(Path(directory, _VARIABLES), allow_pickle=False) as saved:
+        shapes, expected = [saved[name].shape for name in saved.files], [tuple(each.shape) for each in variables]
+        if shapes != expected:
+            raise InvalidInput(f"{directory}: expected variables of shapes {expected}, found {shapes}")
+        for variable, name in zip(variables, saved.files, strict=True):
+            variable.assign(saved[name])
+
+
+class TuneReportCheckpointCallback(keras.callbacks.Callback):
+    """Report each epoch, save when the flow's `checkpoint` says so and at the end, and go on from there.
+
+    ```python
+    model.fit(images, labels, epochs=20, initial_epoch=restored_epoch(), callbacks=[TuneReportCheckpointCallback()])
+    ```
+
+    Restores weights, the optimizer's state, the seeds of layers, and the global generators of Python, NumPy and
+    PyTorch, from which `fit` draws the order of the data. The model has to be compiled, and built by its first `fit`.
+    What other callbacks remember (`EarlyStopping`, `ReduceLROnPlateau`) counts anew after a resume: use `pt.Plateau`.
+    A place within an epoch is not kept: an interval is one epoch at least.
+
+    Args:
+        metrics: which to report; `{"loss": "val_loss"}` renames. Default: all.
+    """
+
+    def __init__(self, metrics: Wanted = None) -> None:
+        super().__init__()
+        self._metrics = metrics
+        self._random: Mapping[str, Any] | None = None
+        self._epochs = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        self._epochs = restored_epoch()
+        directory = restored_directory()
+        if directory is not None:
+            load_variables(directory, self.model)
+            self._random = json.loads((directory / _PLACE).read_text())["random"]
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        del logs
+        if epoch != self._epochs:
+            raise InvalidInput(f"model.fit: pass initial_epoch=restored_epoch(), {self._epochs} here; found {epoch}")
+        if self._random is not None:  # what made the model has drawn from the generators, and must not have
+            _set_random_state(self._random)
+            self._random = None
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
+        self._epochs = epoch + 1
+        if not goes_on_after(chosen(logs or {}, self._metrics), self._save):
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        del logs
+        save_last_step(self._save)
+
+    def _save(self, directory: str) -> None:
+        arrays = [np.asarray(keras.ops.convert_to_numpy(each)) for each in _variables_of(self.model)]
+        np.savez(Path(directory, _VARIABLES), **{f"{number:06}": each for number, each in enumerate(arrays)})
+        place = {"epochs": self._epochs, "random": _random_state()}
+        Path(directory, _PLACE).write_text(json.dumps(place))
+
+
+def _variables_of(model: Any) -> Sequence[Any]:
+    """Each once: weights, seeds, and what the optimizer keeps; metrics begin anew with each epoch."""
+    optimizer = model.optimizer
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    seeds = [each for each in model.non_trainable_variables if id(each) not in {id(weight) for weight in model.weights}]
+    return [*model.weights, *seeds, *optimizer.variables]
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  the global generator is what libraries draw from
+    torch = sys.modules.get("torch")
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist() if torch else None,
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))  # noqa: NPY002  as above
+    if state["torch"] is not None and (torch := sys.modules.get("torch")):
+        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
