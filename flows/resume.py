@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
-from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import Loaded
 from prefect_tune.core.values import valid_name
 from prefect_tune.flows.asked import from_settings
 from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.results import Results
-from prefect_tune.flows.resuming import read_or_fail
+from prefect_tune.flows.resuming import read_known
 from prefect_tune.flows.search import searched
 from prefect_tune.tasks.forking import ForkRequest, fork_experiment
 
@@ -99,19 +99,20 @@ def resume(
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
         experiment = fork_experiment(where, request).name
-    state = _found(where, experiment)
+    known = _found(where, experiment)
     changed = {name: value for name, value in given.items() if name in _CHANGES and value is not None}
     run = {name: given[name] for name in _OF_THIS_RUN}
     here = {"target": where, "experiment": experiment, "resume": "must"}
-    return searched(from_settings(state.settings, {**run, **here}, changed))
+    return searched(from_settings(known.experiment.settings, {**run, **here}, changed), known)
 
 
-def _found(target: StorageTarget, experiment: str) -> Experiment:
-    state = read_or_fail(target, experiment)
+def _found(target: StorageTarget, experiment: str) -> Loaded:
+    known = read_known(target, experiment)
+    state = known.experiment
     if not state.number:
         raise ResumeFailed(f"there is no experiment {experiment!r} at {target.uri}. Nothing was started")
     if not state.settings:
         raise InvalidInput(
             f"experiment {experiment!r} at {target.uri} is no search: go on with it by pt.durable_trainable(...)"
         )
-    return state
+    return known

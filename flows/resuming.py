@@ -8,9 +8,10 @@ from typing import Literal, TypeAlias
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.tasks.experiment_state import read_experiment
+from prefect_tune.core.journal import Loaded
+from prefect_tune.tasks.experiment_state import read_journal
 
-__all__ = ["Presence", "RerunErrored", "Resuming", "require_presence", "resuming"]
+__all__ = ["Presence", "RerunErrored", "Resuming", "read_known", "read_or_fail", "require_presence", "resuming"]
 
 Presence: TypeAlias = Literal["auto", "must", "never"]
 RerunErrored: TypeAlias = bool | Literal["only"]
@@ -59,8 +60,12 @@ def resuming(given: object) -> Resuming:
     return Resuming(presence.pop(), errored[0] if errored else False, local="local" in words)
 
 
-def require_presence(target: StorageTarget, experiment: str, asked: Resuming) -> None:
+def require_presence(
+    target: StorageTarget, experiment: str, asked: Resuming, known: Loaded | None = None
+) -> Loaded | None:
     """Find out before anything is written whether the experiment is there as it was said to be.
+
+    Returns what is `known` of it, or had to be read.
 
     Raises:
         ResumeFailed: it is not there, or cannot be read. Nothing was started.
@@ -72,8 +77,9 @@ def require_presence(target: StorageTarget, experiment: str, asked: Resuming) ->
             "copy on this machine that could be newer or older. Take 'must', or a target on this machine"
         )
     if asked.presence == "auto":
-        return
-    found = read_or_fail(target, experiment)
+        return known
+    known = known or read_known(target, experiment)
+    found = known.experiment
     if asked.presence == "must" and not found.number:
         raise ResumeFailed(f"there is no experiment {experiment!r} at {target.uri}. Nothing was started")
     if asked.presence == "never" and found.number:
@@ -81,15 +87,21 @@ def require_presence(target: StorageTarget, experiment: str, asked: Resuming) ->
             f"experiment {experiment!r} at {target.uri} is there already, with {len(found.trials)} trials, and is not "
             "to be resumed: take another name; nothing is ever started over it"
         )
+    return known
 
 
 def read_or_fail(target: StorageTarget, experiment: str) -> Experiment:
-    """Return the state of `experiment` without opening it.
+    """Return the state of `experiment` without opening it. Raises what `read_known` raises."""
+    return read_known(target, experiment).experiment
+
+
+def read_known(target: StorageTarget, experiment: str) -> Loaded:
+    """Read `experiment`, which is to be opened next.
 
     Raises:
         ResumeFailed: it cannot be read, whatever the number of tries.
     """
     try:
-        return read_experiment(target, experiment)
+        return read_journal(target, experiment)
     except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
         raise ResumeFailed(f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started afresh") from error

@@ -20,6 +20,7 @@ from prefect_tune.core.events import Described, Event
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.experiment_stoppers import of_experiment, of_trials
 from prefect_tune.core.failures import FailurePolicy
+from prefect_tune.core.journal import Loaded
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.objective import Objective, objective_of
 from prefect_tune.core.retention import Retention
@@ -52,6 +53,7 @@ from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tasks.transient import unseen
 from prefect_tune.terminal.watch import Outlook
 
 __all__ = ["searched"]
@@ -61,8 +63,8 @@ _LOOK_FOR_REQUESTS = timedelta(seconds=5)
 _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 
-def searched(asked: Asked) -> Results:
-    """Do what was asked for, within a flow. Raises what `tune` raises."""
+def searched(asked: Asked, known: Loaded | None = None) -> Results:
+    """Do what was asked for, within a flow; what is `known` of it is not read again. Raises what `tune` raises."""
     name = experiment_name(asked.experiment)
     objective = objective_of(asked.metric, asked.mode)
     stopper = of_trials(whole := stopper_for(asked.stop))
@@ -78,13 +80,13 @@ def searched(asked: Asked) -> Results:
         in_terminal=asked.isolation == "process",  # elsewhere the terminal is the debugger's
     )
 
-    require_presence(plan.target, name, resuming(asked.resume))
+    known = require_presence(plan.target, name, resuming(asked.resume), known)
     require_code(asked, plan.target, name)
     learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name)
 
     def search(stop: threading.Event) -> Experiment:
         check_target(plan.target)
-        state = restore_experiment_state(plan.target, name, this_owner(), new_stamp())
+        state = restore_experiment_state(plan.target, name, this_owner(), new_stamp(), unseen(known))
         require_same(state, settings := settings_today(asked), get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, _state: None)
         described = [Described(settings=settings)] if settings != state.settings else []

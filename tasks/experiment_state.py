@@ -21,7 +21,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.events import Event, Owner
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import append, load, take_over
+from prefect_tune.core.journal import Loaded, append, read, take_over
 from prefect_tune.core.layout import JournalKey, journal_key
 from prefect_tune.core.segments import write_due_segment
 from prefect_tune.core.store import ObjectStore
@@ -36,6 +36,7 @@ __all__ = [
     "check_target",
     "open_journal",
     "read_experiment",
+    "read_journal",
     "restore_experiment_state",
     "sync_experiment_state",
     "write_directly",
@@ -64,11 +65,12 @@ def check_target(target: StorageTarget, *, timeout_seconds: float = 30.0) -> Tar
 
 
 @task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
-def restore_experiment_state(
+def restore_experiment_state(  # noqa: PLR0913 - the fifth saves reading again what was just read
     target: StorageTarget,
     experiment: str,
     owner: Owner,
     stamp: Stamp,
+    known: Loaded | None = None,
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Experiment:
@@ -83,7 +85,7 @@ def restore_experiment_state(
         StoreUnavailable, CommitUnknown: the retries are spent.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
-        return _opened(store, journal_key(experiment), target, Opening(owner, stamp), transfers)
+        return _opened(store, journal_key(experiment), target, Opening(owner, stamp, known=known), transfers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class Opening:
     stamp: Stamp
     also: Callable[[Experiment], Sequence[Event]] = lambda _: ()
     listener: Listener = lambda _events, _experiment: None
+    known: Loaded | None = None
+    """What was read of it just now, and need not be read again."""
 
 
 def _opened(
@@ -106,7 +110,9 @@ def _opened(
         return said
 
     try:
-        opened = take_over(store, key, opening.owner, opening.stamp, side_by_side=transfers, also=also)
+        opened = take_over(
+            store, key, opening.owner, opening.stamp, side_by_side=transfers, also=also, known=opening.known
+        )
         opening.listener([opened.opened_by(), *said], opened)
         if opened.settled_from == opened.opened_at:
             return opened
@@ -184,5 +190,10 @@ def write_directly(
 
 def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:
     """Return the state of `experiment` without opening it: for whoever only looks."""
+    return read_journal(target, experiment, timeout_seconds=timeout_seconds).experiment
+
+
+def read_journal(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Loaded:
+    """Return the same, for whoever may open it next: as `known` to `restore_experiment_state` it is read once."""
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
-        return load(store, experiment, side_by_side=transfers)
+        return read(store, experiment, side_by_side=transfers)

@@ -37,9 +37,31 @@ from prefect_tune.core.spans import begin_of, boundaries
 from prefect_tune.core.store import Buffer, ObjectStore
 from prefect_tune.core.values import Stamp, digest_of
 
-__all__ = ["append", "append_as_guest", "as_of", "entries_beyond", "history", "load", "next_entry", "take_over"]
+__all__ = [
+    "Loaded",
+    "append",
+    "append_as_guest",
+    "as_of",
+    "entries_beyond",
+    "history",
+    "load",
+    "next_entry",
+    "read",
+    "take_over",
+]
 
 _RACES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An experiment as its journal tells it, and what its next owner mends, so that others read less."""
+
+    experiment: Experiment
+    unwritten: tuple[Experiment, ...] = ()
+    """The experiment at each boundary of its history where there is no usable segment."""
+    unusable: frozenset[int] = frozenset()
+    """Segments that are listed, and damaged or of another history."""
 
 
 def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Experiment:
@@ -51,7 +73,12 @@ def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper)
         JournalCorrupt: an entry is missing, altered, or could not have happened.
         UnknownVersion: a newer prefect-tune wrote it.
     """
-    return _loaded(store, journal_key(journal), side_by_side).experiment
+    return read(store, journal, side_by_side=side_by_side).experiment
+
+
+def read(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Loaded:
+    """Load the experiment, for whoever may open it soon: `take_over` need not read again what is known."""
+    return _loaded(store, journal_key(journal), side_by_side)
 
 
 def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Sequence[Entry]:
@@ -199,8 +226,11 @@ def take_over(  # noqa: PLR0913  the last is for those who have more to say in t
     *,
     side_by_side: Mapper,
     also: Callable[[Experiment], Sequence[Event]] = lambda _: (),
+    known: Loaded | None = None,
 ) -> Experiment:
     """Open the experiment for `owner`: a new epoch. The same entry holds what `also` says of the state it opens.
+
+    Of what is `known` only the last entry is looked at, and what came after it is read.
 
     Racing with an owner that still writes, or with another opener, it reads on and tries the next
     number: the last to open is the owner, and every other's next write fails.
@@ -211,11 +241,11 @@ def take_over(  # noqa: PLR0913  the last is for those who have more to say in t
     key = journal_key(journal)
     lost: Superseded | None = None
     for _ in range(_RACES):
-        loaded = _loaded(store, key, side_by_side)
+        loaded = _caught_up(store, known, side_by_side) if known else _loaded(store, key, side_by_side)
         try:
             opened = _opened(store, loaded.experiment, owner, stamp, also)
         except Superseded as race:
-            lost = race
+            lost, known = race, None
             continue
         _mend(store, loaded, opened, side_by_side)
         return opened
@@ -241,28 +271,25 @@ def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
     return _decode(store.read(path), path).write_id == stamp.write_id
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """An experiment as its journal tells it, and what an owner mends, so that the next one reads less."""
-
-    experiment: Experiment
-    unwritten: tuple[Experiment, ...] = ()
-    """The experiment at each boundary of its history where there is no usable segment."""
-    unusable: frozenset[int] = frozenset()
-    """Segments that are listed, and damaged or of another history."""
-
-
-def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> _Loaded:
+def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
     """The journal is the truth: where it does not follow from the segments, it is read without them."""
     try:
         return _followed(store, _by_segments(store, key, side_by_side), side_by_side)
     except JournalCorrupt:
         if not (listed := listed_segments(store, key)):
             raise
-        return _followed(store, _Loaded(nothing_yet(key), unusable=listed), side_by_side)
+        return _followed(store, Loaded(nothing_yet(key), unusable=listed), side_by_side)
 
 
-def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> _Loaded:
+def _caught_up(store: ObjectStore, known: Loaded, side_by_side: Mapper) -> Loaded:
+    """Where the journal does not go on from what is known of it, it is another one now."""
+    try:
+        return _followed(store, known, side_by_side)
+    except JournalCorrupt:
+        return _loaded(store, known.experiment.key, side_by_side)
+
+
+def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
     """The experiment at the end of its newest usable segment."""
     unusable: frozenset[int] = frozenset()
     while listed := listed_segments(store, key) - unusable:  # again each time: an owner may be at work
@@ -271,13 +298,13 @@ def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> _
             return replace(_up_to(store, newest, listed, side_by_side), unusable=unusable)
         except UnusableSegmentError as found:
             unusable |= {found.number}
-    return _Loaded(nothing_yet(key), unusable=unusable)
+    return Loaded(nothing_yet(key), unusable=unusable)
 
 
-def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: Mapper) -> _Loaded:
+def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: Mapper) -> Loaded:
     """Go the way to the newest segment, and over it."""
     end = newest.experiment
-    known, loaded = dict(end.milestones), _Loaded(nothing_yet(end.key))
+    known, loaded = dict(end.milestones), Loaded(nothing_yet(end.key))
     way = pairwise((0, *steps(listed, begin_of(end.number))))
     for step in side_by_side(lambda step: _read_step(store, end.key, *step), way):
         if isinstance(step, Segment):
@@ -295,7 +322,7 @@ def _read_step(store: ObjectStore, key: JournalKey, here: int, there: int) -> Se
     return _decode(data, path), data
 
 
-def _next(loaded: _Loaded, entry: Entry, data: Buffer) -> _Loaded:
+def _next(loaded: Loaded, entry: Entry, data: Buffer) -> Loaded:
     after = apply(loaded.experiment, entry, digest_of(data))
     if not segment_is_due(after):
         return replace(loaded, experiment=after)
@@ -304,7 +331,7 @@ def _next(loaded: _Loaded, entry: Entry, data: Buffer) -> _Loaded:
     return replace(loaded, experiment=after, unwritten=unwritten)
 
 
-def _followed(store: ObjectStore, begun: _Loaded, side_by_side: Mapper) -> _Loaded:
+def _followed(store: ObjectStore, begun: Loaded, side_by_side: Mapper) -> Loaded:
     """Add the entries that come after the segments."""
     loaded = begun
     for entry, data in _entries(store, begun.experiment.key, begun.experiment.number, side_by_side):
@@ -322,7 +349,7 @@ def _require_last(store: ObjectStore, experiment: Experiment) -> None:
         raise JournalCorrupt(f"{path}: is not the entry that the segments end with")
 
 
-def _mend(store: ObjectStore, loaded: _Loaded, opened: Experiment, side_by_side: Mapper) -> None:
+def _mend(store: ObjectStore, loaded: Loaded, opened: Experiment, side_by_side: Mapper) -> None:
     """Write what an owner that died, or whose target failed, could not."""
     with suppress(StoreUnavailable, StoreRefused):  # as `write_due_segment`
         delete_segments(store, opened.key, loaded.unusable)

@@ -1,0 +1,52 @@
+"""Opening what was read a moment ago: it is not read again, and nothing that happened since is missed."""
+
+from __future__ import annotations
+
+from prefect_tune.core import journal
+from prefect_tune.core.segments import write_due_segment
+from tests.core.driver import JOURNAL
+from tests.core.histories import ME, next_state, opened, stamp
+from tests.fakes.memory_store import MemoryStore
+
+
+def some_history(entries: int) -> MemoryStore:
+    store = MemoryStore()
+    state = opened(store)
+    while state.number < entries:
+        state = next_state(store, state, [f"t{state.number * 3 % 7}"])
+        write_due_segment(store, state)
+    return store
+
+
+def read(store: MemoryStore) -> journal.Loaded:
+    return journal.read(store, JOURNAL, side_by_side=map)
+
+
+def test_who_has_just_read_an_experiment_opens_it_by_its_last_entry() -> None:
+    store = some_history(123)
+    known = read(store)
+    before = store.operations["read"]
+    after = journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=known)
+    assert (after.number, after.trials) == (124, known.experiment.trials)
+    # One later than the last is looked for, the last one is verified, and who opened before is asked after.
+    assert store.operations["read"] - before == 3
+
+
+def test_what_was_written_since_it_was_read_is_not_missed() -> None:
+    store = some_history(23)
+    known = read(store)
+    next_state(store, known.experiment, ["late"])
+    assert "late" in journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=known).trials
+
+
+def test_what_was_read_of_a_journal_that_is_another_one_now_is_forgotten() -> None:
+    known, other = read(some_history(23)), some_history(22)
+    after = journal.take_over(other, JOURNAL, ME, stamp("next"), side_by_side=map, known=known)
+    assert after.number == 23
+
+
+def test_who_opens_what_was_just_read_writes_the_segment_that_its_last_owner_could_not() -> None:
+    store = some_history(123)
+    store.delete([JOURNAL.segment_path(120)])
+    journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=read(store))
+    assert store.size(JOURNAL.segment_path(120))
