@@ -20,6 +20,7 @@ from prefect_tune.core.events import (
     Event,
     Finished,
     Owner,
+    Pinned,
     Reported,
     Started,
     TrialAdded,
@@ -115,6 +116,10 @@ class SmallSearch:
         stamp = _stamp()
         found = self.trials[trial].trial(trial)
         retried(lambda: clear(self.store, self.key(trial), found, keys, stamp, side_by_side=map))
+
+    def pin(self, trial: str, *, step: int) -> None:
+        ref = next(each for each in self.trials[trial].trial(trial).checkpoints if each.step == step)
+        self._tell(trial, Pinned(trial=trial, sequence=ref.sequence))
 
     def decide(self, trial: str) -> None:
         known = self.state.trial(trial)

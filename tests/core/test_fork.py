@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 
-from prefect_tune.core.errors import InvalidInput, Superseded
-from prefect_tune.core.events import Owner, StopAsked
-from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.errors import IllegalTransition, InvalidInput, Superseded
+from prefect_tune.core.events import ForkBegun, Owner, StopAsked
+from prefect_tune.core.experiment import Experiment, after_event
 from prefect_tune.core.fork import Fork, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.journal import as_of, load
 from prefect_tune.core.layout import JournalKey
@@ -141,6 +141,27 @@ def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
     made = forked(store).experiment
     assert (old.state.heard, old.state.stops, old.state.ends) == (("r",), {"b": "no good"}, "enough")
     assert (made.heard, made.stops, made.ends) == ((), {}, "")
+
+
+def test_a_pinned_checkpoint_is_pinned_in_the_fork_and_claims_of_others_are_the_origins() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    forked(store, name="first", write_id="first")
+    old.pin("b", step=2)
+    old.absorb("b")
+    assert old.state.trial("b").claims
+    made = forked(store).experiment.trial("b")
+    assert [(each.step, each.pinned) for each in made.checkpoints] == [(1, False), (2, True)]
+    assert (made.claims, own_state(store, "new", "b").claims) == ((), ())
+
+
+def test_what_is_something_already_does_not_become_a_fork() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    origin = past_of(store, "old", 2, side_by_side=map).origin
+    for state in (old.state, forked(store).experiment):
+        with pytest.raises(IllegalTransition, match="is something already"):
+            after_event(state, ForkBegun(origin=origin), state.number + 1)
 
 
 def test_a_fork_can_be_forked() -> None:
