@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.command_line import Run
 
-COMMANDS = ["demo", "blocks", "run", "resume", "ls", "show", "report", "checkpoints", "verify", "export", "gc"]
+COMMANDS = ["demo", "blocks", "run", "resume", "stop", "ls", "show", "report", "checkpoints", "verify", "export", "gc"]
 
 
 def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
