@@ -26,6 +26,7 @@ class Page:
         self.state = book.experiment
         self._unwritten: list[Event] = []
         self._then: list[Callable[[], None]] = []
+        self._is_asked_after = False
         self._synced_at = time.monotonic()
 
     @property
@@ -35,8 +36,10 @@ class Page:
 
     def put(self, event: Event) -> None:
         """Have it journaled with the next entry; search and scheduler hear of it now."""
-        before = self.state.happened
+        earlier, before = self.state, self.state.happened
         self.state = after_event(self.state, event, self._book.experiment.number + 1)
+        # Whoever has asked for a stop looks for the answer, and then for the end, in the journal.
+        self._is_asked_after |= self.state.heard != earlier.heard or self.state.stops != earlier.stops
         self._unwritten.append(event)
         self._listener.happened(event, self.state)
         if self.state.happened > before:
@@ -54,10 +57,12 @@ class Page:
         Args:
             may_wait: whether what nobody waits for has time until `sync_period` is over.
         """
-        waits = may_wait and not self._then and time.monotonic() - self._synced_at < self._sync_period.total_seconds()
+        is_awaited = self._then or self._is_asked_after
+        waits = may_wait and not is_awaited and time.monotonic() - self._synced_at < self._sync_period.total_seconds()
         if self._unwritten and not waits:
             self._book.write(self._unwritten)
             self.state, self._unwritten = self._book.experiment, []
+            self._is_asked_after = False
             self._listener.wrote(self.state)
             self._synced_at = time.monotonic()
         acts, self._then = self._then, []

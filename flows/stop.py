@@ -9,15 +9,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Literal, TypeVar
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, resolve_target
+from prefect_tune.core.answers import UNASKED, answer
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import load
+from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.requests import StopRequest, ask, is_heard, is_lost
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import ENDED, Status
+from prefect_tune.core.wire import Leave, StopAndSave
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import retrying
@@ -84,6 +88,10 @@ def _said(reason: str) -> str:
     return f"stopped by {who}: {reason}" if reason else f"stopped by {who}"
 
 
+def _answer(trial: TrialKey, attempt: int, said: Leave | StopAndSave, store: ObjectStore) -> None:
+    answer(store, trial, attempt, UNASKED, said)
+
+
 class _Asking:
     """One wish, asked under another number where somebody else's request was heard in place of it."""
 
@@ -92,6 +100,7 @@ class _Asking:
         self._name = experiment
         self._trial = trial
         self._reason = reason
+        self._told: set[str] = set()
 
     def until_answered(self, wait_seconds: float) -> StopOutcome:
         state = self._looked_at()
@@ -102,9 +111,11 @@ class _Asking:
             write_id=stamp.write_id, at=stamp.at, reason=self._reason, epoch=state.epoch, trial=self._trial
         )
         number, pause_seconds = self._asked(state, request), _FIRST_PAUSE_SECONDS
-        until = time.monotonic() + wait_seconds
+        began, until = time.monotonic(), time.monotonic() + wait_seconds
         while True:
             state = self._looked_at()
+            if not is_heard(state, request) and time.monotonic() - began > wait_seconds / 4:
+                self._tell_attempts(state)
             if is_lost(state, request, number):
                 number = self._asked(state, request)
             outcome = self._outcome(state, request)
@@ -116,12 +127,28 @@ class _Asking:
     def _asked(self, state: Experiment, request: StopRequest) -> int:
         return self._on_store(lambda store: ask(store, state, request))
 
+    def _tell_attempts(self, state: Experiment) -> None:
+        """Attempts on other machines may have outlived whoever ran the search: they look for answers of their own."""
+        if state.settings.get("trials") != "deployment":
+            return
+        said = Leave(reason=self._reason, save=True, for_good=True) if self._trial else StopAndSave()
+        for name in [self._trial] if self._trial else list(state.trials):
+            key = TrialKey(experiment=self._name, trial=name)
+            if name not in self._told and state.trial(name).status not in ENDED:
+                own = self._loaded(JournalKey(experiment=self._name, trial=name)).trials.get(name)
+                if own is not None and own.status is Status.RUNNING:
+                    self._on_store(partial(_answer, key, own.attempt, said))
+                    self._told.add(name)
+
     def _looked_at(self) -> Experiment:
+        return self._checked(self._loaded(JournalKey(experiment=self._name)))
+
+    def _loaded(self, journal: JournalKey) -> Experiment:
         def look(store: ObjectStore) -> Experiment:
             with side_by_side() as transfers:
-                return load(store, self._name, side_by_side=transfers)
+                return load(store, journal, side_by_side=transfers)
 
-        return self._checked(self._on_store(look))
+        return self._on_store(look)
 
     def _on_store(self, act: Callable[[ObjectStore], _T]) -> _T:
         def acted() -> _T:
@@ -164,6 +191,8 @@ class _Asking:
 
     def _unheard(self, state: Experiment, request: StopRequest) -> StopOutcome:
         owner = f"nobody has answered, {state.owner} neither" if state.owner else "nobody has answered"
+        if self._told:
+            owner = f"{owner}, so that {len(self._told)} attempts were told where they run"
         if self._trial is not None:
             later = f"trial {self._trial} is finished as soon as the experiment is opened again"
             return StopOutcome("unanswered", f"{owner}: {later}", state)

@@ -29,7 +29,10 @@ class Answered(Value):
 
 
 def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, said: GoOn | Leave | StopAndSave) -> None:
-    """Tell an attempt that asks at `step`. The first answer stands: it was journaled before it was given."""
+    """Tell an attempt that asks at `step`. The first answer stands: it was journaled before it was given.
+
+    Unasked it may also be told to stop by somebody outside, where nobody is left to journal that.
+    """
     try:
         create_or_recognize(store, trial.answer_path(attempt, step), seal(Answered(answer=said)))
     except AlreadyExists:

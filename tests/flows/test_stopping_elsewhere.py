@@ -1,0 +1,65 @@
+"""Trials that run as deployments are stopped by whoever runs the search, and where nobody does, all the same."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.events import Cause
+from prefect_tune.core.journal import load
+from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.search.domains import grid_search
+from prefect_tune.core.trial import Status, Trial
+from prefect_tune.flows.stop import stop
+from tests.flows.driver import Drivers, until
+from tests.flows.training import experiment_at
+from tests.trainables.witness import told
+
+pytestmark = pytest.mark.deep
+
+_STEPS = 27
+
+
+def own_journal(target: LocalTarget, trial: str) -> Trial:
+    """What the trial's supervisor wrote, heard by a search or not."""
+    with target.open(timeout=timedelta(seconds=30)) as store:
+        return load(store, JournalKey(experiment="e", trial=trial), side_by_side=map).trial(trial)
+
+
+@pytest.mark.usefixtures("prefect_server", "worker")
+@pytest.mark.timeout(900)
+def test_a_trial_elsewhere_is_stopped_with_its_search_and_without_it(
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
+) -> None:
+    witness = tmp_path / "witness"
+    driver = drivers.start(
+        "tests.trainables.digits_table:DigitsTable",
+        {"row": grid_search([3, 5]), "witness": str(witness), "step_seconds": 5},
+        flow="tune",
+        target=local_target,
+        experiment="e",
+        num_samples=1,
+        stop={"step": _STEPS},
+        max_concurrent_trials=2,
+        checkpoint=Cadence(every_steps=1),
+        trials="deployment",
+        trial_tags=["elsewhere"],
+    )
+    until(lambda: len({each.pid for each in told(witness)}) == 2, seconds=400, what=lambda: driver.log[-3000:])
+    heard = stop("e", target=local_target, trial="00000", wait_seconds=120)
+    assert (heard.status, heard.experiment.trial("00000").left) == ("stopped", True), heard.message
+    driver.kill()
+    alone = stop("e", target=local_target, wait_seconds=20)
+    assert (alone.status, "1 attempts were told where they run" in alone.message) == ("unanswered", True), alone.message
+    until(
+        lambda: own_journal(local_target, "00001").status is Status.PENDING,
+        seconds=120,
+        what=lambda: str(own_journal(local_target, "00001")),
+    )
+    left = own_journal(local_target, "00001")
+    assert (left.cause, left.checkpoints[-1].step) == (Cause.PREEMPTED, left.step)
+    assert experiment_at(local_target, "e").trial("00001").status is not Status.FINISHED
