@@ -13,7 +13,7 @@ ROOMS := src flows tasks blocks tests benchmarks tools
 CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/null),$(room)))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test check lint house layers types deep bench lock format clean
+.PHONY: FORCE help demo test check lint house layers types deep integrations bench lock format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -47,6 +47,11 @@ $(LINKS): $(VENV)/.dev FORCE
 deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600
 
+# A venv of its own: the tests of the frameworks that the lock does not hold.
+integrations:  ## PyTorch, Lightning, Hugging Face, Keras, trees: kill the examples
+	@$(MAKE) --no-print-directory VENV=$(VENV)-integrations $(VENV)-integrations/.integrations
+	$(VENV)-integrations/bin/python -m pytest -n 0 -m integrations --timeout 3600
+
 bench: $(VENV)/.dev  ## the figures in benchmarks/
 	$(BIN)/python -m benchmarks
 
@@ -63,7 +68,7 @@ lock: $(VENV)/.venv  ## newest versions that fit, into requirements/
 	$(LOCK) --extra demo -c requirements/dev.txt -o requirements/demo.txt pyproject.toml requirements/build.in
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) build dist prefect_tune.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-integrations build dist prefect_tune.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(ROOMS) -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.venv:
@@ -80,4 +85,10 @@ $(VENV)/.demo: $(VENV)/.venv requirements/demo.txt pyproject.toml
 $(VENV)/.dev: $(VENV)/.venv requirements/dev.txt pyproject.toml
 	$(PIP_INSTALL) --no-deps --require-hashes -r requirements/dev.txt
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# torch first, and by itself: nothing that comes after may choose another.
+$(VENV)/.integrations: $(VENV)/.dev requirements/integrations.txt
+	$(PIP_INSTALL) "$$(grep '^torch==' requirements/integrations.txt)"
+	$(PIP_INSTALL) -r requirements/integrations.txt
 	@touch $@

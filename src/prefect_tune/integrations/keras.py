@@ -95,7 +95,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
 
     def _save(self, directory: str) -> None:
         arrays = [np.asarray(keras.ops.convert_to_numpy(each)) for each in _variables_of(self.model)]
-        np.savez(Path(directory, _VARIABLES), **{f"{number:06}": each for number, each in enumerate(arrays)})
+        np.savez(Path(directory, _VARIABLES), *arrays)
         place = {"epochs": self._epochs, "random": _random_state()}
         Path(directory, _PLACE).write_text(json.dumps(place))
 
