@@ -67,7 +67,7 @@ def _arm() -> None:
         striker_of(self).strike(self.step, "written")
         return directory
 
-    TrialSession.report_step, TrialSession._written_by = report_step, written_by  # type: ignore[method-assign]  # meant
+    TrialSession.report_step, TrialSession._written_by = report_step, written_by  # type: ignore[method-assign]  # what this file is for
 
 
 if _FOLDER:
