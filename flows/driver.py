@@ -25,7 +25,7 @@ from prefect_tune.core.journal import entries_beyond
 from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.schedulers.scheduler import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.search.search import Exhausted, Proposed, Wait
-from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint
+from prefect_tune.core.trial import Status, Trial, newest_checkpoint
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave
 from prefect_tune.flows.council import Council, standing_decision, trial_id
@@ -37,8 +37,10 @@ from prefect_tune.flows.page import Page
 from prefect_tune.flows.stopping import Outside, Stopping
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.experiment_state import Opening, open_journal
 from prefect_tune.tasks.line import Told, Wrote
 from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.stamp import new_stamp, this_owner
 from prefect_tune.tasks.trial_channel import Log
 
 __all__ = ["Driver"]
@@ -116,9 +118,10 @@ class Driver:
         while self._startable:
             trial = self._startable.popleft()
             if trial not in self._outlived:
+                self._settle(trial)
                 self._decide_what_is_open(trial)
             state = self._state.trial(trial)
-            if state.status in (Status.PENDING, Status.RUNNING):
+            if trial in self._outlived or state.status is Status.PENDING:
                 return trial
             self._let_exploit(state)
         if self._limits.only_errored:
@@ -314,28 +317,39 @@ class Driver:
             unended = [each for each in unended if each.trial in errored]
         for trial in unended:
             self._catch_up(trial.trial)
-            if trial.trial in self._state.stops:
-                self._stop_again(self._state.trial(trial.trial))
-                continue
-            if self._crew.outlives and self._state.trial(trial.trial).status is Status.RUNNING:
-                self._outlived.add(trial.trial)
-            else:
-                self._decide_what_is_open(trial.trial)
-            state = self._state.trial(trial.trial)
-            self._let_exploit(state)
-            if state.status is Status.PENDING and state.cause is not None and state.attempt:
-                self._judge.judge(trial.trial, state.cause)
-            elif state.status in (Status.PENDING, Status.RUNNING):
-                self._startable.append(trial.trial)
+            self._take_on(trial.trial)
 
-    def _stop_again(self, trial: Trial) -> None:
-        """An attempt that has outlived who was to stop it is found by beginning it again, and is told once more."""
-        if self._crew.outlives and trial.status is Status.RUNNING:
-            self._outlived.add(trial.trial)
-            self._start(trial.trial)
-            self._stopping.tell(trial.trial)
+    def _take_on(self, name: str) -> None:
+        if self._crew.outlives and self._state.trial(name).status is Status.RUNNING:
+            self._find_again(name)
+            return
+        self._settle(name)
+        if name in self._state.stops:
+            self._stopping.finish(name)
+            return
+        self._decide_what_is_open(name)
+        trial = self._state.trial(name)
+        self._let_exploit(trial)
+        if trial.status is Status.PENDING and trial.cause is not None and trial.attempt:
+            self._judge.judge(name, trial.cause)
+        elif trial.status is Status.PENDING:
+            self._startable.append(name)
+
+    def _find_again(self, trial: str) -> None:
+        """An attempt that has outlived its search is found by beginning it again; who was to stop is told once more."""
+        self._outlived.add(trial)
+        if trial in self._state.stops:
+            self._start(trial)
+            self._stopping.tell(trial)
         else:
-            self._stopping.finish(trial.trial)
+            self._startable.append(trial)
+
+    def _settle(self, trial: str) -> None:
+        """End, in its own journal, an attempt that died without a word, and take in what it had saved by then."""
+        if self._state.trial(trial).status is Status.RUNNING:
+            key = JournalKey(experiment=self._state.name, trial=trial)
+            open_journal(self._book.target, key, Opening(this_owner(), new_stamp()))
+            self._catch_up(trial)
 
     def _requeue(self) -> None:
         """Have go on what had ended, and today is asked to."""
@@ -351,7 +365,7 @@ class Driver:
         """A milestone that was reached and reported, and not decided any more, is decided without training it again."""
         trial = self._state.trial(name)
         milestone = self._council.milestone(trial)
-        if trial.status in ENDED or milestone is None or trial.step < milestone or not _is_saved(trial):
+        if trial.status is not Status.PENDING or milestone is None or trial.step < milestone or not _is_saved(trial):
             return
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
         try:

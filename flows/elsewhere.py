@@ -31,6 +31,8 @@ _LOOK_SECONDS = 2.0
 class OnTaskRunner:
     """Start each attempt as a task of the flow's task runner, which sees to it what it has of a machine."""
 
+    outlives = False
+
     def __init__(self, runner: object, resources: Resources | None) -> None:
         """Raises InvalidInput: that runner cannot."""
         self._reserving = _reserving(runner, resources)
@@ -58,6 +60,8 @@ def _reserving(runner: object, resources: Resources | None) -> Callable[[], Abst
 
 class OnDeployment:
     """Start each attempt as a run of one deployment of `train_trial`, found again by its idempotency key."""
+
+    outlives = True
 
     def __init__(self, deployment: str, job_variables: Mapping[str, Any] | None = None) -> None:
         self._deployment = deployment

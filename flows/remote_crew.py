@@ -32,6 +32,11 @@ _REQUEST = timedelta(seconds=60)
 class Elsewhere(Protocol):
     """Starts an attempt on another machine; started again with the same attempt number, it finds the same one."""
 
+    @property
+    def outlives(self) -> bool:
+        """Whether an attempt goes on when the search that started it is gone."""
+        ...
+
     def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
         """Return what waits for its end: it raises what the attempt died of, where that is known."""
         ...
@@ -49,8 +54,6 @@ class _Attempt:
 class RemoteCrew:
     """As `Crew`, for attempts that share nothing with this process but the target."""
 
-    outlives = True
-
     def __init__(self, target: StorageTarget, elsewhere: Elsewhere, look_every: timedelta) -> None:
         self._target = target
         self._elsewhere = elsewhere
@@ -58,6 +61,10 @@ class RemoteCrew:
         self._ends: queue.SimpleQueue[Over] = queue.SimpleQueue()
         self._attempts: dict[str, _Attempt] = {}
         self._stopped = False
+
+    @property
+    def outlives(self) -> bool:
+        return self._elsewhere.outlives
 
     def __len__(self) -> int:
         return len(self._attempts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
-__all__ = ["Driver", "Drivers", "Flow", "until"]
+__all__ = ["Driver", "Drivers", "Flow", "Write", "until"]
 
 Flow: TypeAlias = Literal["durable_trainable", "tune"]
 
@@ -29,6 +30,15 @@ def until(condition: Callable[[], object], *, seconds: float, what: Callable[[],
         if time.monotonic() > end:
             raise AssertionError(f"not within {seconds:g} s: {what()}")
         time.sleep(0.002)
+
+
+@dataclass(frozen=True)
+class Write:
+    """A write to a local target, counted from 1, at which a driver dies."""
+
+    number: int
+    is_done: bool
+    """Whether it is done by then."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +126,18 @@ class Drivers:
         self._context.set_forkserver_preload(["tests.flows.preloaded"])
 
     def start(
-        self, *arguments: Any, api_url: str | None = None, flow: Flow = "durable_trainable", **options: Any
+        self,
+        *arguments: Any,
+        api_url: str | None = None,
+        flow: Flow = "durable_trainable",
+        dies_at: Write | None = None,
+        **options: Any,
     ) -> Driver:
         """Call the flow with these arguments in a new process."""
         mark = uuid4().hex
         folder = self._folder / f"driver-{len(self._started)}"
         folder.mkdir(parents=True)
-        call = (str(folder), mark, api_url or self._api_url, flow, arguments, options)
+        call = (str(folder), mark, api_url or self._api_url, flow, dies_at, arguments, options)
         process = self._context.Process(target=_drive, args=call, daemon=False)
         process.start()
         driver = Driver(process, folder, mark)
@@ -142,7 +157,13 @@ class Drivers:
 
 
 def _drive(
-    folder: str, mark: str, api_url: str, flow: Flow, arguments: Sequence[Any], options: Mapping[str, Any]
+    folder: str,
+    mark: str,
+    api_url: str,
+    flow: Flow,
+    dies_at: Write | None,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> None:
     os.setsid()
     os.chdir(folder)
@@ -153,13 +174,36 @@ def _drive(
     os.dup2(log, 2)
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
+    writes = _counted_writes(dies_at)
     with temporary_settings({PREFECT_API_URL: api_url}):
-        outcome = _CALLS[flow](arguments, options)
+        outcome = {**_CALLS[flow](arguments, options), "writes": next(writes) - 1}
     path = Path(folder) / "outcome.json"
     path.with_suffix(".new").write_text(json.dumps(outcome))
     path.with_suffix(".new").rename(path)
     if "error" in outcome:
         raise SystemExit(3)
+
+
+def _counted_writes(dies_at: Write | None) -> Iterator[int]:
+    """Count the files that this process writes to local targets; die before or after one of them."""
+    from prefect_tune.stores.posix import PosixStore
+
+    writes, dying = itertools.count(1), dies_at or Write(number=0, is_done=False)
+
+    def counted(write: Callable[..., None]) -> Callable[..., None]:
+        def write_or_die(*given: object) -> None:
+            number = next(writes)
+            if number == dying.number and not dying.is_done:
+                os._exit(9)
+            write(*given)
+            if number == dying.number:
+                os._exit(9)
+
+        return write_or_die
+
+    for name in ("create", "put"):
+        setattr(PosixStore, name, counted(getattr(PosixStore, name)))
+    return writes
 
 
 def _outcome(call: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.scheduler import Scheduler
 from prefect_tune.core.search.domains import randint
-from tests.flows.driver import Driver, Drivers, until
+from tests.flows.driver import Driver, Drivers, Write, until
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import EPOCHS, ROWS
 from tests.trainables.witness import told
@@ -38,12 +38,13 @@ class _Search:
     scheduler: Scheduler
     slots: int
     samples: int = 9
+    isolation: str = "process"
 
-    def start(self, name: str) -> Driver:
+    def start(self, name: str, dies_at: Write | None = None) -> Driver:
         space = {
             "row": randint(0, ROWS),
             "witness": str(self.folder / f"{name}-witness"),
-            "step_seconds": 0.02,
+            "step_seconds": 0.02 if self.isolation == "process" else 0,
         }
         return self.drivers.start(
             "tests.trainables.digits_table:DigitsTable",
@@ -58,6 +59,8 @@ class _Search:
             stop={"step": EPOCHS},
             max_concurrent_trials=self.slots,
             checkpoint=Cadence(every_steps=_INTERVAL),
+            isolation=self.isolation,
+            dies_at=dies_at,
         )
 
     def trained(self, name: str) -> int:
@@ -133,3 +136,36 @@ def test_many_kills_change_nothing_either(
     scheduler = FIFO() if variant == "fifo" else ASHA(max_t=EPOCHS, reduction_factor=3, variant=variant)  # type: ignore[arg-type]  # one of the two
     search = _Search(drivers, local_target, tmp_path, scheduler, 2 if variant == "fifo" else 1, samples=40)
     record_property("figure: kills of whole searches", _require_same_in_the_end(search, 40, seed=7))
+
+
+def _require_same_after(search: _Search, deaths: int, seed: int) -> None:
+    """Die so many times at one write or the other, each time with the next owner at work; then come to the end."""
+    chance, undisturbed = random.Random(seed), search.start("undisturbed").wait(seconds=300)
+    writes = undisturbed["writes"]
+    for death in range(deaths):
+        name = f"died-{death}"
+        for _ in range(chance.randint(1, 3)):
+            where = Write(chance.randint(3, writes), is_done=chance.random() < 0.5)
+            search.start(name, where).process.join(300)
+        outcome = search.start(name).wait(seconds=300)
+        assert "error" not in outcome, (where, outcome)
+        assert search.table(name) == search.table("undisturbed"), where
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", ["stopping", "promotion"])
+def test_wherever_it_dies_between_two_writes_a_search_ends_with_the_same_table(
+    variant: str, drivers: Drivers, local_target: StorageTarget, tmp_path: Path
+) -> None:
+    scheduler = ASHA(max_t=EPOCHS, reduction_factor=3, variant=variant)  # type: ignore[arg-type]  # one of the two
+    _require_same_after(_Search(drivers, local_target, tmp_path, scheduler, 1, isolation="thread"), 1, seed=5)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("variant", ["stopping", "promotion"])
+def test_wherever_it_dies_a_hundred_times(
+    variant: str, drivers: Drivers, local_target: StorageTarget, tmp_path: Path
+) -> None:
+    scheduler = ASHA(max_t=EPOCHS, reduction_factor=3, variant=variant)  # type: ignore[arg-type]  # one of the two
+    _require_same_after(_Search(drivers, local_target, tmp_path, scheduler, 1, isolation="thread"), 50, seed=11)
