@@ -108,7 +108,6 @@ def test_tables_have_a_row_for_each_trial_or_each_report(results: pt.Results) ->
 
 
 def test_pandas_has_the_same(results: pt.Results) -> None:
-    pytest.importorskip("pandas")
     frame = results.to_pandas()
     assert list(frame["trial"]) == [A, B, C, BROKEN]
     assert len(results.to_pandas("reports")) == 9

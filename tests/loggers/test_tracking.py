@@ -17,7 +17,6 @@ from tests.loggers.telling import SEARCH, errored, finished, killed, report, sta
 
 @pytest.fixture
 def tensorboard(tmp_path: Path) -> pt.TensorBoardLogger:
-    pytest.importorskip("tensorboardX")
     logger = pt.TensorBoardLogger(tmp_path)
     logger.setup(SEARCH)
     return logger
@@ -87,7 +86,6 @@ def test_what_tensorboard_was_told_survives_the_process_once_its_state_is_kept(
 
 @pytest.fixture
 def mlflow_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the one store of the client alone
     return (tmp_path / "mlruns").as_uri()
 
@@ -159,7 +157,6 @@ def test_mlflow_goes_on_only_in_the_experiment_it_began(mlflow_uri: str, tmp_pat
 
 @pytest.fixture
 def wandb_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], pt.WandbLogger]:
-    pytest.importorskip("wandb")
     for name in ("CONFIG", "CACHE", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")

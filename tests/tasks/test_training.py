@@ -54,7 +54,7 @@ def _trained(
     *said: ToTrial,
     stopper: Stopper | None = None,
     curve: tuple[StepReport, ...] = (),
-    cadence: Cadence = Cadence(),  # noqa: B008  frozen
+    cadence: Cadence = Cadence(),  # noqa: B008  it is frozen: nobody changes it for others
 ) -> Sequence[FromTrial]:
     start = Start(
         experiment="e",
