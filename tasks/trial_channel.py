@@ -50,7 +50,7 @@ class TrialChannel:
 
     def tell(self, message: ToTrial) -> None:
         """Say it; a trial that is gone need not hear it, since `receive` tells."""
-        with self._sending, suppress(BrokenPipeError, ConnectionResetError):
+        with self._sending, suppress(OSError):  # it is gone, or its channel closed this moment
             self._connection.send_bytes(message.model_dump_json().encode())
 
     def receive(self, patience: timedelta) -> FromTrial | None:

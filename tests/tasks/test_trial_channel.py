@@ -16,7 +16,7 @@ import pytest
 
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.stoppers import Never
-from prefect_tune.core.wire import FromTrial, Start, StepDone, TrialEnded
+from prefect_tune.core.wire import FromTrial, GoOn, Start, StepDone, TrialEnded
 from prefect_tune.tasks.plan import payload
 from prefect_tune.tasks.trial_channel import TrialChannel, trial_process
 
@@ -87,6 +87,13 @@ def test_a_trial_that_was_killed_in_the_middle_of_a_message_is_gone(wire: tuple[
 
 
 # -------------------------------------------------------------------------------------- a process of its own
+
+
+def test_an_answer_that_comes_as_the_channel_closes_need_not_be_heard(wire: tuple[Connection, Connection]) -> None:
+    near, _ = wire
+    channel = TrialChannel(near, Body())
+    near.close()  # as whoever ends the trial's process does, in another thread
+    channel.tell(GoOn(milestone=None))
 
 
 def test_the_temporary_files_of_a_trial_are_below_its_scratch_directory(tmp_path: Path) -> None:
