@@ -1,0 +1,104 @@
+"""Lightning: a callback that reports and saves, exact in the middle of an epoch too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.integrations.extras import missing
+from prefect_tune.integrations.reporting import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.integrations.torch import random_state, set_random_state
+from prefect_tune.trainable import save_last_step
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError as error:
+    raise missing(error, "lightning") from error
+
+__all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
+
+_FILE = "checkpoint.ckpt"
+
+
+def restored_checkpoint() -> str | None:
+    """Return the `ckpt_path` to go on from; None on a fresh start."""
+    directory = restored_directory()
+    return str(directory / _FILE) if directory else None
+
+
+class TuneReportCheckpointCallback(Callback):
+    """Report what was logged, and save the trainer's state when the flow's `checkpoint` says so, and at the end.
+
+    ```python
+    trainer = Trainer(callbacks=[TuneReportCheckpointCallback(every_steps=10)], enable_checkpointing=False)
+    trainer.fit(model, loader, ckpt_path=restored_checkpoint(), weights_only=True)
+    ```
+
+    The state is Lightning's own, and the random generators, which Lightning does not keep. The data has to go on where
+    it was: use `prefect_tune.integrations.torch.ResumableLoader`, or another loader with `state_dict`. Averages over an
+    epoch of what was logged with `on_epoch=True` count the batches since a resume. One device a trial.
+
+    Args:
+        metrics: which of `trainer.callback_metrics` to report; `{"loss": "val_loss"}` renames. Default: all.
+        every_steps: report each so many steps of the optimizer. Default: at the end of each epoch.
+    """
+
+    def __init__(self, metrics: Wanted = None, *, every_steps: int | None = None) -> None:
+        super().__init__()
+        self._metrics = metrics
+        self._every_steps = every_steps
+        self._restored: Mapping[str, Any] | None = None
+        self._reported_step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"random": random_state(), "reported_step": self._reported_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored, self._reported_step = state_dict["random"], state_dict["reported_step"]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        del pl_module
+        _require_exact(trainer)
+        if restored_checkpoint() is not None and self._restored is None:
+            raise InvalidInput("trainer.fit: pass ckpt_path=restored_checkpoint(), the trial goes on from a checkpoint")
+        if self._restored is not None:  # the iterator of the data is made, and its first batch not yet drawn
+            set_random_state(self._restored)
+            self._restored = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        del pl_module, outputs, batch, batch_idx
+        step = trainer.global_step
+        if self._every_steps and step % self._every_steps == 0 and step > self._reported_step:
+            self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        del pl_module
+        if self._every_steps is None:
+            self._report(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        del pl_module
+        save_last_step(lambda directory: _save(trainer, directory))
+
+    def _report(self, trainer: Any) -> None:
+        self._reported_step = trainer.global_step
+        metrics = chosen(trainer.callback_metrics, self._metrics)
+        if not goes_on_after(metrics, lambda directory: _save(trainer, directory)):
+            trainer.should_stop = True
+
+
+def _save(trainer: Any, directory: str) -> None:
+    trainer.save_checkpoint(Path(directory, _FILE))
+
+
+def _require_exact(trainer: Any) -> None:
+    if trainer.world_size != 1:
+        raise InvalidInput(f"Trainer(devices=...): expected one device for a trial, found {trainer.world_size}")
+    loaders = trainer.fit_loop._combined_loader.flattened  # noqa: SLF001  the only place where all of them are
+    if strange := [type(each).__name__ for each in loaders if not hasattr(each, "load_state_dict")]:
+        raise InvalidInput(
+            f"{strange}: a resumed training would begin with other batches; use "
+            "prefect_tune.integrations.torch.ResumableLoader, or a loader with state_dict and load_state_dict"
+        )

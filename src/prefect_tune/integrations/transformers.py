@@ -1,0 +1,105 @@
+"""Hugging Face's Trainer: a callback that has it save at an interval, and hands over what it saved."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.integrations.extras import missing
+from prefect_tune.integrations.reporting import Wanted, chosen, goes_on_after, restored_directory
+
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    raise missing(error, "transformers") from error
+
+__all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
+
+
+def restored_checkpoint() -> str | None:
+    """Return the directory for `resume_from_checkpoint`; None on a fresh start."""
+    directory = restored_directory()
+    return str(directory) if directory else None
+
+
+class TuneReportCheckpointCallback(TrainerCallback):
+    """Report what was logged and evaluated, each time with a checkpoint of the trainer's own.
+
+    ```python
+    trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[
+        TuneReportCheckpointCallback(every_steps=50)], train_dataset=data)
+    trainer.train(resume_from_checkpoint=restored_checkpoint())
+    ```
+
+    Each report is saved, whatever the flow's `checkpoint` says: the Trainer can save only where it saves. It restores
+    the random states and skips the batches that were trained; its weights and states are read without running code
+    (the file `training_args.bin` is a pickle that nothing here reads). One process a trial. With other
+    `save_strategy` than `"no"` the Trainer also saves for itself, into `output_dir`; a checkpoint that both want is
+    handed over.
+
+    Args:
+        metrics: which to report, of those that are logged and evaluated; `{"loss": "eval_loss"}` renames. Default: all.
+        every_steps: report each so many steps of the optimizer, and at the last. Default: at the end of each epoch.
+    """
+
+    def __init__(self, metrics: Wanted = None, *, every_steps: int | None = None) -> None:
+        self._wanted = metrics
+        self._every_steps = every_steps
+        self._metrics: dict[str, object] = {}
+        self._asked_at: int | None = None
+        self._over = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del control
+        if args.world_size != 1:
+            raise InvalidInput(f"TrainingArguments: expected one process for a trial, found {args.world_size}")
+        if args.load_best_model_at_end:
+            raise InvalidInput("TrainingArguments(load_best_model_at_end=True): the checkpoints are handed over")
+        if args.ignore_data_skip or args.save_only_model:
+            raise InvalidInput("TrainingArguments(ignore_data_skip, save_only_model): a resumed training would differ")
+        if restored_checkpoint() is not None and state.global_step == 0:
+            raise InvalidInput("trainer.train: pass resume_from_checkpoint=restored_checkpoint(), the trial goes on")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args
+        if self._every_steps and (state.global_step % self._every_steps == 0 or state.global_step >= state.max_steps):
+            self._ask(state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args
+        if self._every_steps is None:
+            self._ask(state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, object] | None = None, **_: Any) -> None:
+        del args, state, control
+        self._metrics.update(logs or {})
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, object] | None = None, **_: Any
+    ) -> None:
+        del args, state, control
+        self._metrics.update(metrics or {})
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._asked_at != state.global_step:
+            return
+        self._asked_at = None
+        saved = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        metrics = {**chosen(self._metrics, self._wanted), "should_checkpoint": True}
+        self._over = not goes_on_after(metrics, lambda directory: _move(saved, Path(directory)))
+        control.should_training_stop = control.should_training_stop or self._over
+
+    def _ask(self, state: Any, control: Any) -> None:
+        """Have the Trainer log and save next; `on_save` hears of it when everything else is done."""
+        if not self._over:
+            control.should_log = control.should_save = True
+            self._asked_at = state.global_step
+
+
+def _move(saved: Path, directory: Path) -> None:
+    for each in sorted(saved.iterdir()):
+        shutil.move(each, directory / each.name)
+    saved.rmdir()

@@ -1,0 +1,44 @@
+"""Hugging Face's Trainer: exact after kills, in the middle of an epoch too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.examples import Example
+from tests.integrations.states import flat
+
+pytestmark = pytest.mark.integrations
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+_INTERVAL = 1
+"""Each report is saved."""
+
+
+def learned(directory: Path) -> Mapping[str, Any]:
+    """Return weights, moments, schedule, and the generator that dropout uses."""
+    states = {name: torch.load(directory / name, weights_only=True) for name in ("optimizer.pt", "scheduler.pt")}
+    with torch.serialization.safe_globals(_numpys()):
+        random = torch.load(directory / "rng_state.pth", weights_only=True)
+    weights = (directory / "model.safetensors").read_bytes()
+    return {**flat(states), "torch": flat(random["cpu"]), "weights": weights}
+
+
+def _numpys() -> list[Any]:
+    import numpy as np
+
+    return [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+
+
+@pytest.mark.timeout(2000)
+def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
+    digits = example("transformers", "train")
+    struck = digits.struck(kills=3, seed=1, reach=3)
+    assert struck.kills == 3
+    assert all(0 <= lost <= _INTERVAL for lost in struck.steps_lost), struck.witness
+    for trial, truth in digits.undisturbed(struck.results).items():
+        assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
+    assert {each.step for each in struck.results.trials.values()} == {4, 12}
