@@ -39,6 +39,7 @@ OPTUNA = ROOT / "docs" / "optuna.md"
 RESULTS = ROOT / "docs" / "results.md"
 CLI = ROOT / "docs" / "cli.md"
 SEARCHES = ROOT / "docs" / "searches.md"
+INTEGRATIONS = ROOT / "docs" / "integrations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
@@ -50,6 +51,7 @@ TESTED = {
     RESULTS: {"python"},
     CLI: {"bash"},  # by tests/cli/test_page.py
     SEARCHES: {"python"},
+    INTEGRATIONS: {"python"},
 }
 
 
@@ -223,3 +225,15 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     missing = [each for each in links if not (page.parent / each).exists()]
     missing += [each for each in named if not (ROOT / each.partition("::")[0]).exists()]
     assert missing == []
+
+
+def test_the_page_on_integrations_shows_what_the_examples_do_and_names_each() -> None:
+    examples = {path.name: dedent_all(path.read_text()) for path in (ROOT / "examples").glob("*.py")}
+    assert set(examples) == set(re.findall(r"`examples/(\w+\.py)`", INTEGRATIONS.read_text()))
+    for block in blocks_of(INTEGRATIONS):
+        assert any(dedent_all(block.code) in example for example in examples.values()), block.code
+
+
+def dedent_all(code: str) -> str:
+    """Return the lines without their indentation: a piece of a function is shown without the function."""
+    return "\n".join(line.strip() for line in code.strip().splitlines())
