@@ -91,7 +91,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str,
     )
     _wait_for(lambda: any(tmp_path.glob("e/trials/*/checkpoints/*/manifest.json")))
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=90)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert said.splitlines()[-1] == f"stopped; go on with: prefect-tune resume {tmp_path} e"
     resumed = run("resume", tmp_path, "e", "--json", "--stop", "step=8")
@@ -102,7 +102,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str,
 
 
 def _wait_for(fact: Callable[[], bool]) -> None:
-    until = time.monotonic() + 90
+    until = time.monotonic() + 150
     while not fact():
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -159,6 +159,7 @@ def test_resuming_what_is_not_there_starts_nothing(run: Run, prefect_server: str
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.timeout(300)  # it imports Prefect, on whatever machine
 def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
     command = ["run", TRAIN, "--target", str(tmp_path), "--experiment", "e", "--set", "x=1"]
     code = "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"
@@ -168,7 +169,6 @@ def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("prefect-tune: Prefect: Failed to reach API at http://127.0.0.1:")

@@ -105,13 +105,14 @@ def test_a_search_in_a_terminal_is_a_table_that_is_gone_in_the_end(prefect_serve
     )
     os.close(slave)
     shown = _all_of(master)
-    assert process.wait(60) == 0
+    assert process.wait(120) == 0
     assert "digits" in shown
     assert "2 running" in shown
     assert "at step 1" in shown
     assert shown.rstrip().endswith(f"best {pt.load_results(tmp_path, 'digits', metric='error').best.trial}")
 
 
+@pytest.mark.deep  # tests/terminal/test_screen.py shows the same without a search
 @pytest.mark.parametrize("how", ["hangs up", "takes nothing"])
 def test_whatever_becomes_of_the_terminal_the_search_ends_as_it_would(
     prefect_server: str, tmp_path: Path, how: str
