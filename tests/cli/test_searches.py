@@ -77,6 +77,7 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
     assert {"checkpoint", "retention", "failures", "scheduler", "search", "max_concurrent_trials"} <= set(settings)
 
 
+@pytest.mark.timeout(600)
 def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str, run: Run, tmp_path: Path) -> None:
     command = ["run", "tests.trainables.digits_table:DigitsTable", "--target", str(tmp_path), "--experiment", "e"]
     command += ["--set", "row=grid_search(1,2)", "--set", "step_seconds=0.2", "--num-samples", "1", "--stop", "step=20"]
