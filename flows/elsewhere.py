@@ -18,6 +18,7 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
+from prefect_tune.core.values import digest_of
 from prefect_tune.flows.crew import attempt_of
 from prefect_tune.flows.train_trial import TrialParameters, orders_as_parameters
 from prefect_tune.tasks.plan import Orders, TrialPlan
@@ -92,7 +93,7 @@ class OnDeployment:
                 "orders": orders_as_parameters(orders),
                 "attempt": attempt,
             },
-            f"{plan.trial.experiment}/{plan.trial.trial}/{attempt}",
+            _key(plan, attempt),
         )
         log = get_run_logger()
         log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)
@@ -110,6 +111,12 @@ class OnDeployment:
         if not isinstance(run, FlowRun):
             raise TypeError("run_deployment was called where it returns a coroutine")
         return run
+
+
+def _key(plan: TrialPlan, attempt: int) -> str:
+    """Experiments of one name may lie on several targets, and have one server."""
+    target = digest_of(plan.target.uri.encode())[:16]
+    return f"{target}/{plan.trial.experiment}/{plan.trial.trial}/{attempt}"
 
 
 def _end_of(flow_run: UUID) -> None:
