@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +34,38 @@ def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable
     for trial, truth in digits.undisturbed(struck.results).items():
         assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
     assert {each.step for each in struck.results.trials.values()} == {18, 54}
+
+
+class Evil:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.folder),))
+
+
+def test_a_checkpoint_of_somebody_else_runs_no_code(tmp_path: Path) -> None:
+    from prefect_tune.integrations.torch import load_state
+
+    torch.save({"parts": {}, "random": Evil(tmp_path / "ran"), "extra": {}}, tmp_path / "state.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        load_state(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("batches_done", [0, 1, 3, 4, 6])
+def test_a_loader_goes_on_with_the_batches_that_come_next(batches_done: int) -> None:
+    from prefect_tune.integrations.torch import ResumableLoader
+
+    def loader() -> Any:
+        return ResumableLoader(list(range(10)), 3)
+
+    def batches(data: Any) -> Iterator[Any]:
+        while True:
+            yield from (each.tolist() for each in data)
+
+    undisturbed, first, second = loader(), loader(), loader()
+    expected = list(islice(batches(undisturbed), 12))
+    begun = list(islice(batches(first), batches_done))
+    second.load_state_dict(first.state_dict())
+    assert begun + list(islice(batches(second), 12 - batches_done)) == expected
