@@ -35,7 +35,8 @@ class TuneReportCheckpointCallback(TrainerCallback):
     ```
 
     Each report is saved, whatever the flow's `checkpoint` says: the Trainer can save only where it saves. It restores
-    the random states and skips the batches that were trained; its weights and states are read without running code
+    the random states and skips the batches that were trained; weights after a resume within an epoch were still
+    measured to differ from those of an undisturbed training. Its weights and states are read without running code
     (the file `training_args.bin` is a pickle that nothing here reads). One process a trial. With other
     `save_strategy` than `"no"` the Trainer also saves for itself, into `output_dir`; a checkpoint that both want is
     handed over.
