@@ -25,7 +25,7 @@ from tests.flows.training import entries_at, experiment_at, owners_at
 from tests.trainables.digits_table import EPOCHS, ROWS
 from tests.trainables.moody import Moody, train
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(400)]
 
 DIGITS = "tests.trainables.digits_table:DigitsTable"
 SPACE = {"row": pt.randint(0, ROWS)}
@@ -79,7 +79,13 @@ def entry_of_a_stop(target: LocalTarget) -> int:
     )
 
 
-@pytest.mark.parametrize("search", [{"RandomSearch": {"num_samples": 6}}, TPE], ids=["random", "optuna"])
+@pytest.mark.parametrize(
+    "search",
+    [
+        pytest.param({"RandomSearch": {"num_samples": 6}}, id="random", marks=pytest.mark.deep),
+        pytest.param(TPE, id="optuna"),
+    ],
+)
 def test_a_fork_with_nothing_changed_ends_as_its_origin_did(search: Any, local_target: LocalTarget) -> None:
     old = searched(local_target, search=search, scheduler=ASHA, stop={"step": 9}, num_samples=6)
     before = objects(local_target, "old/journal")
@@ -167,7 +173,7 @@ def test_what_must_be_there_is_not_begun_and_what_must_not_is_not_gone_on_with(l
     assert len(searched(local_target, resume="LOCAL", num_samples=2).trials) == 2
 
 
-@pytest.mark.parametrize("resume", ["auto", "must"])
+@pytest.mark.parametrize("resume", ["auto", pytest.param("must", marks=pytest.mark.deep)])
 def test_a_journal_that_does_not_hold_together_is_an_error_and_no_fresh_start(
     resume: str, local_target: LocalTarget
 ) -> None:
