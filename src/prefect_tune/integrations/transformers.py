@@ -35,8 +35,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
     ```
 
     Each report is saved, whatever the flow's `checkpoint` says: the Trainer can save only where it saves. It restores
-    the random states and skips the batches that were trained; weights after a resume within an epoch were still
-    measured to differ from those of an undisturbed training. Its weights and states are read without running code
+    the random states and skips the batches that were trained. Its weights and states are read without running code
     (the file `training_args.bin` is a pickle that nothing here reads). One process a trial. With other
     `save_strategy` than `"no"` the Trainer also saves for itself, into `output_dir`; a checkpoint that both want is
     handed over.
@@ -53,7 +52,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
         self._asked_at: int | None = None
         self._over = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         del control
         if args.world_size != 1:
             raise InvalidInput(f"TrainingArguments: expected one process for a trial, found {args.world_size}")
@@ -63,6 +62,9 @@ class TuneReportCheckpointCallback(TrainerCallback):
             raise InvalidInput("TrainingArguments(ignore_data_skip, save_only_model): a resumed training would differ")
         if restored_checkpoint() is not None and state.global_step == 0:
             raise InvalidInput("trainer.train: pass resume_from_checkpoint=restored_checkpoint(), the trial goes on")
+        if (directory := restored_checkpoint()) is not None and hasattr(model, "from_pretrained"):
+            # The Trainer writes weights under the names of the hub, looks for the model's own, and takes what it finds.
+            model.load_state_dict(type(model).from_pretrained(directory).state_dict())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del args
