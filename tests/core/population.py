@@ -282,6 +282,7 @@ def _leaks(store: ObjectStore, member: Member) -> Iterator[str]:
     }
     found = {each.path for each in orphans(store, key, trial, side_by_side=map)}
     found |= {each.manifest_path for each in leftover(store, key, trial, member.experiment.number)}
+    found |= _manifests_aside(store, key, trial)
     young = {each.path for each in store.list(key.blobs) if blob_sequence(each.path) >= trial.collected_up_to}
     there = {each.path for folder in (key.blobs, key.checkpoints) for each in store.list(folder)}
     for path in sorted(there - needed - found - young):
@@ -295,5 +296,12 @@ def _what_is_left(store: ObjectStore, member: Member, *, tidy: bool) -> Iterator
     if held:
         yield f"I7: {member.key.folder}: held for nobody: {held}"
     live = {CheckpointKey(trial=member.key, step=e.step, sequence=e.sequence).manifest_path for e in state.checkpoints}
-    for path in sorted({each.path for each in store.list(member.key.checkpoints)} - live) if tidy else ():
+    there = {each.path for each in store.list(member.key.checkpoints)} - _manifests_aside(store, member.key, state)
+    for path in sorted(there - live) if tidy else ():
         yield f"I7: {path} was retired, and outlived everybody's clearing away"
+
+
+def _manifests_aside(store: ObjectStore, key: TrialKey, trial: Trial) -> set[str]:
+    """What is quarantined stays, to be looked at."""
+    found = ((each.path, CheckpointKey.from_manifest_path(key, each.path)) for each in store.list(key.checkpoints))
+    return {path for path, checkpoint in found if checkpoint and checkpoint.sequence in trial.quarantined}

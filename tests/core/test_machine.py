@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from prefect_tune.core import experiment as folding
+from prefect_tune.core import trial as trials
 from prefect_tune.core.errors import CheckpointCorrupt, Superseded
-from prefect_tune.core.events import AttemptEnded, Cause, Finished, Pinned, Requeued, Retired
+from prefect_tune.core.events import (
+    AttemptEnded,
+    Cause,
+    OneTrialsEvent,
+    Pinned,
+    Retired,
+)
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import Manifest
 from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.trial import Status
 from tests.core.cut import cut_small
 from tests.core.driver import KEY, Files, Session, Witness
+from tests.core.family import Family
+from tests.core.happenings import AFTER, happening
 from tests.core.invariants import what_lies_about
 from tests.fakes.dying_store import Crash, DyingStore, Way
 from tests.fakes.memory_files import restored
@@ -38,6 +55,7 @@ class Model:
     """A save that was cut short: whether it counts, the next owner decides."""
     damaged: set[str] = field(default_factory=set)
     step: int = 0
+    status: str = "pending"
 
     def keep_the_last_two(self) -> list[Save]:
         return [each for each in self.live if each in self.live[-2:] or each in self.pinned]
@@ -72,10 +90,14 @@ class Trial(RuleBasedStateMachine):
             self.zombies.append(self.owner)
         self.owner = Session(self.store, self.witness, owner=f"owner {self.witness.stamps}")
         self.owner.open()
+        if self.model.status == "running":
+            self.model.status = "pending"
         self._settle()
-        if self.owner.trial.status is Status.FINISHED:
-            self.owner.append([Requeued(trial=KEY.trial, reason="more")])
-        self._go_on()
+
+    @rule()
+    def go_on(self) -> None:
+        """Train again, whatever became of it."""
+        self._running()
 
     def _settle(self) -> None:
         """What the new owner found must be one of the two or three things it can be."""
@@ -101,10 +123,33 @@ class Trial(RuleBasedStateMachine):
         assert self.owner
         return self.owner
 
+    def _running(self) -> Session:
+        """The owner, training."""
+        owner = self._alive()
+        if self.model.status in ("finished", "errored"):
+            self._turn("requeued")
+        if self.model.status != "running":
+            self._go_on()
+        return owner
+
+    @rule(which=st.integers(0, 9))
+    def turn(self, which: int) -> None:
+        """Something happens to the trial that has nothing to do with its checkpoints."""
+        self._alive()
+        possible = sorted(AFTER[self.model.status])
+        self._turn(possible[which % len(possible)])
+
+    def _turn(self, what: str) -> None:
+        assert self.owner
+        self.owner.append([happening(what, KEY.trial)])
+        self.model.status = AFTER[self.model.status][what]
+        if self.model.status != "running":
+            self.owner.waiting.clear()
+
     # -------------------------------------------------------------------------------------- what it does
 
     def _train(self, steps: int) -> Session:
-        owner = self._alive()
+        owner = self._running()
         for _ in range(steps):
             owner.train()
         self.model.step += steps
@@ -145,25 +190,20 @@ class Trial(RuleBasedStateMachine):
     @rule(cause=st.sampled_from([Cause.MACHINE, Cause.USER, Cause.PREEMPTED]), gives_up_on_a_save=st.booleans())
     def fail_and_go_on(self, cause: Cause, *, gives_up_on_a_save: bool) -> None:
         """Another attempt by the same owner; the save that the last one could not settle is none."""
-        owner = self._alive()
+        owner = self._running()
         if gives_up_on_a_save:
             self._train(1).publish()
         owner.append([AttemptEnded(trial=KEY.trial, cause=cause, message="x")])
         owner.waiting.clear()
-        self._go_on()
-
-    @rule()
-    def finish_and_extend(self) -> None:
-        owner = self._alive()
-        owner.append([Finished(trial=KEY.trial, reason="enough")])
-        owner.append([Requeued(trial=KEY.trial, reason="more")])
-        owner.waiting.clear()
+        self.model.status = "pending"
         self._go_on()
 
     def _go_on(self) -> None:
         """An attempt begins: from the newest checkpoint that is whole, and from no other."""
         assert self.owner
+        self.owner.waiting.clear()
         self.owner.start()
+        self.model.status = "running"
         while self.model.live and self._is_damaged(self.model.live[-1]):
             self.model.live.pop()
         self.model.step = self.model.live[-1][0] if self.model.live else 0
@@ -196,7 +236,10 @@ class Trial(RuleBasedStateMachine):
         if what == "collect":
             zombie.collect(zombie.doomed)
             return
-        zombie.train()
+        if zombie.trial.status.value != "running":
+            what = "append"
+        else:
+            zombie.train()
         if what == "publish":
             zombie.publish()
             return
@@ -245,20 +288,56 @@ class Trial(RuleBasedStateMachine):
 
     @precondition(lambda self: self.owner)
     @invariant()
+    def it_is_where_it_is_said_to_be(self) -> None:
+        assert self.owner
+        assert self.owner.trial.status.value == self.model.status
+
+    @precondition(lambda self: self.owner)
+    @invariant()
     def whatever_is_of_no_use_can_be_found(self) -> None:
         assert self.owner
         assert what_lies_about(self.store, self.owner.trial) == []
 
 
-TestTrial = Trial.TestCase
-TestTrial.settings = settings(
-    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+CI = settings(
+    max_examples=200,
+    stateful_step_count=20,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+DEEP = settings(CI, max_examples=2000, stateful_step_count=50, derandomize=False)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Status, type[OneTrialsEvent]]]:
+    """Return which transitions trials have gone through in the test."""
+    found, real = set(), folding.after
+
+    def watched(trial: trials.Trial, event: OneTrialsEvent, number: int) -> trials.Trial:
+        then = real(trial, event, number)
+        found.add((trial.status, type(event)))
+        return then
+
+    monkeypatch.setattr(folding, "after", watched)
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_seen(
+    seen: set[tuple[trials.Status, type[OneTrialsEvent]]], record_property: Callable[[str, object], None]
+) -> None:
+    run_state_machine_as_test(Trial, settings=CI)
+    run_state_machine_as_test(Family, settings=settings(CI, max_examples=30))
+    assert set(trials.NEXT) - seen == set()
+    record_property("figure: transitions of a trial, each seen by the state machines", len(trials.NEXT))
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(3600)
-class TestTrialDeeply(Trial.TestCase):  # type: ignore[misc, valid-type]  # Hypothesis makes it at run time
-    settings = settings(
-        max_examples=1500, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("machine", "examples"), [(Trial, 2000), (Family, 600)])
+def test_whatever_happens_for_long_it_is_as_the_models_have_it(
+    machine: type[RuleBasedStateMachine], examples: int
+) -> None:
+    run_state_machine_as_test(machine, settings=settings(DEEP, max_examples=examples))

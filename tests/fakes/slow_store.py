@@ -59,6 +59,11 @@ class SlowStore:
         self._time_passes()
         return self.inner.list(prefix, after=after)
 
+    def lose(self, soon: int, delay: int | None) -> None:
+        """Lose track of the write that comes `soon`, 1 for the next, unless another one is on its way."""
+        if self._on_its_way is None:
+            self._nth, self._delay = self.writes + soon, delay
+
     def _is_lost(self, write: Callable[[], None]) -> bool:
         self._time_passes()
         self.writes += 1

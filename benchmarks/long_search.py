@@ -1,0 +1,168 @@
+"""A search of 100, 1,000 and 10,000 trials as `pt.tune` runs it, and `pt.resume` goes on with it, but for the training.
+
+    python -m benchmarks.long_search [--trials 100 1000 10000] [--scheduler asha]
+
+The crew is an actor (`tests/fakes/acting_crew.py`): trials say at once what real ones say in hours, and everything
+else is real: flow, tasks, search, scheduler, journal, on a target in memory (/dev/shm). Each size is run by a process
+of its own, and resumed by another one, which is asked for one more sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+_REPOSITORY = Path(__file__).parents[1]
+_NAME = "long"
+_STEPS = 9
+_SLOTS = 16
+
+
+def _memory_mib(field: str) -> int:
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) >> 10
+
+
+class _Meter:
+    """What a run of the flow asks of the target, and what it has cost by the time a trial starts."""
+
+    def __init__(self) -> None:
+        self.operations: Counter[str] = Counter()
+        self.began = (time.perf_counter(), time.process_time())
+        self.at_first: dict[str, Any] = {}
+        self.cpu_at: dict[str, float] = {}
+
+    def started(self, trial: str) -> None:
+        self.cpu_at[trial] = time.thread_time()
+        if not self.at_first:
+            wall, cpu = self.began
+            self.at_first = {
+                "seconds": time.perf_counter() - wall,
+                "cpu": time.process_time() - cpu,
+                **{name: self.operations[name] for name in ("read", "list", "size")},
+                "mib": _memory_mib("VmRSS"),
+            }
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        from prefect_tune.stores.posix import PosixStore
+
+        def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                self.operations[name] += 1
+                return real(*args, **options)
+
+            return call
+
+        names = ("read", "list", "size", "create", "put", "delete")
+        with patch.multiple(PosixStore, **{name: counted(name, getattr(PosixStore, name)) for name in names}):
+            yield
+
+
+def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[str, Any]:
+    """Run the search, or resume it, in this process."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    import prefect_tune as pt
+    from prefect_tune.flows import search
+    from tests.fakes.acting_crew import ActingCrew
+
+    schedulers = {
+        "fifo": pt.FIFO(),
+        "asha": pt.ASHA(_STEPS),
+        "promotion": pt.ASHA(_STEPS, variant="promotion"),
+    }
+    space = {"lr": pt.loguniform(1e-4, 1e-1), "width": pt.choice([32, 64, 128]), "act": "relu", "betas": [0.9, 0.999]}
+    meter = _Meter()
+    crew = ActingCrew(_STEPS, meter.started)
+    with (
+        prefect_test_harness(server_startup_timeout=300),
+        patch.object(search, "LocalCrew", lambda *_args, **_options: crew),
+        meter.counting(),
+    ):
+        before = _memory_mib("VmRSS")
+        meter.began = (time.perf_counter(), time.process_time())
+        if act == "run":
+            results = pt.tune(
+                "benchmarks.trivial:train",
+                space=space,
+                target=target,
+                experiment=_NAME,
+                metric="loss",
+                num_samples=trial_count,
+                scheduler=schedulers[scheduler],
+                stop={"step": _STEPS},
+                max_concurrent_trials=_SLOTS,
+                isolation="thread",
+            )
+        else:
+            results = pt.resume(_NAME, target=target, num_samples=trial_count + 1)
+    wall, cpu = meter.began
+    return {
+        "trials": len(results.trials),
+        "entries": results.experiment.number,
+        "reports": crew.report_count,
+        "first": meter.at_first,
+        "seconds": time.perf_counter() - wall,
+        "cpu": time.process_time() - cpu,
+        "loop_cpu": _spans(meter.cpu_at),
+        "operations": dict(meter.operations),
+        "before_mib": before,
+        "peak_mib": _memory_mib("VmHWM"),
+        "threads": threading.active_count(),
+    }
+
+
+def _spans(cpu_at: Mapping[str, float]) -> list[float]:
+    """CPU seconds of the driver's thread for each trial, in tenths of the search."""
+    times = list(cpu_at.values())
+    if len(times) < 20:
+        return []
+    tenth = len(times) // 10
+    return [(times[at + tenth - 1] - times[at]) / (tenth - 1) for at in range(0, tenth * 10, tenth)]
+
+
+def _measured(act: str, target: Path, trial_count: int, scheduler: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.long_search", "--act", act, "--target", str(target)]
+    command += ["--trials", str(trial_count), "--scheduler", scheduler]
+    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, check=False, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, nargs="+", default=[100, 1000, 10_000])
+    parser.add_argument("--scheduler", choices=("fifo", "asha", "promotion"), default="asha")
+    parser.add_argument("--act", choices=("run", "resume"))
+    parser.add_argument("--target")
+    asked = parser.parse_args()
+    if asked.act:
+        print(json.dumps(_search(asked.act, asked.target, asked.trials[0], asked.scheduler)))
+        return
+    for count in asked.trials:
+        room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm"))
+        try:
+            run = _measured("run", room, count, asked.scheduler)
+            print("run", json.dumps(run), flush=True)
+            resumed = _measured("resume", room, count, asked.scheduler)
+            print("resume", json.dumps(resumed), flush=True)
+        finally:
+            shutil.rmtree(room)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,48 @@
+"""What can happen to a trial besides a start, as plain words: for models that share no code with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prefect_tune.core.events import AttemptEnded, Cause, Finished, GaveUp, OneTrialsEvent, Paused, Requeued, Resumed
+
+__all__ = ["AFTER", "happening"]
+
+AFTER: Mapping[str, Mapping[str, str]] = {
+    "running": {
+        "attempt-ended": "pending",
+        "finished": "finished",
+        "gave-up": "errored",
+        "paused": "paused",
+        "resumed": "running",
+    },
+    "pending": {
+        "finished": "finished",
+        "gave-up": "errored",
+        "requeued": "pending",
+        "paused": "paused",
+        "resumed": "pending",
+    },
+    "paused": {"resumed": "pending", "finished": "finished"},
+    "finished": {"requeued": "pending", "gave-up": "errored"},
+    "errored": {"requeued": "pending"},
+}
+"""What may happen where, and where the trial is then. A start leads from "pending" and "paused" to "running"."""
+
+
+def happening(what: str, trial: str) -> OneTrialsEvent:
+    """Return the event."""
+    match what:
+        case "attempt-ended":
+            return AttemptEnded(trial=trial, cause=Cause.USER, message="x")
+        case "finished":
+            return Finished(trial=trial, reason="enough")
+        case "gave-up":
+            return GaveUp(trial=trial, cause=Cause.USER, message="x")
+        case "paused":
+            return Paused(trial=trial, reason="others are better")
+        case "resumed":
+            return Resumed(trial=trial)
+        case "requeued":
+            return Requeued(trial=trial, reason="more")
+    raise AssertionError(what)
