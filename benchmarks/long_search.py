@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,7 +66,9 @@ class _Meter:
             return call
 
         names = ("read", "list", "size", "create", "put", "delete")
-        with patch.multiple(PosixStore, **{name: counted(name, getattr(PosixStore, name)) for name in names}):
+        with ExitStack() as patched:
+            for name in names:
+                patched.enter_context(patch.object(PosixStore, name, counted(name, getattr(PosixStore, name))))
             yield
 
 
