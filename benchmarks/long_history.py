@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prefect_tune.core import journal
 from prefect_tune.core.events import (
@@ -63,8 +64,8 @@ def write_history(trial_count: int) -> History:
     entries, segments = _Watched(), _Watched()
     state = journal.take_over(entries.store, NAME, OWNER, new_stamp(0), side_by_side=map)
     for say in _search(trial_count):
-        state = entries.watch(lambda say=say, state=state: _next(entries.store, state, say(state)))
-        segments.watch(lambda state=state: write_due_segment(segments.store, state))
+        state = entries.watch(partial(_next, entries.store, state, say(state)))
+        segments.watch(partial(write_due_segment, segments.store, state))
         if state.number == _ENTRIES_OF_A_TRIAL * trial_count - 1:
             break
     count = state.number
@@ -139,7 +140,12 @@ def _search(trial_count: int) -> Iterator[_Say]:
 
 
 def _life(trial: str, number: int) -> Iterator[_Say]:
-    config = {"lr": 10 ** -(1 + number % 40 / 10), "layers": number % 7, "width": 32 << number % 5, "seed": number}
+    config: dict[str, object] = {
+        "lr": 10 ** -(1 + number % 40 / 10),
+        "layers": number % 7,
+        "width": 32 << number % 5,
+        "seed": number,
+    }
     config |= {"activation": "relu", "optimizer": {"name": "adam", "betas": [0.9, 0.999]}}
     yield lambda _: [TrialAdded(trial=trial, config=config)]
     yield lambda _: [Started(trial=trial, attempt=1, from_step=0)]

@@ -125,4 +125,4 @@ def test_what_others_found_is_told_to_the_search_that_is_repeated_without_the_co
     search, report = Search(), StepReport(step=1, metrics={"loss": 1.0})
     proposals = Repeated(search, 2, index_as="seed").begin(SPACE, None, 1)
     assert proposals.learn({"lr": 0.5, "seed": 1}, report, stopped=True)
-    assert search.heard == [({"lr": 0.5}, report, True)]
+    assert str(search.heard) == str([({"lr": 0.5}, report, True)])
