@@ -294,10 +294,10 @@ class Driver:
             self._stopping.finish(trial.trial)
         elif trial.status is Status.PENDING and trial.cause is not None and began:
             self._judge.failed(trial, trial.cause)
-        elif trial.status is Status.RUNNING or (over.error is not None and trial.status is Status.PENDING):
-            self._judge.lost(trial.trial, over.error)
-        elif trial.status is Status.PENDING:
+        elif trial.status is Status.PENDING and self._stopping.ends:
             self._startable.append(trial.trial)  # it was stopped before it began
+        elif trial.status in (Status.PENDING, Status.RUNNING):
+            self._judge.lost(trial.trial, over.error)
         else:
             self._let_exploit(trial)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -67,6 +68,7 @@ class OnDeployment:
     def __init__(self, deployment: str, job_variables: Mapping[str, Any] | None = None) -> None:
         self._deployment = deployment
         self._job_variables = dict(job_variables) if job_variables else None
+        self._begun: Counter[str] = Counter()
 
     def require(self, plan: TrialPlan) -> None:
         """Find out before anything is written whether it can be done.
@@ -86,6 +88,10 @@ class OnDeployment:
 
     def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
         del line  # made there, of the same parts
+        key = _key(plan, attempt)
+        self._begun[key] += 1
+        if (times := self._begun[key]) > 1:  # its run is over, and no attempt came of it
+            key = f"{key}/{times}"
         run = self._run(
             plan,
             {
@@ -93,7 +99,7 @@ class OnDeployment:
                 "orders": orders_as_parameters(orders),
                 "attempt": attempt,
             },
-            _key(plan, attempt),
+            key,
         )
         log = get_run_logger()
         log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)

@@ -11,7 +11,7 @@ from datetime import timedelta
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.answers import UNASKED, read_answer
 from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.events import Event
+from prefect_tune.core.events import Event, Started
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.store import ObjectStore
@@ -76,7 +76,11 @@ class StoreLine:
             self._asks.set()
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        """The journal lies where its reader looks."""
+        """The journal lies where its reader looks, and answers what it says: it alone knows the attempt's number."""
+        del experiment
+        for event in events:
+            if isinstance(event, Started):
+                self._attempt = event.attempt
 
     def close(self) -> None:
         """Look for no more answers."""
