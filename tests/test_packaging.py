@@ -119,10 +119,10 @@ def test_the_flow_is_public_and_its_module_keeps_its_dotted_path() -> None:
     assert module.durable_trainable is flow
 
 
-@pytest.mark.parametrize("lock", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.name)
-def test_a_lock_names_exact_versions_and_hashes_and_no_address(lock: Path) -> None:
+@pytest.mark.parametrize("lock", ["demo.txt", "dev.txt"])
+def test_a_lock_names_exact_versions_and_hashes_and_no_address(lock: str) -> None:
     requirement = re.compile(r"[a-z0-9.-]+==\S+( ; [^\\]+)? \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+")
-    assert requirement.sub("", lock.read_text()) == ""
+    assert requirement.sub("", (ROOT / "requirements" / lock).read_text()) == ""
 
 
 def test_the_lock_of_the_demo_is_part_of_the_lock_of_the_tests() -> None:

@@ -129,7 +129,10 @@ def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path)
         ({"search": 3}, "search: expected one"),
         ({"space": {"x": {"unifrom": [0, 1]}}}, "unifrom"),
         ({"trials": "deployment"}, "another machine has to import the trainable"),
-        ({"trials": "deployment", "trainable": MOODY}, "there is no deployment 'train-trial/train-trial'"),
+        (
+            {"trials": "deployment", "trainable": MOODY, "trial_deployment": "train-trial/nobodys"},
+            "there is no deployment 'train-trial/nobodys'",
+        ),
         ({"callbacks": [3]}, "callback"),
         ({"mode": ["min", "max"]}, "mode"),
     ],
