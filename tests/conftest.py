@@ -25,12 +25,10 @@ os.environ |= {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that need a Prefect server in one worker: one server for all of them, not one each."""
+    """Give the tests that need a Prefect server time: the first of them waits for it to start."""
     for item in items:
-        if "prefect_server" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("prefect_server"))
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(300))  # the first of them waits for the server to start
+        if "prefect_server" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 def pytest_unconfigure() -> None:

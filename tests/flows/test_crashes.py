@@ -49,6 +49,7 @@ def test_a_kill_during_an_overlapping_upload_loses_only_that_upload(
     struck(Campaign(drivers, local_target, tmp_path, "flow", seed=2, commit="async"), 3)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_a_function_trainable_that_is_killed_ends_bit_identical(
     drivers: Drivers, local_target: StorageTarget, tmp_path: Path, struck: Struck

@@ -83,6 +83,7 @@ def s3_at_same(target: S3Target, port: int) -> S3Target:
     return S3Target(**{**target.model_dump(), "endpoint_url": f"http://127.0.0.1:{port}"})
 
 
+@pytest.mark.deep
 def test_a_store_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
     drivers: Drivers, s3_port: int, tmp_path: Path
 ) -> None:

@@ -132,13 +132,16 @@ def test_two_runs_that_resume_at_the_same_moment_leave_one_owner(
     assert loser["error"] == "Superseded"
 
 
-@pytest.mark.parametrize(("frozen", "wakes"), [("flow", "during"), ("machine", "after")])
+@pytest.mark.parametrize(
+    ("frozen", "wakes"), [pytest.param("flow", "during", marks=pytest.mark.deep), ("machine", "after")]
+)
 def test_an_owner_that_was_paused_past_the_takeover_commits_and_deletes_nothing(
     contest: _Contest, frozen: str, wakes: str
 ) -> None:
     _woken_owner_is_harmless(contest, frozen, wakes, random.Random(f"{frozen} {wakes}"))
 
 
+@pytest.mark.deep
 def test_an_owner_that_was_paused_on_an_object_store_commits_and_deletes_nothing(
     drivers: Drivers, s3_target: StorageTarget, tmp_path: Path
 ) -> None:

@@ -82,7 +82,7 @@ def _ended_by(driver: Driver, number: signal.Signals, *, within: float) -> Mappi
     return outcome
 
 
-@pytest.mark.parametrize(("grace_seconds", "commit"), [(2, "async"), (30, "sync")])
+@pytest.mark.parametrize(("grace_seconds", "commit"), [pytest.param(2, "async", marks=pytest.mark.deep), (30, "sync")])
 def test_a_terminated_flow_saves_its_last_step_and_ends_resumable(
     preempted: _Preempted, grace_seconds: float, commit: Literal["sync", "async"]
 ) -> None:
@@ -110,6 +110,7 @@ def test_a_trial_that_cannot_save_within_the_grace_is_ended_and_loses_at_most_an
     preempted.require_resumable()
 
 
+@pytest.mark.deep
 def test_a_terminated_flow_does_not_wait_for_a_hung_target_beyond_its_grace(
     drivers: Drivers, s3_port: int, tmp_path: Path
 ) -> None:

@@ -191,6 +191,7 @@ def test_a_journal_that_does_not_hold_together_is_an_error_and_no_fresh_start(
     assert not objects(local_target, "new")
 
 
+@pytest.mark.deep
 def test_a_target_that_cannot_be_reached_is_an_error_and_its_state_is_nowhere_else() -> None:
     target = s3_at(free_port(), request_timeout_seconds=2)
     with pytest.raises(StoreUnavailable):
