@@ -2,7 +2,7 @@
 
 PYTHON ?= python3.11
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3  # for two cores: the tests wait for other processes much of the time
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.8  # writes the locks; nothing else needs it
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = [
     "heard",
     "log_to",
     "metrics_of",
+    "nothing_left",
     "open_descriptors",
     "start_of",
     "until",
@@ -161,6 +163,16 @@ def children_of(pid: int) -> list[int]:
 
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Fail when more descriptors are open or more threads run after the block; what others had may end meanwhile."""
+    before = open_descriptors(), threading.active_count()
+    yield
+    after = open_descriptors(), threading.active_count()
+    assert after[0] <= before[0], f"{after[0]} descriptors, {before[0]} before"
+    assert after[1] <= before[1], f"{after[1]} threads, {before[1]} before"
 
 
 def _shown(pid: int) -> str:

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import pytest
 
 from prefect_tune.tasks.trial_output import TrialOutput
-from tests.fakes.nurseries import Hearing, log_to, open_descriptors, until
+from tests.fakes.nurseries import Hearing, log_to, nothing_left, until
 
 
 @pytest.fixture
@@ -106,13 +106,12 @@ WHO: ContextVar[str] = ContextVar("who")
 
 
 def test_lines_are_logged_in_the_context_of_who_started_it_and_nothing_is_left(pipe: tuple[int, int]) -> None:
-    before = open_descriptors(), threading.active_count()
-    WHO.set("this task")
-    hearing = Hearing(WHO.get)
-    output = TrialOutput(log_to(hearing))
-    output.start(pipe[0])
-    os.write(pipe[1], b"one\n")
-    output.stop()
-    output.stop()
-    assert hearing.answers == ["this task"]
-    assert (open_descriptors(), threading.active_count()) == before
+    with nothing_left():
+        WHO.set("this task")
+        hearing = Hearing(WHO.get)
+        output = TrialOutput(log_to(hearing))
+        output.start(pipe[0])
+        os.write(pipe[1], b"one\n")
+        output.stop()
+        output.stop()
+        assert hearing.answers == ["this task"]

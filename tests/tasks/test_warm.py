@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,7 +16,18 @@ from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.wire import Broke, Leave, Loaded, Saved, StepDone, StopAndSave, TrialEnded
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.trial_channel import trial_in_place, trial_process
-from tests.fakes.nurseries import Family, Hearing, family, heard, log_to, metrics_of, open_descriptors, start_of, until
+from tests.fakes.nurseries import (
+    Family,
+    Hearing,
+    family,
+    heard,
+    log_to,
+    metrics_of,
+    nothing_left,
+    open_descriptors,
+    start_of,
+    until,
+)
 from tests.trainables.forked import AnotherKind, Resettable, looks_around
 from tests.trainables.witness import told
 
@@ -313,6 +323,5 @@ def test_at_the_end_who_waits_cleans_up_and_ends(tmp_path: Path, witness: Path) 
 
 def test_100_trials_in_kept_processes_leave_neither_descriptors_nor_threads(trained: Trained) -> None:
     trained(0)
-    before = open_descriptors(), threading.active_count()
-    assert len({trained(x)["pid"] for x in range(100)}) == 1
-    assert (open_descriptors(), threading.active_count()) == before
+    with nothing_left():
+        assert len({trained(x)["pid"] for x in range(100)}) == 1
