@@ -1,6 +1,6 @@
 """A search of 100, 1,000 and 10,000 trials as `pt.tune` runs it, and `pt.resume` goes on with it, but for the training.
 
-    python -m benchmarks.long_search [--trials 100 1000 10000] [--scheduler asha]
+    python -m benchmarks.long_search [--write] [--trials 100 1000 10000] [--scheduler asha]
 
 The crew is an actor (`tests/fakes/acting_crew.py`): trials say at once what real ones say in hours, and everything
 else is real: flow, tasks, search, scheduler, journal, on a target in memory (/dev/shm). Each size is run by a process
@@ -18,11 +18,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from benchmarks.tables import circumstances, table, write
 
 _REPOSITORY = Path(__file__).parents[1]
 _NAME = "long"
@@ -145,8 +147,47 @@ def _measured(act: str, target: Path, trial_count: int, scheduler: str) -> dict[
     return found
 
 
+def _both(trial_count: int, scheduler: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return what the search and its resume measured, each in a process of its own."""
+    room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm"))
+    try:
+        run = _measured("run", room, trial_count, scheduler)
+        return run, _measured("resume", room, trial_count, scheduler)
+    finally:
+        shutil.rmtree(room)
+
+
+_Row = tuple[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]]
+_ROWS: list[_Row] = [
+    ("entries of the journal", lambda run, _: f"{run['entries']:,}"),
+    ("reports", lambda run, _: f"{run['reports']:,}"),
+    ("**search**: CPU, ms per trial", lambda run, _: f"{1e3 * run['cpu'] / run['trials']:.1f}"),
+    ("of the driver's thread: in the first tenth → in the last", lambda run, _: _first_and_last(run["loop_cpu"])),
+    ("objects written per trial", lambda run, _: f"{_written(run) / run['trials']:.2f}"),
+    ("objects read and listed per trial", lambda run, _: f"{_looked(run['operations']) / run['trials']:.2f}"),
+    ("memory, MiB: before → peak", lambda run, _: f"{run['before_mib']} → {run['peak_mib']}"),
+    ("**resume**: s until a trial starts (≤ 5)", lambda _, it: f"**{it['first']['seconds']:.2f}**"),
+    ("objects read until then (≤ 20)", lambda _, it: f"**{it['first']['read']}**"),
+    ("listings and looks at sizes", lambda _, it: f"{it['first']['list']} and {it['first']['size']}"),
+    ("memory, MiB: before → peak", lambda _, it: f"{it['before_mib']} → {it['peak_mib']}"),
+]
+
+
+def _first_and_last(spans: Sequence[float]) -> str:
+    return f"{1e3 * spans[0]:.1f} → {1e3 * spans[-1]:.1f}" if spans else ""
+
+
+def _written(run: Mapping[str, Any]) -> int:
+    return int(run["operations"].get("create", 0) + run["operations"].get("put", 0))
+
+
+def _looked(operations: Mapping[str, int]) -> int:
+    return operations.get("read", 0) + operations.get("list", 0)
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
     parser.add_argument("--trials", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--scheduler", choices=("fifo", "asha", "promotion"), default="asha")
     parser.add_argument("--act", choices=("run", "resume"))
@@ -155,15 +196,13 @@ def _main() -> None:
     if asked.act:
         print(json.dumps(_search(asked.act, asked.target, asked.trials[0], asked.scheduler)))
         return
-    for count in asked.trials:
-        room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm"))
-        try:
-            run = _measured("run", room, count, asked.scheduler)
-            print("run", json.dumps(run), flush=True)
-            resumed = _measured("resume", room, count, asked.scheduler)
-            print("resume", json.dumps(resumed), flush=True)
-        finally:
-            shutil.rmtree(room)
+    found = [_both(count, asked.scheduler) for count in asked.trials]
+    head = [f"trials, {asked.scheduler}", *(f"{run['trials']:,}" for run, _ in found)]
+    rows = [[what, *(shown(*both) for both in found)] for what, shown in _ROWS]
+    text = f"{table(head, rows)}\n\n{circumstances('prefect', 'pydantic')}"
+    print(text)
+    if asked.write:
+        write("long_search", text)
 
 
 if __name__ == "__main__":

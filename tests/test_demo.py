@@ -221,7 +221,7 @@ def test_a_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
         "import os, signal, sys; from pathlib import Path\n"
         "from prefect_tune.demo.server import temporary_server\n"
         "with temporary_server(Path(sys.argv[1])) as server:\n"
-        "    print(server.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "    print(server.server.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "home")], capture_output=True, text=True, check=False

@@ -58,7 +58,9 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
         *("--space", tmp_path / "space.yaml", "--set", "depth.of.it=[1, 2]", "--mode", "max", "--num-samples", 2),
         *("--scheduler", '{"ASHA": {"max_t": 4}}', "--search", '{"RandomSearch": {"num_samples": 2}}', "--seed", 7),
         *("--stop", "step=2", "--max-concurrent-trials", 1, "--checkpoint-every", 1, "--keep-last", 1),
-        *("--max-failures", 2, "--fail-fast", "--isolation", "thread", "--json"),
+        *("--max-failures", 2, "--fail-fast", "--isolation", "thread", "--json", "--resource", "cpu=0.5"),
+        *("--tag", "mine", "--grace-period-seconds", 3, "--silence-timeout-seconds", 60, "--resume", "never"),
+        *("--on-code-change", "refuse"),
     )
     assert done.code == 0
     shown = json.loads(done.out)
@@ -123,6 +125,10 @@ def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> 
         (["--set", "a=1", "--set", "a.b=2"], "--set 'a.b=2': 'a' is no object"),
         (["--stop", "loss"], "--stop 'loss': expected step=100, or package.module:name"),
         (["--stop", "step=true"], "--stop 'step=true': expected step=100, or package.module:name"),
+        (["--stop", '{"step": "many"}'], "stop"),
+        (["--resource", "gpu=all"], "--resource 'gpu=all': expected name=number"),
+        (["--resource", "gqu=1"], "resources_per_trial"),
+        (["--job-variable", "memory"], "--job-variable 'memory': expected name=value"),
         (["--space", "nowhere.json"], "--space nowhere.json: [Errno 2] No such file or directory: 'nowhere.json'"),
         (["--space", "README.md"], "--space README.md: is no JSON: "),
         (["--scheduler", "{ASHA}"], "--scheduler: is no JSON: "),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, app
-from prefect_tune.cli.spoken import space_from, spelling_from, stop_from
+from prefect_tune.cli.spoken import numbers_from, space_from, spelling_from, stop_from, values_from
 from prefect_tune.core.errors import TuneError
 
 if TYPE_CHECKING:
@@ -40,6 +40,17 @@ class _Isolation(StrEnum):
     THREAD = "thread"
 
 
+class _Resume(StrEnum):
+    AUTO = "auto"
+    MUST = "must"
+    NEVER = "never"
+
+
+class _OnCodeChange(StrEnum):
+    WARN = "warn"
+    REFUSE = "refuse"
+
+
 def _asks(option: str, metavar: str, about: str, *, at_least: int | None = None) -> typer.models.OptionInfo:
     """An option whose help fits a terminal of 80 columns."""
     found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False, min=at_least)
@@ -64,6 +75,18 @@ _Failures = Annotated[
 ]
 _Runs = Annotated[_Trials, typer.Option(metavar="WHERE", help="tasks of this run, or deployment: a flow run each.")]
 _Deployment = Annotated[str, _asks("--trial-deployment", "NAME", "For --trials deployment.")]
+_Resources = Annotated[list[str] | None, _asks("--resource", "NAME=N", "Each trial's own, as gpu=0.5 or cpu=2.")]
+_Variables = Annotated[list[str] | None, _asks("--job-variable", "NAME=VALUE", "For each run of the deployment.")]
+_Tags = Annotated[list[str] | None, _asks("--tag", "TAG", "Of each attempt's run; Prefect's tag limits hold.")]
+_Limits = Annotated[
+    list[str] | None, _asks("--concurrency-limit", "NAME", "A global limit; each attempt waits for it.")
+]
+_Grace = Annotated[float, _asks("--grace-period-seconds", "S", "To save in, once it is told to end. Default: 25.")]
+_Silence = Annotated[
+    float | None, _asks("--silence-timeout-seconds", "S", "Silent for so long, a trial is started again.")
+]
+_Beginning = Annotated[_Resume, typer.Option(metavar="HOW", help="auto, must (be there), or never (go on).")]
+_Changed = Annotated[_OnCodeChange, typer.Option(metavar="WHAT", help="warn, or refuse to go on with other source.")]
 _In = Annotated[_Isolation, typer.Option(metavar="WHAT", help="process of its own, or thread.")]
 
 
@@ -88,10 +111,18 @@ def run(
     keep_last: _Kept = None,
     max_failures: _Failures = 0,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End at the first trial that errors.")] = False,
-    callback: Annotated[list[str] | None, _asks("--callback", "MODULE:NAME", "Who hears of the trials.")] = None,
+    callbacks: Annotated[list[str] | None, _asks("--callback", "MODULE:NAME", "Who hears of the trials.")] = None,
     trials: _Runs = _Trials.TASKS,
     trial_deployment: _Deployment = "train-trial/train-trial",
+    trial_job_variables: _Variables = None,
+    trial_tags: _Tags = None,
+    concurrency_limits: _Limits = None,
+    resources_per_trial: _Resources = None,
     isolation: _In = _Isolation.PROCESS,
+    grace_period_seconds: _Grace = 25,
+    silence_timeout_seconds: _Silence = None,
+    resume: _Beginning = _Resume.AUTO,
+    on_code_change: _Changed = _OnCodeChange.WARN,
     as_json: AsJson = False,
 ) -> None:
     """Search a space for the best configuration of MODULE:NAME; go on where an earlier run of EXPERIMENT ended.
@@ -102,28 +133,9 @@ def run(
       --set "lr=loguniform(1e-4,1e-1)" --metric loss --num-samples 20
       --scheduler ASHA --stop step=100
     """
-    asked: dict[str, Any] = {
-        "target": target,
-        "experiment": experiment,
-        "metric": _one_or_more(metric),
-        "mode": _one_or_more([each.value for each in mode or ()]) or "min",
-        "num_samples": num_samples,
-        "scheduler": spelling_from(scheduler, "--scheduler"),
-        "search": spelling_from(search, "--search"),
-        "warm_start": warm_start,
-        "seed": seed,
-        "stop": stop_from(stop or ()),
-        "max_concurrent_trials": max_concurrent_trials,
-        "time_budget_seconds": time_budget_seconds,
-        "fail_fast": fail_fast,
-        "callbacks": callback,
-        "trials": trials.value,
-        "trial_deployment": trial_deployment,
-        "isolation": isolation.value,
-        **_policies(checkpoint_every, keep_last, max_failures),
-    }
+    given = dict(locals())  # the options, most of them called as the flow's parameters
     found = space_from(space, settings or ())
-    _searched(lambda: _tuned(trainable, found, asked), target, experiment, as_json=as_json)
+    _searched(lambda: _tuned(trainable, found, _of_flow(given)), target, experiment, as_json=as_json)
 
 
 @app.command(rich_help_panel=SEARCH)
@@ -165,6 +177,23 @@ def resume(
         "search": spelling_from(search, "--search"),
     }
     _searched(lambda: _resumed(experiment, asked), target, fork or experiment, as_json=as_json)
+
+
+def _of_flow(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `run`'s options as the parameters of the flow."""
+    others = {"trainable", "space", "settings", "as_json", "checkpoint_every", "keep_last", "max_failures"}
+    asked = {name: each.value if isinstance(each, StrEnum) else each for name, each in given.items()}
+    return {
+        **{name: each for name, each in asked.items() if name not in others},
+        "metric": _one_or_more(given["metric"]),
+        "mode": _one_or_more([each.value for each in given["mode"] or ()]) or "min",
+        "scheduler": spelling_from(given["scheduler"], "--scheduler"),
+        "search": spelling_from(given["search"], "--search"),
+        "stop": stop_from(given["stop"] or ()),
+        "trial_job_variables": values_from(given["trial_job_variables"] or (), "--job-variable"),
+        "resources_per_trial": numbers_from(given["resources_per_trial"] or (), "--resource"),
+        **_policies(given["checkpoint_every"], given["keep_last"], given["max_failures"]),
+    }
 
 
 def _tuned(trainable: str, space: dict[str, Any], asked: Mapping[str, Any]) -> Results:

@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["space_from", "spelling_from", "stop_from"]
+__all__ = ["numbers_from", "space_from", "spelling_from", "stop_from", "values_from"]
 
 _CALL = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -95,21 +95,46 @@ def _plain(text: str) -> Any:
         return float(text) if _DECIMAL.fullmatch(text) else text
 
 
-def stop_from(criteria: Sequence[str]) -> str | dict[str, float] | None:
-    """Return what `step=100` says, of several whatever comes first; or `package.module:Name`, as it is.
+def stop_from(criteria: Sequence[str]) -> str | dict[str, Any] | None:
+    """Return what `step=100` says, of several whatever comes first; `package.module:Name`, as it is; JSON, as it says.
 
     Raises:
-        InvalidInput: it is neither.
+        InvalidInput: it is none of them.
     """
-    if len(criteria) == 1 and ":" in criteria[0] and "=" not in criteria[0]:
-        return criteria[0]
-    found: dict[str, float] = {}
-    for each in criteria:
-        name, _, number = each.partition("=")
-        value = _plain(number)
-        if not name or isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidInput(f"--stop {each!r}: expected step=100, or package.module:name")
-        found[name] = value
+    match criteria:
+        case [text] if text.lstrip().startswith("{"):
+            found: dict[str, Any] = _json(text, "--stop")
+            return found
+        case [name] if ":" in name and "=" not in name:
+            return name
+    return numbers_from(criteria, "--stop", "step=100, or package.module:name")
+
+
+def numbers_from(settings: Sequence[str], option: str, expected: str = "name=number") -> dict[str, float] | None:
+    """Return what `name=number` says, all of them together; None of nothing.
+
+    Raises:
+        InvalidInput: one says something else.
+    """
+    for setting in settings:
+        found = _plain(setting.partition("=")[2])
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise InvalidInput(f"{option} {setting!r}: expected {expected}")
+    return values_from(settings, option, expected)
+
+
+def values_from(settings: Sequence[str], option: str, expected: str = "name=value") -> dict[str, Any] | None:
+    """Return what `name=value` says, all of them together, each value as JSON or a text; None of nothing.
+
+    Raises:
+        InvalidInput: one says something else.
+    """
+    found: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not (name and equals):
+            raise InvalidInput(f"{option} {setting!r}: expected {expected}")
+        found[name] = _plain(text)
     return found or None
 
 
