@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 from pydantic import ConfigDict, Field, HttpUrl, field_serializer, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticSerializationError
 
 from prefect_tune.blocks.azure_target import AzureTarget
 from prefect_tune.blocks.form import Form
@@ -17,7 +18,7 @@ from prefect_tune.blocks.fsspec_target import FsspecTarget
 from prefect_tune.blocks.gcs_target import GcsTarget
 from prefect_tune.blocks.local_target import LocalTarget
 from prefect_tune.blocks.logos import PREFECT_LOGO
-from prefect_tune.blocks.resolve import resolve_target, target_from_fields, validate_target
+from prefect_tune.blocks.resolve import resolve_target, target_from_fields, target_reference, validate_target
 from prefect_tune.blocks.s3_target import S3Target
 from prefect_tune.blocks.target import StorageTarget
 from prefect_tune.core.errors import InvalidInput
@@ -130,6 +131,19 @@ class SyncConfig(Form):
         if self.upload_dir is None and self.syncer not in (None, "auto"):
             raise ValueError("a syncer of your own needs an upload_dir to sync to")
         return self
+
+    def parameters(self) -> dict[str, Any]:
+        """Return fields without secrets, of which another process makes an equal one.
+
+        Raises:
+            InvalidInput: the syncer is an object, or the upload target is not saved and says more than its URI.
+        """
+        try:
+            fields = self.model_dump(mode="json")
+        except PydanticSerializationError as error:
+            raise InvalidInput(f"sync: {error}") from error
+        target = self.upload_dir
+        return {**fields, "upload_dir": target_reference(target) if isinstance(target, StorageTarget) else target}
 
     @field_serializer("syncer")
     def _storable_syncer(self, syncer: object) -> str | None:

@@ -12,7 +12,7 @@ from prefect_tune.flows.resuming import read_or_fail
 from prefect_tune.flows.source_code import code_of
 from prefect_tune.tasks.trial_channel import Log
 
-__all__ = ["require_code", "require_same", "settings_today"]
+__all__ = ["require_code", "require_goes_on", "require_same", "say_code", "settings_today"]
 
 _FIXED = {
     "metric": "what was decided by one metric is not true of another",
@@ -34,22 +34,26 @@ def require_code(asked: Asked, target: StorageTarget, experiment: str) -> None:
         InvalidInput: it has changed.
         ResumeFailed: the experiment cannot be read.
     """
-    if asked.on_code_change == "refuse":
-        _same_code(read_or_fail(target, experiment), settings_today(asked), None)
+    if asked.on_code_change == "refuse" and (
+        changed := _changed(read_or_fail(target, experiment), settings_today(asked))
+    ):
+        raise InvalidInput(
+            f"{changed}, and on_code_change='refuse': give another experiment name, fork it, or take 'warn'"
+        )
 
 
-def require_same(state: Experiment, settings: Mapping[str, object], log: Log) -> None:
-    """What the journal says must mean today what it meant when it was written; say what of the code has changed.
+def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
+    """What the journal says must mean today what it meant when it was written.
 
     Raises:
         InvalidInput: it does not.
         ResumeFailed: the experiment is a fork that was cut short.
     """
-    if state.is_removed:
-        raise ResumeFailed(f"experiment {state.name!r} is being deleted: finish that, or take another name")
-    if not state.is_whole:
-        raise ResumeFailed(
-            f"{state.name!r} is to be a fork of {state.origin}, which was cut short: fork it again under the same name"
+    require_goes_on(state)
+    if not all(trial.apart for trial in state.trials.values()):
+        raise InvalidInput(
+            f"experiment {state.name!r} is one training, and no search: go on with it by pt.durable_trainable(...), "
+            "or take another name"
         )
     for name, why in _FIXED.items():
         before, now = state.settings.get(name, "the default"), settings.get(name, "the default")
@@ -58,16 +62,32 @@ def require_same(state: Experiment, settings: Mapping[str, object], log: Log) ->
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and is asked "
                 f"to go on with {now!r}: {why}. Give the same, or another experiment name"
             )
-    _same_code(state, settings, log)
 
 
-def _same_code(state: Experiment, settings: Mapping[str, object], log: Log | None) -> None:
+def require_goes_on(state: Experiment) -> None:
+    """Whatever it is, it must be all there, and to stay.
+
+    Raises:
+        ResumeFailed: it is a fork that was cut short, or is being deleted.
+    """
+    if state.is_removed:
+        raise ResumeFailed(f"experiment {state.name!r} is being deleted: finish that, or take another name")
+    if not state.is_whole:
+        raise ResumeFailed(
+            f"{state.name!r} is to be a fork of {state.origin}, which was cut short: fork it again under the same name"
+        )
+
+
+def say_code(state: Experiment, settings: Mapping[str, object], log: Log) -> None:
+    """Say what of the code has changed since the experiment last ran."""
+    if changed := _changed(state, settings):
+        log.warning(
+            "%s: trials go on with the new one from their checkpoints; earlier results are the old one's", changed
+        )
+
+
+def _changed(state: Experiment, settings: Mapping[str, object]) -> str | None:
     before, now = state.settings.get("code"), settings.get("code")
     if not (state.trials and before and now and before != now):
-        return
-    changed = f"the source of the trainable has changed since experiment {state.name!r} last ran ({before} -> {now})"
-    if log is None:
-        raise InvalidInput(
-            f"{changed}, and on_code_change='refuse': give another experiment name, fork it, or take 'warn'"
-        )
-    log.warning("%s: trials go on with the new one from their checkpoints; earlier results are the old one's", changed)
+        return None
+    return f"the source of the trainable has changed since experiment {state.name!r} last ran ({before} -> {now})"

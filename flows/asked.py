@@ -18,7 +18,7 @@ from prefect_tune.flows.resuming import RerunErrored
 from prefect_tune.flows.spelled import scheduler_from, search_from, spelled, spelled_stop
 from prefect_tune.trial_process import load_trainable
 
-__all__ = ["Asked", "from_settings", "settings_of", "space_of"]
+__all__ = ["Asked", "from_settings", "only_in_code", "settings_of", "space_of"]
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 # What belongs to one run of the experiment, and not to the experiment.
@@ -38,7 +38,7 @@ class Asked:
     experiment: str | None = None
     metric: str | list[str] | None = None
     mode: Mode | list[Mode] = "min"
-    num_samples: int = 10
+    num_samples: int | None = None
     search: Any = None
     scheduler: Any = None
     seed: int | None = None
@@ -93,7 +93,9 @@ def settings_of(asked: Asked) -> dict[str, object]:
 
 def _said(name: str, value: Any) -> object | None:
     match value:
-        case Value() | SyncConfig():
+        case SyncConfig():
+            return _or_none(value.parameters)
+        case Value():
             return value.model_dump(mode="json")
         case Mapping() if name == "space":
             return _or_none(lambda: space_to_json(space_of(value)))
@@ -114,13 +116,20 @@ def _or_none(say: Any) -> object | None:
     return said
 
 
+def only_in_code(settings: Mapping[str, object]) -> list[str]:
+    """Return the parameters that were given, and that the journal does not hold."""
+    names: Any = settings.get("only_in_code", ())
+    return list(names)
+
+
 def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> Asked:
     """Return what an experiment with these settings was asked for, on today's `target`, with what is `changed`.
 
     Raises:
-        InvalidInput: the settings lack what only the code knew, and `changed` does not say it either.
+        InvalidInput: the settings lack what only the code knew, and `changed` does not say it either. Callbacks
+            only look on: without them it goes on all the same.
     """
-    missing = [name for name in settings.get("only_in_code", ()) if name not in changed]  # type: ignore[attr-defined]  # a list, as it was written
+    missing = [name for name in only_in_code(settings) if name not in changed and name != "callbacks"]
     if "trainable" not in settings and "trainable" not in changed and "trainable" not in missing:
         missing.insert(0, "trainable")
     if missing:
@@ -130,6 +139,8 @@ def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], change
         )
     known = {each.name for each in fields(Asked)}
     kept = {name: _read(name, value) for name, value in settings.items() if name in known}
+    if "search" in changed:
+        kept.pop("num_samples", None)  # it was said of the search before
     return Asked(**{**kept, **run, **changed})
 
 

@@ -19,13 +19,16 @@ from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.experiment_stoppers import of_experiment
 from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, verdict
+from prefect_tune.core.journal import Loaded
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
+from prefect_tune.flows.agreement import require_goes_on
 from prefect_tune.flows.limits import has_had_enough, require_possible
 from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
+from prefect_tune.flows.resuming import read_known
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
 from prefect_tune.tasks.bulletin import show_once
@@ -34,6 +37,7 @@ from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.line import SoloLine
 from prefect_tune.tasks.plan import Orders, TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tasks.transient import unseen
 
 __all__ = ["TrialResult", "durable_trainable"]
 
@@ -129,7 +133,8 @@ def _of_one_trial(stopper: Stopper) -> Stopper:
 def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, policy: FailurePolicy) -> TrialResult:
     def attempts(stop: threading.Event) -> Experiment:
         check_target(plan.target)
-        state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp())
+        known = _require_one_training(plan)
+        state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp(), unseen(known))
         state = _ready(plan, state, config, stopper, policy)
         _say_where_it_stands(plan, state)
         while state.trial(_TRIAL).status is Status.PENDING and not stop.is_set():
@@ -142,6 +147,19 @@ def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, poli
         raise TrialFailed(f"{plan.trial.experiment}: {trial.reason}")
     _say_what_is_not_saved(trial)
     return _result(plan, trial)
+
+
+def _require_one_training(plan: TrialPlan) -> Loaded:
+    """Return what is there already, and find out, before anybody else is disturbed, whether it can go on."""
+    known = read_known(plan.target, plan.trial.experiment)
+    state = known.experiment
+    require_goes_on(state)
+    if state.settings or any(trial.apart for trial in state.trials.values()):
+        raise InvalidInput(
+            f"experiment {state.name!r} at {plan.target.uri} is a search: go on with it by pt.resume(...), or take "
+            "another name"
+        )
+    return known
 
 
 def _attempt(plan: TrialPlan, state: Experiment, policy: FailurePolicy, stop: threading.Event) -> Experiment:

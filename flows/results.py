@@ -20,7 +20,8 @@ from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.objective import Mode, Objective, objective_of
 from prefect_tune.core.published import Rows
 from prefect_tune.core.ranking import Losses, front, losses_in, needs_curve, scored, valid_scope
-from prefect_tune.core.trial import Status, Trial, newest_key
+from prefect_tune.core.trial import ENDED, Status, Trial, newest_key
+from prefect_tune.core.trial_journal import trial_today
 from prefect_tune.core.values import StepReport
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tables import trials_table
@@ -161,6 +162,9 @@ class Results:
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None where it has none."""
         known = self._trial(trial)
+        if known.status not in ENDED:  # it may have saved since, and deleted what was the newest
+            with self.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+                known = trial_today(store, self.experiment.name, known, side_by_side=transfers)
         key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
         return self.target.checkpoint(key) if key else None
 

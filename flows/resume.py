@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from prefect_tune.blocks import StorageTarget, resolve_target
+from prefect.logging import get_run_logger
+
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.journal import Loaded
 from prefect_tune.core.values import valid_name
-from prefect_tune.flows.asked import from_settings
+from prefect_tune.flows.asked import from_settings, only_in_code
 from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import read_known
@@ -28,6 +30,8 @@ _CHANGES = frozenset(
         "scheduler",
         "search",
         "warm_start",
+        "callbacks",
+        "sync",
     }
 )
 _OF_THIS_RUN = frozenset({"rerun_errored", "on_code_change", "time_budget_seconds", "resources_total"})
@@ -53,6 +57,8 @@ def resume(
     scheduler: Any = None,
     search: Any = None,
     warm_start: list[str] | None = None,
+    callbacks: list[Any] | None = None,
+    sync: SyncConfig | None = None,
     on_code_change: Literal["warn", "refuse"] = "warn",
 ) -> Results:
     """Go on with the search `experiment` as its journal describes it; what is given here is changed.
@@ -80,6 +86,9 @@ def resume(
         trainable: needed where the experiment was begun with an object that has no import path.
         scheduler: likewise; another one than before decides from now on.
         search: likewise; another one than before proposes from now on.
+        callbacks: who hears of the trials from now on. Those that are objects the journal does not hold: without them
+            here it goes on without them, and says so.
+        sync: periods, timeouts and artifacts from now on.
         warm_start: experiments whose finished trials the search learns from, as in `tune`.
         on_code_change: whether it goes on when the trainable's source has changed, or is refused.
 
@@ -101,6 +110,8 @@ def resume(
         experiment = fork_experiment(where, request).name
     known = _found(where, experiment)
     changed = {name: value for name, value in given.items() if name in _CHANGES and value is not None}
+    if callbacks is None and "callbacks" in only_in_code(known.experiment.settings):
+        get_run_logger().warning("the callbacks were objects, which no journal holds: it goes on without them")
     run = {name: given[name] for name in _OF_THIS_RUN}
     here = {"target": where, "experiment": experiment, "resume": "must"}
     return searched(from_settings(known.experiment.settings, {**run, **here}, changed), known)

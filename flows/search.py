@@ -29,7 +29,7 @@ from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.search import Search
 from prefect_tune.core.stoppers import Stopper
-from prefect_tune.flows.agreement import require_code, require_same, settings_today
+from prefect_tune.flows.agreement import require_code, require_same, say_code, settings_today
 from prefect_tune.flows.asked import Asked, space_of
 from prefect_tune.flows.audience import Audience
 from prefect_tune.flows.callbacks import callbacks_for
@@ -42,7 +42,7 @@ from prefect_tune.flows.limits import Limits, has_had_enough, require_possible
 from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.flows.request import existing_limits, experiment_name, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.results import Results
-from prefect_tune.flows.resuming import require_presence, resuming
+from prefect_tune.flows.resuming import read_known, require_presence, resuming
 from prefect_tune.flows.slots import Slots, resources_asked, slots_elsewhere, slots_here
 from prefect_tune.flows.spelled import scheduler_from, search_from
 from prefect_tune.flows.stop_desk import StopDesk
@@ -58,6 +58,7 @@ from prefect_tune.terminal.watch import Outlook
 
 __all__ = ["searched"]
 
+_SAMPLES = 10
 _LOOK_EVERY = timedelta(seconds=0.5)
 _LOOK_FOR_REQUESTS = timedelta(seconds=5)
 _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
@@ -86,8 +87,11 @@ def searched(asked: Asked, known: Loaded | None = None) -> Results:
 
     def search(stop: threading.Event) -> Experiment:
         check_target(plan.target)
-        state = restore_experiment_state(plan.target, name, this_owner(), new_stamp(), unseen(known))
-        require_same(state, settings := settings_today(asked), get_run_logger())
+        before = known or read_known(plan.target, name)
+        require_same(before.experiment, settings := settings_today(asked))  # or else whoever runs it goes on
+        state = restore_experiment_state(plan.target, name, this_owner(), new_stamp(), unseen(before))
+        require_same(state, settings)
+        say_code(state, settings, get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, _state: None)
         described = [Described(settings=settings)] if settings != state.settings else []
         news: list[Event] = [*described, *(each for each in learned if each.source not in state.learned)]
@@ -159,7 +163,9 @@ def _council(asked: Asked, experiment: str, objective: Objective | None, stopper
 
 
 def _search(asked: Asked) -> Search:
-    return RandomSearch(asked.num_samples) if asked.search is None else search_from(asked.search)
+    if asked.search is None:
+        return RandomSearch(_SAMPLES if asked.num_samples is None else asked.num_samples)
+    return search_from(asked.search, asked.num_samples)
 
 
 def _outlook(asked: Asked, experiment: str, objective: Objective | None, stopper: Stopper) -> Outlook:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.schedulers.scheduler import Scheduler
@@ -53,12 +53,24 @@ def scheduler_from(given: object) -> Scheduler:
     raise InvalidInput(f"scheduler: expected one, such as pt.ASHA(max_t=81), found {given!r}")
 
 
-def search_from(given: object) -> Search:
-    """Return the search that `given` is, or spells. Raises as `scheduler_from`."""
+def search_from(given: object, num_samples: int | None = None) -> Search:
+    """Return the search that `given` is, or spells; with so many samples, where a number is given here.
+
+    Raises:
+        InvalidInput: it is none, or has no number of samples.
+    """
     made = given if isinstance(given, Search) else _made(given, "search", _SEARCHES)
-    if isinstance(made, Search):
+    if not isinstance(made, Search):
+        raise InvalidInput(f"search: expected one, such as pt.RandomSearch(num_samples=20), found {given!r}")
+    if num_samples is None:
         return made
-    raise InvalidInput(f"search: expected one, such as pt.RandomSearch(num_samples=20), found {given!r}")
+    counted: Any = made  # mypy takes no Search for a dataclass
+    if "num_samples" in getattr(made, "__dataclass_fields__", ()):
+        return cast("Search", replace(counted, num_samples=num_samples))
+    raise InvalidInput(
+        f"num_samples: {type(made).__name__} decides itself how many it proposes; leave num_samples out, and say "
+        "there how many"
+    )
 
 
 def stop_from(given: object) -> object:

@@ -114,7 +114,7 @@ class _Asking:
         began, until = time.monotonic(), time.monotonic() + wait_seconds
         while True:
             state = self._looked_at()
-            if not is_heard(state, request) and time.monotonic() - began > wait_seconds / 4:
+            if not is_heard(state, request) and time.monotonic() - began > wait_seconds / 4 > 0:
                 self._tell_attempts(state)
             if is_lost(state, request, number):
                 number = self._asked(state, request)
@@ -185,6 +185,9 @@ class _Asking:
         running = sum(each.status is Status.RUNNING for each in state.trials.values())
         if running and state.epoch == request.epoch:
             return StopOutcome("stopping", f"{running} trials were told to stop, and are saving", state)
+        if running:
+            message = f"the run that was asked has ended, and another one has begun since, by {state.owner}"
+            return StopOutcome("stopped", message, state)
         resumable = sum(each.status not in ENDED for each in state.trials.values())
         message = f"experiment {self._name!r} has ended; {resumable} of its {len(state.trials)} trials can be resumed"
         return StopOutcome("stopped", message, state)

@@ -67,7 +67,7 @@ class TrialParameters(Value):
             needs_curve=plan.needs_curve,
             cadence=plan.cadence,
             retention=plan.retention,
-            sync=plan.sync.model_dump(mode="json"),
+            sync=plan.sync.parameters(),
             fingerprint=dict(plan.fingerprint),
             grace_period_seconds=plan.grace.total_seconds(),
             silence_timeout_seconds=plan.silence.total_seconds() if plan.silence else None,

@@ -26,7 +26,7 @@ def tune(
     experiment: str | None = None,
     metric: str | list[str] | None = None,
     mode: Mode | list[Mode] = "min",
-    num_samples: int = 10,
+    num_samples: int | None = None,
     search: Any = None,
     scheduler: Any = None,
     seed: int | None = None,
@@ -68,7 +68,8 @@ def tune(
         experiment: its name on the target. Default: the id of the root flow run, which a Retry keeps.
         metric: the reported metric, or several, that trials are compared by.
         mode: whether a small metric is good (`"min"`), or a large one (`"max"`); one for all, or one for each.
-        num_samples: how many configurations the built-in search tries, or how often each point of a grid.
+        num_samples: how many configurations the search tries; the built-in one, how often each point of a grid.
+            Default: 10, or what `search` says.
         search: who proposes, in place of the built-in random and grid search.
         scheduler: who decides which trials go on, such as `pt.ASHA(max_t=81)`. Default: all.
         seed: what all draws hang on. Default: one that hangs on the experiment's name.

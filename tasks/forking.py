@@ -94,7 +94,8 @@ def _is_asked_for(there: Experiment, request: ForkRequest) -> bool:
 def _past(store: ObjectStore, request: ForkRequest, there: Experiment, transfers: Mapper) -> Past:
     """Of the entry that is asked for; or of that at which an earlier try began; or of all there is."""
     begun = there.origin.number if there.origin is not None and _is_asked_for(there, request) else None
-    past = past_of(store, request.experiment, request.at or begun, side_by_side=transfers)
+    at = begun if request.at is None else request.at
+    past = past_of(store, request.experiment, at, side_by_side=transfers)
     if not past.settings:
         raise InvalidInput(f"{past.origin} is no search, or not yet: only searches can be forked")
     # The default seed hangs on the name, and the fork has another one.

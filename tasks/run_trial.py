@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -143,7 +143,7 @@ def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:
     trial = plan.trial.trial
     for source in (exploit.source, trial):
         key = TrialKey(experiment=plan.trial.experiment, trial=source)
-        with suppress(CheckpointNotFound):
+        try:
             cloned = clone_checkpoint(plan.target, key, unseen(book.experiment), trial, new_stamp())
             event = Cloned(
                 trial=trial,
@@ -153,6 +153,9 @@ def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:
                 reason=exploit.reason,
             )
             book.write([event])
+        except (CheckpointCorrupt, CheckpointNotFound) as bad:
+            get_run_logger().warning("trial %s: %s has nothing to exploit: %s", trial, source, bad)
+        else:
             return
     get_run_logger().warning("trial %s: neither it nor %s has a checkpoint to exploit", trial, exploit.source)
 

@@ -4,6 +4,7 @@ import pickle
 from datetime import timedelta
 
 import pytest
+from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target, SyncConfig
 from prefect_tune.core.errors import InvalidInput
@@ -103,3 +104,13 @@ def test_a_notebook_shows_where_and_when() -> None:
 def test_a_notebook_shows_no_secret() -> None:
     target = S3Target(bucket="bucket", access_key_id="id", secret_access_key="never-shown")
     assert "never-shown" not in SyncConfig(upload_dir=target)._repr_html_()
+
+
+def test_its_parameters_hold_no_secret_and_make_an_equal_one() -> None:
+    here = SyncConfig(upload_dir="s3://bucket/artifacts?region=eu-west-1", commit="async")
+    assert SyncConfig.model_validate(here.parameters()) == here
+    path = SyncConfig(upload_dir=LocalTarget(path="/artifacts"))
+    assert SyncConfig.model_validate(path.parameters()).upload_dir == path.upload_dir.uri
+    secret = SyncConfig(upload_dir=S3Target(bucket="bucket", access_key_id="id", secret_access_key=SecretStr("hidden")))
+    with pytest.raises(InvalidInput, match="save the block"):
+        secret.parameters()

@@ -8,6 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import prefect_tune as pt
+from prefect_tune.core.events import Owner, Retired
+from prefect_tune.core.journal import append, take_over
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.values import Stamp
+from prefect_tune.stores.posix import PosixStore
 from tests.fakes.checkpoints import files_in
 from tests.fakes.command_line import Run
 
@@ -31,6 +37,24 @@ def test_the_checkpoints_of_all_trials_are_listed_and_those_of_one(run: Run, moo
     one = json.loads(run("checkpoints", moods, "moods", "--trial", "00001", "--json").out)
     assert [row["step"] for row in one] == [2, 3]
     assert run("checkpoints", moods, "moods").out.splitlines()[0].split()[:2] == ["trial", "step"]
+
+
+def test_what_a_running_trial_has_retired_since_the_experiment_heard_of_it_is_no_damage(
+    run: Run, own_moods: Path
+) -> None:
+    store, own = PosixStore(own_moods), JournalKey(experiment="moods", trial="00001")
+    state = take_over(store, own, Owner(name="t", host="h", pid=1), Stamp(write_id="a", at="now"), side_by_side=map)
+    oldest = state.trial("00001").checkpoints[0]
+    retired = Retired(trial="00001", retires=(oldest.sequence,))
+    append(store, state, [retired], Stamp(write_id="b", at="now"))
+    key = TrialKey(experiment="moods", trial="00001")
+    store.delete([CheckpointKey(trial=key, step=oldest.step, sequence=oldest.sequence).manifest_path])
+    rows = json.loads(run("checkpoints", own_moods, "moods", "--trial", "00001", "--json").out)
+    assert [(row["step"], row["standing"]) for row in rows] == [(3, "live")]
+    assert run("verify", own_moods, "moods").code == 0
+    assert run("export", own_moods, "moods", own_moods / "out", "--trial", "00001", "--step", 2).code == 1
+    newest = pt.load_results(str(own_moods), "moods").checkpoint("00001")
+    assert files_in(Path(newest.to_directory(own_moods / "newest"))) == {"count": b"3"}
 
 
 def test_every_checkpoint_of_a_search_is_verified(run: Run, own_moods: Path) -> None:

@@ -43,8 +43,8 @@ def searched(target: LocalTarget, experiment: str = "old", trainable: Any = DIGI
         "stop": {"step": 3},
         "checkpoint": pt.Cadence(every_steps=2),
         "max_concurrent_trials": 1,
-        "num_samples": 3,
         "isolation": "thread",
+        **({} if "search" in options else {"num_samples": 3}),
     }
     return pt.tune(trainable, **{**common, **options})
 

@@ -31,7 +31,7 @@ __all__: list[str] = []
 def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """List an experiment's checkpoints, or those of one of its trials."""
     with opened(target, experiment) as (store, state):
-        trials = chosen_trials(state, trial)
+        trials = _today(store, state, chosen_trials(state, trial))
         rows = [_row(store, *each) for known in trials for each in _keys(store, state, known)]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -44,7 +44,7 @@ def verify(target: Target, experiment: ExperimentName, trial: TrialName = None, 
     """Read every byte of every live checkpoint, and check it."""
     found: list[_Verified] = []
     with opened(target, experiment) as (store, state):
-        for each in _verified(store, state, chosen_trials(state, trial)):
+        for each in _verified(store, state, _today(store, state, chosen_trials(state, trial))):
             found.append(each)
             if not as_json:
                 named = f"{each.trial} {each}" if is_search(state) else str(each)
@@ -67,14 +67,15 @@ def export(
     """Write a checkpoint to DIRECTORY, which must be new or empty: its files, as the trainable saved them."""
     from prefect_tune.blocks import resolve_target
 
-    with opened(target, experiment) as (_, state):
-        key = _chosen(state, _whose(state, trial), step)
+    with opened(target, experiment) as (store, state):
+        (whose,) = _today(store, state, [_whose(state, trial)])
+        key = _chosen(state, whose, step)
     resolve_target(target).checkpoint(key).to_directory(directory)
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
-    whose = f"{key.trial.trial} " if is_search(state) else ""
-    print(f"{whose}step {key.step}: in {directory}")
+    named = f"{key.trial.trial} " if is_search(state) else ""
+    print(f"{named}step {key.step}: in {directory}")
 
 
 # -------------------------------------------------------------------------------------------- which there are
@@ -90,6 +91,15 @@ def _whose(state: Experiment, trial: str | None) -> Trial:
     return best
 
 
+def _today(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> list[Trial]:
+    """Beside a running search, what the experiment knows of a trial's checkpoints may be minutes old."""
+    from prefect_tune.core.trial_journal import trial_today
+    from prefect_tune.stores.staging import side_by_side
+
+    with side_by_side() as transfers:
+        return list(transfers(lambda known: trial_today(store, state.name, known, side_by_side=map), trials))
+
+
 def _folder(state: Experiment, trial: Trial) -> TrialKey:
     from prefect_tune.core.layout import TrialKey
 
@@ -101,6 +111,12 @@ def _live(state: Experiment, trial: Trial) -> list[CheckpointKey]:
 
     folder = _folder(state, trial)
     return [CheckpointKey(trial=folder, step=each.step, sequence=each.sequence) for each in trial.checkpoints]
+
+
+def _live_today(store: ObjectStore, state: Experiment, key: CheckpointKey) -> list[CheckpointKey]:
+    """What has been retired while it was read is not damaged."""
+    (trial,) = _today(store, state, [state.trial(key.trial.trial)])
+    return _live(state, trial)
 
 
 def _chosen(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
@@ -209,6 +225,7 @@ def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) ->
                 manifest = read_manifest(store, key)
                 verify(store, manifest, side_by_side=transfers)
             except (CheckpointCorrupt, CheckpointNotFound) as error:
-                yield _Verified(trial, step, damage=str(error))
+                if key in _live_today(store, state, key):
+                    yield _Verified(trial, step, damage=str(error))
             else:
                 yield _Verified(trial, step, manifest.size_bytes, len(manifest.files))

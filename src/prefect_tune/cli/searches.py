@@ -67,7 +67,10 @@ _AtOnce = Annotated[
 _Budget = Annotated[float | None, _asks("--time-budget-seconds", "S", "After so long all save and end, resumable.")]
 _Scheduler = Annotated[str | None, _asks("--scheduler", "NAME", 'Such as ASHA, or {"ASHA": {"max_t": 27}}.')]
 _Search = Annotated[str | None, _asks("--search", "NAME", "Likewise. Default: random and grid search.")]
-_Samples = Annotated[int, _asks("--num-samples", "N", "Trials; with a grid, of each point. Default: 10.", at_least=1)]
+_Samples = Annotated[
+    int | None, _asks("--num-samples", "N", "Trials; with a grid, of each point. Default: 10.", at_least=1)
+]
+_Heard = Annotated[list[str] | None, _asks("--callback", "MODULE:NAME", "Who hears of the trials.")]
 _Every = Annotated[int | None, _asks("--checkpoint-every", "STEPS", "Default: every 60 s, and at the end.", at_least=1)]
 _Kept = Annotated[int | None, _asks("--keep-last", "N", "Checkpoints of a trial that stay. Default: all.", at_least=1)]
 _Failures = Annotated[
@@ -99,7 +102,7 @@ def run(
     settings: _Set = None,
     metric: Annotated[list[str] | None, _asks("--metric", "NAME", "What trials are compared by.")] = None,
     mode: Annotated[list[_Mode] | None, _asks("--mode", "min|max", "Which metric is good. Default: min.")] = None,
-    num_samples: _Samples = 10,
+    num_samples: _Samples = None,
     scheduler: _Scheduler = None,
     search: _Search = None,
     warm_start: Annotated[list[str] | None, _asks("--warm-start", "NAME", "Learn from this experiment.")] = None,
@@ -111,7 +114,7 @@ def run(
     keep_last: _Kept = None,
     max_failures: _Failures = 0,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End at the first trial that errors.")] = False,
-    callbacks: Annotated[list[str] | None, _asks("--callback", "MODULE:NAME", "Who hears of the trials.")] = None,
+    callbacks: _Heard = None,
     trials: _Runs = _Trials.TASKS,
     trial_deployment: _Deployment = "train-trial/train-trial",
     trial_job_variables: _Variables = None,
@@ -155,6 +158,7 @@ def resume(
     trainable: Annotated[str | None, _asks("--trainable", "MODULE:NAME", "Where the journal's has moved to.")] = None,
     scheduler: _Scheduler = None,
     search: _Search = None,
+    callbacks: _Heard = None,
     as_json: AsJson = False,
 ) -> None:
     """Go on with the search EXPERIMENT as its journal describes it; what is given here is changed.
@@ -175,6 +179,7 @@ def resume(
         "trainable": trainable,
         "scheduler": spelling_from(scheduler, "--scheduler"),
         "search": spelling_from(search, "--search"),
+        "callbacks": callbacks,
     }
     _searched(lambda: _resumed(experiment, asked), target, fork or experiment, as_json=as_json)
 

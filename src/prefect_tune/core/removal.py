@@ -18,6 +18,7 @@ from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey, number
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial
+from prefect_tune.core.trial_journal import trial_today
 from prefect_tune.core.values import Stamp
 
 __all__ = ["needed_by", "remove"]
@@ -83,9 +84,8 @@ def _unless_said(found: Experiment) -> Sequence[Event]:
 def _claims(store: ObjectStore, experiment: str, known: Trial, stamp: Stamp) -> Sequence[Claim]:
     """Those that are not over."""
     key = TrialKey(experiment=experiment, trial=known.trial)
-    own = JournalKey(experiment=experiment, trial=known.trial)
-    state = load(store, own, side_by_side=map).trials.get(known.trial) if known.apart else known
-    if state is None or not state.claims:
+    state = trial_today(store, experiment, known, side_by_side=map)
+    if not state.claims:
         return ()
     named = [CheckpointKey(trial=key, step=each.step, sequence=each.sequence) for each in state.claims]
     return settle(store, key, named, stamp, side_by_side=map).claims

@@ -1,0 +1,23 @@
+"""A trial as its own journal tells it: the experiment hears of its trials once in a sync period."""
+
+from __future__ import annotations
+
+from prefect_tune.core.commit import Mapper
+from prefect_tune.core.journal import load
+from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.trial import Trial
+
+__all__ = ["trial_today"]
+
+
+def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_side: Mapper) -> Trial:
+    """Return what the trial's own journal says of it now; what is `known`, where it has none, or not yet.
+
+    Raises:
+        JournalCorrupt, UnknownVersion: as `load`.
+    """
+    if not known.apart:
+        return known
+    own = JournalKey(experiment=experiment, trial=known.trial)
+    return load(store, own, side_by_side=side_by_side).trials.get(known.trial, known)
