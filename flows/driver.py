@@ -130,7 +130,7 @@ class Driver:
             state = self._state.trial(trial)
             if trial in self._outlived or state.status is Status.PENDING:
                 return trial
-            self._let_exploit(state)
+            self._let_go_on(state)
         if self._limits.only_errored:
             return None
         self._stop_unneeded()
@@ -285,12 +285,17 @@ class Driver:
         elif trial.status in (Status.PENDING, Status.RUNNING):
             self._judge.lost(trial.trial, over.error)
         else:
-            self._let_exploit(trial)
+            self._let_go_on(trial)
 
-    def _let_exploit(self, trial: Trial) -> None:
-        if trial.status is Status.PAUSED and trial.exploits is not None:
+    def _let_go_on(self, trial: Trial) -> None:
+        """Resume one that is to exploit another, or of whose pause the scheduler does not know."""
+        if self._is_to_resume(trial):
             self._put(Resumed(trial=trial.trial))
             self._startable.append(trial.trial)
+
+    def _is_to_resume(self, trial: Trial) -> bool:
+        is_paused = trial.status is Status.PAUSED
+        return is_paused and (trial.exploits is not None or not self._council.holds(trial.trial))
 
     # ------------------------------------------------------------------------------------------------ a resume
 
@@ -298,12 +303,15 @@ class Driver:
         """Bring the trials that an earlier owner left in the middle into a state from which they go on."""
         errored = {each.trial for each in self._state.trials.values() if each.status is Status.ERRORED}
         self._requeue()
-        unended = [each for each in self._state.trials.values() if _goes_on(each)]
+        unended = [each for each in self._state.trials.values() if self._goes_on(each)]
         if self._limits.only_errored:
             unended = [each for each in unended if each.trial in errored]
         for trial in unended:
             self._intake.catch_up(trial.trial)
             self._take_on(trial.trial)
+
+    def _goes_on(self, trial: Trial) -> bool:
+        return trial.status in (Status.PENDING, Status.RUNNING) or self._is_to_resume(trial)
 
     def _take_on(self, name: str) -> None:
         if self._crew.outlives and self._state.trial(name).status is Status.RUNNING:
@@ -315,7 +323,7 @@ class Driver:
             return
         self._decide_what_is_open(name)
         trial = self._state.trial(name)
-        self._let_exploit(trial)
+        self._let_go_on(trial)
         if trial.status is Status.PENDING and trial.cause is not None and trial.attempt:
             self._judge.judge(name, trial.cause)
         elif trial.status is Status.PENDING:
@@ -356,12 +364,6 @@ class Driver:
             self._put(Finished(trial=name, reason=answer.reason, left=True))
         elif isinstance(answer, Leave):
             self._put(Paused(trial=name, reason=answer.reason))
-
-
-def _goes_on(trial: Trial) -> bool:
-    return trial.status in (Status.PENDING, Status.RUNNING) or (
-        trial.status is Status.PAUSED and trial.exploits is not None
-    )
 
 
 def _is_saved(trial: Trial) -> bool:

@@ -1,0 +1,58 @@
+"""What a search makes of what its scheduler says, or cannot say; without a server, and without training."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events import Event, Paused, Reported, Started, TrialAdded
+from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.hyperband import Hyperband
+from prefect_tune.core.schedulers.median_stopping import MedianStopping
+from prefect_tune.core.schedulers.pbt import PBT
+from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.values import StepReport
+from prefect_tune.integrations.optuna import OptunaPruner
+from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.tasks.stamp import new_stamp, this_owner
+from tests.flows.acted import NAME, Acted
+
+SCHEDULERS = {
+    "asha stopping": ASHA(max_t=9, variant="stopping"),
+    "asha promotion": ASHA(max_t=9, variant="promotion"),
+    "hyperband": Hyperband(max_t=9),
+    "median": MedianStopping(min_time_slice=2),
+    "pbt": PBT(perturbation_interval=2, hyperparam_mutations={"x": [1.0, 2.0]}),
+    "pruner": OptunaPruner(optuna.pruners.MedianPruner()),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_metric_that_nobody_reports_is_each_trials_error_and_the_search_goes_on(
+    scheduler: Scheduler, local_target: LocalTarget
+) -> None:
+    acted = Acted(local_target, samples=3, slots=2, metric="lsos")
+    state = acted.run(scheduler)
+    assert acted.are(state) == ["errored"] * 3
+    assert all("'lsos'" in each.reason for each in state.trials.values())
+    assert acted.are(acted.run(scheduler)) == ["errored"] * 3
+
+
+@pytest.mark.parametrize("scheduler", [FIFO(), *SCHEDULERS.values()], ids=["fifo", *SCHEDULERS])
+def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, local_target: LocalTarget) -> None:
+    added = TrialAdded(trial="00000", config={"x": 0.5}, apart=True)
+    search = open_journal(local_target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
+    write_directly(local_target, search, [added])
+    left: list[Event] = [
+        added,
+        Started(trial="00000", attempt=1, from_step=0),
+        Reported(trial="00000", report=StepReport(step=1, metrics={"accuracy": 1.0})),
+        Paused(trial="00000", reason="expected a number for metric 'loss'"),
+    ]
+    own = JournalKey(experiment=NAME, trial="00000")
+    open_journal(local_target, own, Opening(this_owner(), new_stamp(), lambda _: left))
+    acted = Acted(local_target, samples=2)
+    assert set(acted.are(acted.run(scheduler))) == {"finished"}
