@@ -77,6 +77,13 @@ def test_a_metric_that_the_scheduler_needs_and_nobody_reports_is_the_trials_erro
     assert f"'{metric}'" in results.errors["00000"]
 
 
+def test_a_metric_that_the_search_learns_from_and_nobody_reports_keeps_it_from_nothing(tmp_path: Path) -> None:
+    search = {"OptunaSearch": {"num_samples": 2}}
+    for _ in range(2):
+        results = searched(tmp_path, silent, stop=None, search=search, space={"x": pt.uniform(0, 1)})
+        assert statuses(results) == ["finished"] * 2
+
+
 def test_a_search_is_resumed_by_its_name_and_extended(tmp_path: Path) -> None:
     first = searched(tmp_path, MOODY, space={"x": pt.uniform(0, 1)}, num_samples=2)
     proposed = [each.config for each in first.trials.values()]
