@@ -24,7 +24,7 @@ from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.listening import Listeners
 from prefect_tune.tasks.book import Book, Writer
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
-from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.stamp import new_stamp, this_owner
 from tests.fakes.acting_crew import ActingCrew
 
@@ -37,6 +37,11 @@ class Troupe(ActingCrew):
     """One that can be stopped: nobody says a word more."""
 
     stopped = False
+    start_count = 0
+
+    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+        self.start_count += 1
+        super().start(plan, orders, attempt, absorbed)
 
     def stop(self) -> None:
         self.stopped = True

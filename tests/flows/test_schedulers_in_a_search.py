@@ -56,3 +56,21 @@ def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, lo
     open_journal(local_target, own, Opening(this_owner(), new_stamp(), lambda _: left))
     acted = Acted(local_target, samples=2)
     assert set(acted.are(acted.run(scheduler))) == {"finished"}
+
+
+PAUSING = {name: each for name, each in SCHEDULERS.items() if name not in ("asha stopping", "pruner")}
+OTHERS = {**SCHEDULERS, "fifo": FIFO(), "smaller": Hyperband(max_t=1), "larger": Hyperband(max_t=27)}
+CHANGES = [(one, other) for one in PAUSING for other in OTHERS if one != other]
+
+
+@pytest.mark.parametrize("started", [2, 7, 12])
+@pytest.mark.parametrize(("one", "other"), CHANGES)
+def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
+    one: str, other: str, started: int, local_target: LocalTarget
+) -> None:
+    acted = Acted(local_target)
+    before = acted.run(PAUSING[one], until=lambda: acted.crew.start_count >= started and not len(acted.crew))
+    assert "paused" in acted.are(before)
+    after = acted.run(OTHERS[other])
+    assert acted.are(after) == ["finished"] * 9
+    assert acted.run(OTHERS[other]).trials == after.trials

@@ -112,8 +112,9 @@ class _Schedule(Schedule):
         return self._first_to_resume() or self._best_of_a_bracket_that_never_fills()
 
     def resumed(self, trial: TrialId) -> None:
-        bracket = self._bracket_of[trial]
-        if not bracket.is_full:
+        bracket = self._bracket_of.get(trial)
+        # Whoever was paused by other rules than today's need not wait here.
+        if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
             self._settle(bracket)
         self._to_resume.pop(trial, None)
