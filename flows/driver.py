@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -303,16 +303,22 @@ class Driver:
     def _take_up(self) -> None:
         """Bring the trials that an earlier owner left in the middle into a state from which they go on."""
         errored = {each.trial for each in self._state.trials.values() if each.status is Status.ERRORED}
-        self._requeue()
-        unended = [each for each in self._state.trials.values() if self._goes_on(each)]
-        if self._limits.only_errored:
-            unended = [each for each in unended if each.trial in errored]
+        unended = self._unended()
         for trial in unended:
-            self._intake.catch_up(trial.trial)
-            self._take_on(trial.trial)
+            self._intake.catch_up(trial)  # whose end nobody has heard may have to go on too
+        self._requeue()
+        for trial in self._unended():
+            if self._limits.only_errored and trial not in errored:
+                continue
+            if trial not in unended:
+                self._intake.catch_up(trial)
+            self._take_on(trial)
 
-    def _goes_on(self, trial: Trial) -> bool:
-        return trial.status in (Status.PENDING, Status.RUNNING) or self._is_to_resume(trial)
+    def _unended(self) -> Mapping[str, Trial]:
+        """The trials that go on, but for those that are paused until the scheduler says so."""
+        waiting = (Status.PENDING, Status.RUNNING)
+        trials = self._state.trials.values()
+        return {each.trial: each for each in trials if each.status in waiting or self._is_to_resume(each)}
 
     def _take_on(self, name: str) -> None:
         if self._crew.outlives and self._state.trial(name).status is Status.RUNNING:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import MappingProxyType
 
 from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events import CheckpointRef
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.objective import Objective
@@ -31,13 +33,17 @@ from tests.fakes.acting_crew import ActingCrew
 __all__ = ["NAME", "Acted", "Troupe"]
 
 NAME = "e"
+NOTHING: Mapping[str, CheckpointRef] = MappingProxyType({})
 
 
 class Troupe(ActingCrew):
     """One that can be stopped: nobody says a word more."""
 
-    stopped = False
-    start_count = 0
+    def __init__(self, steps: int, saved: Mapping[str, CheckpointRef] = NOTHING) -> None:
+        super().__init__(steps)
+        self._saved.update(saved)
+        self.stopped = False
+        self.start_count = 0
 
     def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
         self.start_count += 1

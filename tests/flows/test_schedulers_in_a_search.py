@@ -6,7 +6,17 @@ import optuna
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events import Event, Paused, Reported, Started, TrialAdded
+from prefect_tune.core.events import (
+    CheckpointRef,
+    Committed,
+    Event,
+    Finished,
+    Paused,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.fifo import FIFO
@@ -14,11 +24,13 @@ from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.trial import Status
 from prefect_tune.core.values import StepReport
+from prefect_tune.flows.limits import Limits
 from prefect_tune.integrations.optuna import OptunaPruner
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tasks.stamp import new_stamp, this_owner
-from tests.flows.acted import NAME, Acted
+from tests.flows.acted import NAME, Acted, Troupe
 
 SCHEDULERS = {
     "asha stopping": ASHA(max_t=9, variant="stopping"),
@@ -28,6 +40,17 @@ SCHEDULERS = {
     "pbt": PBT(perturbation_interval=2, hyperparam_mutations={"x": [1.0, 2.0]}),
     "pruner": OptunaPruner(optuna.pruners.MedianPruner()),
 }
+SAVED = CheckpointRef(step=3, sequence=1, metrics={"loss": 1.0})
+
+
+def began_elsewhere(target: LocalTarget, *events: Event) -> Experiment:
+    """An experiment with one trial, and what that has written of its first attempt and nobody has heard."""
+    added = TrialAdded(trial="00000", config={"x": 0.5}, apart=True)
+    began = [added, Started(trial="00000", attempt=1, from_step=0), *events]
+    own = JournalKey(experiment=NAME, trial="00000")
+    open_journal(target, own, Opening(this_owner(), new_stamp(), lambda _: began))
+    search = open_journal(target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
+    return write_directly(target, search, [added])
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
@@ -43,17 +66,11 @@ def test_a_metric_that_nobody_reports_is_each_trials_error_and_the_search_goes_o
 
 @pytest.mark.parametrize("scheduler", [FIFO(), *SCHEDULERS.values()], ids=["fifo", *SCHEDULERS])
 def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, local_target: LocalTarget) -> None:
-    added = TrialAdded(trial="00000", config={"x": 0.5}, apart=True)
-    search = open_journal(local_target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
-    write_directly(local_target, search, [added])
-    left: list[Event] = [
-        added,
-        Started(trial="00000", attempt=1, from_step=0),
+    began_elsewhere(
+        local_target,
         Reported(trial="00000", report=StepReport(step=1, metrics={"accuracy": 1.0})),
         Paused(trial="00000", reason="expected a number for metric 'loss'"),
-    ]
-    own = JournalKey(experiment=NAME, trial="00000")
-    open_journal(local_target, own, Opening(this_owner(), new_stamp(), lambda _: left))
+    )
     acted = Acted(local_target, samples=2)
     assert set(acted.are(acted.run(scheduler))) == {"finished"}
 
@@ -74,3 +91,18 @@ def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
     after = acted.run(OTHERS[other])
     assert acted.are(after) == ["finished"] * 9
     assert acted.run(OTHERS[other]).trials == after.trials
+
+
+def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_now(local_target: LocalTarget) -> None:
+    began = began_elsewhere(
+        local_target,
+        Reported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0})),
+        Committed(trial="00000", checkpoint=SAVED),
+        Finished(trial="00000", reason="step 3 of 3"),
+    )
+    assert began.trial("00000").status is Status.PENDING
+    acted = Acted(local_target, Troupe(9, saved={"00000": SAVED}), samples=1)
+    for _ in range(2):
+        state = acted.run(limits=Limits(1, has_had_enough=lambda trial: trial.step >= 9))
+        assert (state.trial("00000").status, state.trial("00000").step) == (Status.FINISHED, 9)
+        assert (state.trial("00000").attempt, acted.crew.start_count) == (2, 1)
