@@ -146,6 +146,8 @@ class Council:
             case "ended":
                 self._paused.discard(trial.trial)
                 self._schedule.ended(trial.trial)
+                if happening.stopped:
+                    self._proposals.stopped(number)
                 self._proposals.ended(number, happening.report, failed=happening.failed)
                 self._tally.ended(trial.trial, happening.report, failed=happening.failed)
             case "decided":

@@ -100,7 +100,7 @@ class _Schedule(Schedule):
         bracket = self._bracket_of.get(report.trial)
         if bracket is None or step >= self._max_t:
             self.ended(report.trial)
-            return Stop(reason=f"step {step} of {self._max_t}")
+            return Stop(reason=f"step {step} of {self._max_t}", early=False)
         if report.trial in bracket.training and report.trial not in self._to_resume:
             if step < bracket.steps[bracket.level]:
                 return Continue()

@@ -36,6 +36,8 @@ class Stop(Value):
 
     type: Literal["stop"] = "stop"
     reason: str
+    early: bool = True
+    """Whether that is before its time; not where it has trained all the steps that there are."""
 
 
 class Exploit(Value):
