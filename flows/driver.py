@@ -250,8 +250,7 @@ class Driver:
             case Continue():
                 return self._go_on(trial)
             case Pause(reason=reason):
-                # Nobody else would have the slot; or the scheduler that paused it is not today's.
-                if self._council.resume_next() == trial or not self._council.holds(trial):
+                if self._council.resume_next() == trial:  # nobody else would have the slot
                     self._put(Resumed(trial=trial))
                     return self._go_on(trial)
                 return Leave(reason=reason, save=True, for_good=False)

@@ -9,6 +9,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events import (
     CheckpointRef,
     Committed,
+    Decided,
     Event,
     Finished,
     Paused,
@@ -23,7 +24,7 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.schedulers.scheduler import Pause, Scheduler
 from prefect_tune.core.trial import Status
 from prefect_tune.core.values import StepReport
 from prefect_tune.flows.limits import Limits
@@ -45,12 +46,12 @@ SAVED = CheckpointRef(step=3, sequence=1, metrics={"loss": 1.0})
 
 def began_elsewhere(target: LocalTarget, *events: Event) -> Experiment:
     """An experiment with one trial, and what that has written of its first attempt and nobody has heard."""
-    added = TrialAdded(trial="00000", config={"x": 0.5}, apart=True)
+    added = TrialAdded(trial="00000", config={"x": 0.5})
     began = [added, Started(trial="00000", attempt=1, from_step=0), *events]
     own = JournalKey(experiment=NAME, trial="00000")
     open_journal(target, own, Opening(this_owner(), new_stamp(), lambda _: began))
     search = open_journal(target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
-    return write_directly(target, search, [added])
+    return write_directly(target, search, [added.model_copy(update={"apart": True})])
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
@@ -80,7 +81,7 @@ OTHERS = {**SCHEDULERS, "fifo": FIFO(), "smaller": Hyperband(max_t=1), "larger":
 CHANGES = [(one, other) for one in PAUSING for other in OTHERS if one != other]
 
 
-@pytest.mark.parametrize("started", [7, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 12, 17))])
+@pytest.mark.parametrize("started", [7, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 5, 12))])
 @pytest.mark.parametrize(("one", "other"), CHANGES)
 def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
     one: str, other: str, started: int, local_target: LocalTarget
@@ -91,6 +92,20 @@ def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
     after = acted.run(OTHERS[other])
     assert acted.are(after) == ["finished"] * 9
     assert acted.run(OTHERS[other]).trials == after.trials
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_pause_that_was_decided_and_not_done_does_not_outlast_its_scheduler(
+    is_saved: bool,
+    local_target: LocalTarget,
+) -> None:
+    reported = Reported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0}))
+    committed = [Committed(trial="00000", checkpoint=SAVED)] if is_saved else []
+    pause = Decided(trial="00000", report=reported.report, decision=Pause(reason="waits for others"))
+    write_directly(local_target, began_elsewhere(local_target, reported, *committed), [pause])
+    acted = Acted(local_target, Troupe(9, saved={"00000": SAVED} if is_saved else {}), samples=2)
+    state = acted.run()
+    assert [(str(each.status), each.step) for each in state.trials.values()] == [("finished", 9)] * 2
 
 
 def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_now(local_target: LocalTarget) -> None:
