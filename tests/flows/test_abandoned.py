@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.timeout(300)
 def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_an_answer(
-    drivers: Drivers, local_target: LocalTarget, tmp_path: Any
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
     witness = tmp_path / "witness"
 
@@ -106,6 +107,7 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
             target=local_target,
             experiment=NAME,
             metric="error",
+            num_samples=1,
             scheduler=ASHA(max_t=EPOCHS, grace_period=3),
             max_concurrent_trials=2,
         )
