@@ -77,7 +77,7 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
     added = TrialAdded(trial="00000", config={}, apart=True)
     search = open_journal(local_target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
     write_directly(local_target, search, [added])
-    began = [added, Started(trial="00000", attempt=1, from_step=0), Finished(trial="00000", reason="done")]
+    began: list[Event] = [added, Started(trial="00000", attempt=1, from_step=0), Finished(trial="00000", reason="done")]
     open_journal(local_target, own, Opening(this_owner(), new_stamp(), lambda _: began))
     refusals, real = iter([False, True]), LocalTarget.open
 
