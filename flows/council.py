@@ -47,6 +47,7 @@ class Council:
         self._schedule = schedule
         self._proposed = 0
         self._suggested: int | None = None  # the search knows it already
+        self._paused: set[str] = set()
 
     @property
     def proposed(self) -> int:
@@ -102,7 +103,16 @@ class Council:
             BadMetric: the report lacks what the scheduler goes by.
         """
         self._proposals.reported(number_of(trial.trial), report)
-        return self._schedule.decide(TrialReport(trial.trial, report))
+        decision = self._schedule.decide(TrialReport(trial.trial, report))
+        (self._paused.add if isinstance(decision, Pause) else self._paused.discard)(trial.trial)
+        return decision
+
+    def holds(self, trial: str) -> bool:
+        """Whether the scheduler has paused a trial, and so will say what becomes of it.
+
+        Not where an earlier owner had another one, or where the trial paused without a decision.
+        """
+        return trial in self._paused
 
     def milestone(self, trial: Trial) -> int | None:
         """Return the step at which the trial asks next: again, where it was decided that it leaves there."""
@@ -131,9 +141,13 @@ class Council:
             case "added":
                 self._added(trial, number)
             case "resumed":
+                self._paused.discard(trial.trial)
                 self._schedule.resumed(trial.trial)
             case "ended":
+                self._paused.discard(trial.trial)
                 self._schedule.ended(trial.trial)
+                if happening.stopped:
+                    self._proposals.stopped(number)
                 self._proposals.ended(number, happening.report, failed=happening.failed)
                 self._tally.ended(trial.trial, happening.report, failed=happening.failed)
             case "decided":

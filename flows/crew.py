@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,7 +18,11 @@ from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.run_trial import AttemptResult, run_trial
 
-__all__ = ["Crew", "LocalCrew", "Message", "Over", "attempt_of"]
+__all__ = ["Crew", "LocalCrew", "Message", "Over", "attempt_of", "have_ended"]
+
+_PATIENCE = timedelta(seconds=0.5)
+# What a supervisor needs beyond the grace of its trial: a last journal entry.
+_LAST_WORDS = timedelta(seconds=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,21 @@ class Crew(Protocol):
     def dismiss(self, trial: str) -> None:
         """Take note that an attempt is over."""
         ...
+
+
+def have_ended(crew: Crew, grace: timedelta) -> None:
+    """Have every trial save and end that nobody will answer any more, and wait for it, `grace` and a moment at most.
+
+    Attempts that outlive their search go on: whoever takes it over answers them. Raises what `Crew.stop` raises.
+    """
+    if crew.outlives:
+        return
+    crew.stop()
+    until = time.monotonic() + (grace + _LAST_WORDS).total_seconds()
+    while len(crew) and time.monotonic() < until:
+        for message in crew.hear(_PATIENCE):
+            if isinstance(message, Over):
+                crew.dismiss(message.trial)
 
 
 class LocalCrew:

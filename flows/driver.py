@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
 
-from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, StoreRefused
+from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, StoreRefused, TuneError
 from prefect_tune.core.events import (
-    Absorbed,
     Cause,
     Decided,
     Event,
@@ -21,32 +21,28 @@ from prefect_tune.core.events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import entries_beyond
-from prefect_tune.core.layout import JournalKey, TrialKey
+from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.schedulers.scheduler import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.search.search import Exhausted, Proposed, Wait
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave
 from prefect_tune.flows.council import Council, standing_decision, trial_id
-from prefect_tune.flows.crew import Crew, Message, Over
+from prefect_tune.flows.crew import Crew, Message, Over, have_ended
+from prefect_tune.flows.intake import Intake
 from prefect_tune.flows.judge import Judge
 from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.listening import Listener
 from prefect_tune.flows.page import Page
 from prefect_tune.flows.stopping import Outside, Stopping
-from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.book import Book
-from prefect_tune.tasks.experiment_state import Opening, open_journal
 from prefect_tune.tasks.line import Told, Wrote
 from prefect_tune.tasks.plan import Orders, TrialPlan
-from prefect_tune.tasks.stamp import new_stamp, this_owner
 from prefect_tune.tasks.trial_channel import Log
 
 __all__ = ["Driver"]
 
 _PATIENCE = timedelta(seconds=0.5)
-_NO_CHANGE = timedelta(minutes=5)
 
 
 class Driver:
@@ -71,9 +67,9 @@ class Driver:
         self._limits = limits
         self._council = council
         self._crew = crew
-        self._book = book
         self._log = log
         self._page = Page(book, council, listener, plan.sync.sync_period)
+        self._intake = Intake(self._page, council, book)
         self._stopping = Stopping(limits, council, crew, self._page, log)
         self._startable: deque[str] = deque()
         self._judge = Judge(limits, self._page, self._stopping, self._startable, log)
@@ -85,7 +81,18 @@ class Driver:
     # ------------------------------------------------------------------------------------------------ the loop
 
     def run(self, outside: Outside) -> Experiment:
-        """Go on until there is nothing more to do, or somebody wants an end; return the state, all of it written."""
+        """Go on until there is nothing more to do, or somebody wants an end; return the state, all of it written.
+
+        Whatever it raises, no trial is left to wait for an answer of it.
+        """
+        try:
+            return self._run(outside)
+        except BaseException:
+            with suppress(TuneError):  # what ended the search is what is raised
+                have_ended(self._crew, self._plan.grace)
+            raise
+
+    def _run(self, outside: Outside) -> Experiment:
         self._council.recall(self._state)
         self._take_up()
         while True:
@@ -118,12 +125,12 @@ class Driver:
         while self._startable:
             trial = self._startable.popleft()
             if trial not in self._outlived:
-                self._settle(trial)
+                self._intake.settle(trial)
                 self._decide_what_is_open(trial)
             state = self._state.trial(trial)
             if trial in self._outlived or state.status is Status.PENDING:
                 return trial
-            self._let_exploit(state)
+            self._let_go_on(state)
         if self._limits.only_errored:
             return None
         self._stop_unneeded()
@@ -205,7 +212,7 @@ class Driver:
                 case Told():
                     self._told(message)
                 case Wrote():
-                    self._absorb(message)
+                    self._intake.absorb(message)
                 case Over():
                     over.append(message)
                 case never:
@@ -213,27 +220,6 @@ class Driver:
         for each in over:
             self._crew.dismiss(each.trial)
             self._conclude(each)
-
-    def _absorb(self, wrote: Wrote) -> None:
-        due = self._state.trial(wrote.trial).absorbed + 1
-        if wrote.number > due:
-            self._catch_up(wrote.trial)
-        elif wrote.number == due:
-            self._take_in(wrote.trial, wrote.number, wrote.events)
-
-    def _take_in(self, trial: str, number: int, events: Sequence[Event]) -> None:
-        own = tuple(event for event in events if not isinstance(event, Absorbed))
-        self._put(Absorbed(trial=trial, number=number, events=own))
-        self._council.has_trained(self._state.trial(trial))
-
-    def _catch_up(self, trial: str) -> None:
-        """Take in what was written where nobody listened: by an owner that died, or by a trial that outlived one."""
-        key = JournalKey(experiment=self._state.name, trial=trial)
-        absorbed = self._state.trial(trial).absorbed
-        with self._book.target.open(timeout=_NO_CHANGE) as store, side_by_side() as transfers:
-            entries = entries_beyond(store, key, absorbed, side_by_side=transfers)
-        for entry in entries:
-            self._take_in(trial, entry.number, entry.events)
 
     def _told(self, told: Told) -> None:
         self._listener.told(told, self._state)
@@ -299,37 +285,51 @@ class Driver:
         elif trial.status in (Status.PENDING, Status.RUNNING):
             self._judge.lost(trial.trial, over.error)
         else:
-            self._let_exploit(trial)
+            self._let_go_on(trial)
 
-    def _let_exploit(self, trial: Trial) -> None:
-        if trial.status is Status.PAUSED and trial.exploits is not None:
+    def _let_go_on(self, trial: Trial) -> None:
+        """Resume one that is to exploit another, or of whose pause the scheduler does not know."""
+        if self._is_to_resume(trial):
             self._put(Resumed(trial=trial.trial))
             self._startable.append(trial.trial)
+
+    def _is_to_resume(self, trial: Trial) -> bool:
+        is_paused = trial.status is Status.PAUSED
+        return is_paused and (trial.exploits is not None or not self._council.holds(trial.trial))
 
     # ------------------------------------------------------------------------------------------------ a resume
 
     def _take_up(self) -> None:
         """Bring the trials that an earlier owner left in the middle into a state from which they go on."""
         errored = {each.trial for each in self._state.trials.values() if each.status is Status.ERRORED}
-        self._requeue()
-        unended = [each for each in self._state.trials.values() if _goes_on(each)]
-        if self._limits.only_errored:
-            unended = [each for each in unended if each.trial in errored]
+        unended = self._unended()
         for trial in unended:
-            self._catch_up(trial.trial)
-            self._take_on(trial.trial)
+            self._intake.catch_up(trial)  # whose end nobody has heard may have to go on too
+        self._requeue()
+        for trial in self._unended():
+            if self._limits.only_errored and trial not in errored:
+                continue
+            if trial not in unended:
+                self._intake.catch_up(trial)
+            self._take_on(trial)
+
+    def _unended(self) -> Mapping[str, Trial]:
+        """The trials that go on, but for those that are paused until the scheduler says so."""
+        waiting = (Status.PENDING, Status.RUNNING)
+        trials = self._state.trials.values()
+        return {each.trial: each for each in trials if each.status in waiting or self._is_to_resume(each)}
 
     def _take_on(self, name: str) -> None:
         if self._crew.outlives and self._state.trial(name).status is Status.RUNNING:
             self._find_again(name)
             return
-        self._settle(name)
+        self._intake.settle(name)
         if name in self._state.stops:
             self._stopping.finish(name)
             return
         self._decide_what_is_open(name)
         trial = self._state.trial(name)
-        self._let_exploit(trial)
+        self._let_go_on(trial)
         if trial.status is Status.PENDING and trial.cause is not None and trial.attempt:
             self._judge.judge(name, trial.cause)
         elif trial.status is Status.PENDING:
@@ -343,13 +343,6 @@ class Driver:
             self._stopping.tell(trial)
         else:
             self._startable.append(trial)
-
-    def _settle(self, trial: str) -> None:
-        """End, in its own journal, an attempt that died without a word, and take in what it had saved by then."""
-        if self._state.trial(trial).status is Status.RUNNING:
-            key = JournalKey(experiment=self._state.name, trial=trial)
-            open_journal(self._book.target, key, Opening(this_owner(), new_stamp()))
-            self._catch_up(trial)
 
     def _requeue(self) -> None:
         """Have go on what had ended, and today is asked to."""
@@ -377,12 +370,6 @@ class Driver:
             self._put(Finished(trial=name, reason=answer.reason, left=True))
         elif isinstance(answer, Leave):
             self._put(Paused(trial=name, reason=answer.reason))
-
-
-def _goes_on(trial: Trial) -> bool:
-    return trial.status in (Status.PENDING, Status.RUNNING) or (
-        trial.status is Status.PAUSED and trial.exploits is not None
-    )
 
 
 def _is_saved(trial: Trial) -> bool:

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from prefect_tune.core.events import Cause, GaveUp, Quarantined
 from prefect_tune.core.failures import GiveUp, Quarantine, Resumable, TryAgain, verdict
-from prefect_tune.core.trial import Trial
+from prefect_tune.core.trial import Trial, newest_checkpoint
 from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.page import Page
 from prefect_tune.flows.stopping import Stopping
@@ -25,7 +25,7 @@ class Judge:
         self._stopping = stopping
         self._startable = startable
         self._log = log
-        self._lost: dict[str, int] = {}
+        self._lost: dict[str, tuple[int, int]] = {}  # how many in a row, and the checkpoint that they all had
         self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
         """What the next attempt of a trial is to put aside."""
 
@@ -54,10 +54,14 @@ class Judge:
     def lost(self, trial: str, error: BaseException | None) -> None:
         """An attempt that could not write how it ended is a failure of the machine that no journal counts."""
         why = f"{type(error).__name__}: {error}" if error else "it ended without a word"
-        self._lost[trial] = self._lost.get(trial, 0) + 1
+        newest = newest_checkpoint(self._page.state.trial(trial))
+        saved = newest.sequence if newest else 0
+        before, had = self._lost.get(trial, (0, saved))
+        count = 1 if saved > had else before + 1
+        self._lost[trial] = (count, saved)
         self._log.warning("trial %s: attempt lost: %s", trial, why)
-        if self._lost[trial] > self._limits.failures.max_machine_failures:
-            self.give_up(trial, Cause.MACHINE, f"{self._lost[trial]} attempts were lost: {why}")
+        if count > self._limits.failures.max_machine_failures:
+            self.give_up(trial, Cause.MACHINE, f"{count} attempts were lost without a commit: {why}")
         else:
             self._startable.append(trial)
 

@@ -87,7 +87,7 @@ def _lessons(state: Experiment) -> Iterator[Lesson]:
 
 def _lesson(trial: Trial) -> Lesson:
     last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
-    return Lesson(trial=trial.trial, config=trial.config, report=last, stopped=trial.left)
+    return Lesson(trial=trial.trial, config=trial.config, report=last, stopped=trial.past[-1].stopped)
 
 
 def _identity(lesson: Lesson) -> bytes:

@@ -23,7 +23,7 @@ AFTER: Mapping[str, Mapping[str, str]] = {
         "paused": "paused",
         "resumed": "pending",
     },
-    "paused": {"resumed": "pending", "finished": "finished"},
+    "paused": {"resumed": "pending", "finished": "finished", "gave-up": "errored"},
     "finished": {"requeued": "pending", "gave-up": "errored"},
     "errored": {"requeued": "pending"},
 }

@@ -96,6 +96,7 @@ LEGAL = {
     (PAUSED, "resumed"): PENDING,
     (PAUSED, "started"): RUNNING,
     (PAUSED, "finished"): FINISHED,
+    (PAUSED, "gave-up"): ERRORED,
     (PENDING, "paused"): PAUSED,
     (PENDING, "resumed"): PENDING,
     (RUNNING, "resumed"): RUNNING,

@@ -68,10 +68,20 @@ def test_with_fail_fast_the_first_error_ends_the_experiment_resumable(tmp_path: 
     assert statuses(searched(tmp_path, space=space)) == ["errored", "finished", "finished"]
 
 
-def test_a_metric_that_the_scheduler_needs_and_nobody_reports_is_the_trials_error(tmp_path: Path) -> None:
-    results = searched(tmp_path, silent, stop=None, scheduler=pt.ASHA(max_t=9))
+@pytest.mark.parametrize(("trainable", "metric"), [(silent, "loss"), (Moody, "lsos")])
+def test_a_metric_that_the_scheduler_needs_and_nobody_reports_is_the_trials_error(
+    trainable: Any, metric: str, tmp_path: Path
+) -> None:
+    results = searched(tmp_path, trainable, metric=metric, stop=None, scheduler=pt.ASHA(max_t=9))
     assert statuses(results) == ["errored"]
-    assert "'loss'" in results.errors["00000"]
+    assert f"'{metric}'" in results.errors["00000"]
+
+
+def test_a_metric_that_the_search_learns_from_and_nobody_reports_keeps_it_from_nothing(tmp_path: Path) -> None:
+    search = {"OptunaSearch": {"num_samples": 2}}
+    for _ in range(2):
+        results = searched(tmp_path, silent, stop=None, search=search, space={"x": pt.uniform(0, 1)})
+        assert statuses(results) == ["finished"] * 2
 
 
 def test_a_search_is_resumed_by_its_name_and_extended(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from prefect_tune.core.events import (
     TrialAdded,
 )
 from prefect_tune.core.layout import JournalKey, journal_key
+from prefect_tune.core.schedulers.scheduler import Pause, Stop
 from prefect_tune.core.spans import boundaries, is_boundary
 from prefect_tune.core.trial import ENDED, Happening, Status, Trial, after, with_adopted
 from prefect_tune.core.trials import Trials
@@ -257,11 +258,25 @@ def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Tr
             happening = Happening(order=order, what="added")
         case _ if now.status in ENDED and before.status not in ENDED:
             last = StepReport(step=now.step, metrics=now.metrics, trained_seconds=now.trained_seconds)
-            failed = now.status is Status.ERRORED
-            happening = Happening(order=order, what="ended", report=last if now.step else None, failed=failed)
+            happening = Happening(
+                order=order,
+                what="ended",
+                report=last if now.step else None,
+                failed=now.status is Status.ERRORED,
+                stopped=now.trial not in experiment.stops and _is_stopped(now),
+            )
         case _:
             return _with(experiment, now)
     return _happened(experiment, now, happening)
+
+
+def _is_stopped(ended: Trial) -> bool:
+    """Whether it left since that was decided before its time, or while it was paused."""
+    match ended.past[-1].decision:
+        case Pause() | Stop(early=True):
+            return ended.status is Status.FINISHED and ended.left
+        case _:
+            return False
 
 
 def _happened(experiment: Experiment, trial: Trial, happening: Happening) -> Experiment:

@@ -68,6 +68,7 @@ NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.RUNNING, GaveUp): Status.ERRORED,
     (Status.PENDING, GaveUp): Status.ERRORED,
     (Status.FINISHED, GaveUp): Status.ERRORED,  # it ended before it was seen that its reports are of no use
+    (Status.PAUSED, GaveUp): Status.ERRORED,  # it left because they are
     (Status.ERRORED, Requeued): Status.PENDING,
     (Status.FINISHED, Requeued): Status.PENDING,
     (Status.PENDING, Requeued): Status.PENDING,  # the experiment's journal says so before the trial's own does

@@ -49,6 +49,8 @@ class Happening(Value):
     decision: Decision | None = None
     failed: bool = False
     """With "ended": whether the trial errored."""
+    stopped: bool = False
+    """With "ended": whether the scheduler ended it before its time."""
 
 
 class Trial(Value):

@@ -59,8 +59,8 @@ def test_a_score_is_to_be_large() -> None:
 def test_at_max_t_everybody_stops_however_good() -> None:
     asked = Asked(ASHA(max_t=9))
     asked.add("a")
-    assert asked.report("a", 9, 0.0) == Stop(reason="step 9 of 9")
-    assert asked.report("a", 12, 0.0) == Stop(reason="step 12 of 9")
+    assert asked.report("a", 9, 0.0) == Stop(reason="step 9 of 9", early=False)
+    assert asked.report("a", 12, 0.0) == Stop(reason="step 12 of 9", early=False)
     assert asked.schedule.milestone("a", 9) == 10
 
 

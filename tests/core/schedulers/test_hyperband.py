@@ -91,7 +91,7 @@ def test_a_bracket_is_halved_down_to_one_that_trains_to_max_t() -> None:
     assert reach(asked, 3, {"t0": 0.3, "t1": 0.1, "t2": 0.2}) == {"t0": "pause", "t1": "pause", "t2": "stop"}
     assert asked.resume_all() == ["t1"]
     assert asked.schedule.milestone("t1", 3) == 9
-    assert asked.report("t1", 9, 0.1) == Stop(reason="step 9 of 9")
+    assert asked.report("t1", 9, 0.1) == Stop(reason="step 9 of 9", early=False)
 
 
 def test_the_next_trials_fill_the_next_bracket_while_the_one_before_is_decided_and_then_it_begins_over() -> None:

@@ -12,7 +12,7 @@ from optuna import pruners
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.objective import Objective
-from prefect_tune.core.schedulers.scheduler import Schedule, TrialReport
+from prefect_tune.core.schedulers.scheduler import Schedule, Stop, TrialReport
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaPruner
 
@@ -164,7 +164,7 @@ def test_the_reason_names_the_pruner_and_the_value_as_it_was_reported() -> None:
     schedule = OptunaPruner(pruners.ThresholdPruner(lower=0.5)).begin(ACCURACY, SEED)
     schedule.added("trial", {})
     decision = schedule.decide(TrialReport("trial", StepReport(step=1, metrics={"accuracy": 0.25})))
-    assert decision.model_dump() == {"type": "stop", "reason": "ThresholdPruner at accuracy = 0.25"}
+    assert decision == Stop(reason="ThresholdPruner at accuracy = 0.25")
 
 
 def test_trials_are_asked_only_where_the_pruner_looks() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from optuna import samplers
 from optuna.trial import FrozenTrial, TrialState
 
-from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.search.domains import (
     choice,
@@ -146,13 +146,22 @@ def test_constraints_change_what_is_proposed() -> None:
     assert median_x(["infeasible"]) > 0.4
 
 
-def test_a_metric_that_is_missing_is_the_users_to_mend() -> None:
-    proposals = begun(OptunaSearch(None, 5, constraints=["size"]))
-    proposed(proposals, 0)
-    with pytest.raises(BadMetric, match="trial 0, step 1: expected a number for metric 'loss'"):
-        proposals.ended(0, report(accuracy=1.0), failed=False)
-    with pytest.raises(BadMetric, match="trial 0, step 1: constraints: expected a number for metric 'size'"):
-        proposals.ended(0, report(loss=1.0), failed=False)
+@pytest.mark.parametrize("constraints", [["size"], lambda _config, metrics: [metrics["size"]]])
+def test_a_trial_that_lacks_a_metric_has_failed_for_the_search_which_goes_on_and_says_so(
+    constraints: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposals = begun(OptunaSearch(Witness(), ENDLESS, constraints=constraints))
+    for number in range(3):
+        proposed(proposals, number)
+    proposals.ended(0, report(accuracy=1.0, size=0.0), failed=False)
+    proposals.ended(1, report(loss=1.0), failed=False)
+    proposals.ended(2, report(loss=1.0, size=0.0), failed=False)
+    seen = shown_last(proposals, 3)
+    assert [trial.state for trial in seen] == [TrialState.FAIL, TrialState.FAIL, TrialState.COMPLETE]
+    assert "trial 0, step 1: expected a number for metric 'loss'" in caplog.text
+    assert "trial 1, step 1: constraints: " in caplog.text
+    proposals.ended(1, report(2, loss=1.0, size=0.0), failed=False)
+    assert shown_last(proposals, 4)[1].state == TrialState.COMPLETE
 
 
 def test_a_trial_that_ended_may_go_on_and_end_again() -> None:

@@ -87,7 +87,7 @@ class Climbing(Schedule):
         climb, step = self._climbs[report.trial], report.report.step
         loss = loss_of(report, self._objective)
         if step >= self._brackets.max_t:
-            return Stop(reason=f"step {step} of {self._brackets.max_t}")
+            return Stop(reason=f"step {step} of {self._brackets.max_t}", early=False)
         index = climb.at(step)
         if index <= climb.reached:
             return self._again(climb)

@@ -100,7 +100,7 @@ class _Schedule(Schedule):
         bracket = self._bracket_of.get(report.trial)
         if bracket is None or step >= self._max_t:
             self.ended(report.trial)
-            return Stop(reason=f"step {step} of {self._max_t}")
+            return Stop(reason=f"step {step} of {self._max_t}", early=False)
         if report.trial in bracket.training and report.trial not in self._to_resume:
             if step < bracket.steps[bracket.level]:
                 return Continue()
@@ -112,8 +112,9 @@ class _Schedule(Schedule):
         return self._first_to_resume() or self._best_of_a_bracket_that_never_fills()
 
     def resumed(self, trial: TrialId) -> None:
-        bracket = self._bracket_of[trial]
-        if not bracket.is_full:
+        bracket = self._bracket_of.get(trial)
+        # Whoever was paused by other rules than today's need not wait here.
+        if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
             self._settle(bracket)
         self._to_resume.pop(trial, None)

@@ -36,6 +36,8 @@ class Stop(Value):
 
     type: Literal["stop"] = "stop"
     reason: str
+    early: bool = True
+    """Whether that is before its time; not where it has trained all the steps that there are."""
 
 
 class Exploit(Value):
@@ -85,7 +87,8 @@ class Schedule(ABC):
     A resumed experiment tells a new one everything that the journal holds, in the journal's order: each
     `added`, each `decide` (the answer is thrown away: the one in the journal was acted on), each `resumed`
     and `ended`. Then both are in the same state. It reads no clock and draws only from a generator seeded
-    by the seed it was begun with.
+    by the seed it was begun with. Where the scheduler is another one than before, so are its answers: a trial
+    that only the earlier one has paused is `resumed`, and one that it had stopped stays so.
     """
 
     saves_first: ClassVar[bool] = False

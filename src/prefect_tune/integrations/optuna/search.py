@@ -7,6 +7,7 @@ down is rebuilt by recalling the trials in their order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ __all__ = ["Constraints", "OptunaSearch"]
 Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, object], Mapping[str, object]], Sequence[float]]
 """Names of metrics, or a function of (config, metrics): a trial is feasible where each number is at most 0."""
 
+_log = logging.getLogger("prefect_tune")
 _NAME = "prefect-tune"
 _OVER = Exhausted("the sampler has proposed everything there is")
 _FOREIGN = "a trial of another experiment"
@@ -53,7 +55,8 @@ class OptunaSearch(Search):
     """Proposes what a sampler of Optuna proposes; without one, what its TPE does.
 
     The sampler's own seed counts for nothing: the experiment's does. It sees each metric of the objective; of a
-    single one also the values on the way, and a trial that a scheduler stopped as pruned.
+    single one also the values on the way, and a trial that a scheduler stopped as pruned. A trial whose last report
+    lacks one of them, or what a constraint is made of, has failed for it.
     """
 
     sampler: BaseSampler | None = None
@@ -161,13 +164,26 @@ class _OptunaProposals(Proposals):
         if failed or last is None:
             self._tell(number, TrialState.FAIL, None)
             return
+        try:
+            state, values = self._came_to(number, last, was_stopped=was_stopped)
+        except BadMetric as missing:
+            _log.warning("the search takes this trial for failed: %s", missing)
+            state, values = TrialState.FAIL, None
+        self._tell(number, state, values)
+
+    def _came_to(
+        self, number: int, last: StepReport, *, was_stopped: bool
+    ) -> tuple[TrialState, Sequence[float] | None]:
+        """Return what a trial is to Optuna by its last report.
+
+        Raises:
+            BadMetric: it lacks a metric that counts, or one that a constraint is made of.
+        """
         self.reported(number, last)
         self._describe(*self._seen[number], last, f"trial {number}")
         if was_stopped and self._has_one_metric:
-            self._tell(number, TrialState.PRUNED, None)
-        else:
-            values = values_of(self._objective, last.metrics, f"trial {number}, step {last.step}")
-            self._tell(number, TrialState.COMPLETE, values)
+            return TrialState.PRUNED, None
+        return TrialState.COMPLETE, values_of(self._objective, last.metrics, f"trial {number}, step {last.step}")
 
     def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
         """A trial that Optuna was never asked for; of what the sampler notes down at its own it has nothing."""
@@ -248,7 +264,11 @@ class _OptunaProposals(Proposals):
         given: Mapping[str, object] = last.metrics
         names = constraints
         if callable(constraints):
-            given = {str(index): value for index, value in enumerate(constraints(config, last.metrics))}
+            try:
+                given = {str(index): value for index, value in enumerate(constraints(config, last.metrics))}
+            except KeyError as missing:
+                said = f"there is no {missing}; reported were {sorted(last.metrics)}"
+                raise BadMetric(f"{whose}, step {last.step}: constraints: {said}") from missing
             names = list(given)
         assert not callable(names)  # noqa: S101 - which mypy cannot see
         violations = Objective(metrics=tuple(names), modes=("min",) * len(names)).losses(

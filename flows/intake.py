@@ -1,0 +1,69 @@
+"""What trials write into journals of their own, as the experiment's journal takes it in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from prefect_tune.core.events import Absorbed, Event
+from prefect_tune.core.experiment import Entry
+from prefect_tune.core.journal import entries_beyond
+from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.trial import Status
+from prefect_tune.flows.council import Council
+from prefect_tune.flows.page import Page
+from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.experiment_state import Opening, open_journal
+from prefect_tune.tasks.line import Wrote
+from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tasks.transient import retrying
+
+__all__ = ["Intake"]
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+class Intake:
+    """Takes in each entry of each trial's journal, once, in their order.
+
+    What reads or writes a journal raises `StoreUnavailable` where the target fails for longer than the retries last.
+    """
+
+    def __init__(self, page: Page, council: Council, book: Book) -> None:
+        self._page = page
+        self._council = council
+        self._book = book
+
+    def absorb(self, wrote: Wrote) -> None:
+        """Take in an entry that was told, after those before it."""
+        due = self._page.state.trial(wrote.trial).absorbed + 1
+        if wrote.number > due:
+            self.catch_up(wrote.trial)
+        elif wrote.number == due:
+            self._take_in(wrote.trial, wrote.number, wrote.events)
+
+    def catch_up(self, trial: str) -> None:
+        """Take in what was written where nobody listened: by an owner that died, or by a trial that outlived one."""
+        absorbed = self._page.state.trial(trial).absorbed
+
+        def read() -> Sequence[Entry]:
+            with self._book.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+                return entries_beyond(store, self._journal(trial), absorbed, side_by_side=transfers)
+
+        for entry in retrying(read):
+            self._take_in(trial, entry.number, entry.events)
+
+    def settle(self, trial: str) -> None:
+        """End, in its own journal, an attempt that died without a word, and take in what it had saved by then."""
+        if self._page.state.trial(trial).status is Status.RUNNING:
+            open_journal(self._book.target, self._journal(trial), Opening(this_owner(), new_stamp()))
+            self.catch_up(trial)
+
+    def _journal(self, trial: str) -> JournalKey:
+        return JournalKey(experiment=self._page.state.name, trial=trial)
+
+    def _take_in(self, trial: str, number: int, events: Sequence[Event]) -> None:
+        own = tuple(event for event in events if not isinstance(event, Absorbed))
+        self._page.put(Absorbed(trial=trial, number=number, events=own))
+        self._council.has_trained(self._page.state.trial(trial))

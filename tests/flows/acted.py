@@ -1,0 +1,120 @@
+"""Searches without a server and without training: the driver of `pt.tune` on a target, with a crew that acts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import MappingProxyType
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events import CheckpointRef
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import JournalKey, TrialKey
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.requests import StopRequest
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.search.domains import uniform
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.search.search import Search
+from prefect_tune.flows.council import Council
+from prefect_tune.flows.crew import Over
+from prefect_tune.flows.driver import Driver
+from prefect_tune.flows.limits import Limits
+from prefect_tune.flows.listening import Listeners
+from prefect_tune.tasks.book import Book, Writer
+from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.stamp import new_stamp, this_owner
+from tests.fakes.acting_crew import ActingCrew
+
+__all__ = ["NAME", "Acted", "Troupe"]
+
+NAME = "e"
+NOTHING: Mapping[str, CheckpointRef] = MappingProxyType({})
+
+
+class Troupe(ActingCrew):
+    """One that can be stopped: nobody says a word more."""
+
+    def __init__(self, steps: int, saved: Mapping[str, CheckpointRef] = NOTHING) -> None:
+        super().__init__(steps)
+        self._saved.update(saved)
+        self.stopped = False
+        self.start_count = 0
+
+    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+        self.start_count += 1
+        super().start(plan, orders, attempt, absorbed)
+
+    def stop(self) -> None:
+        self.stopped = True
+        self._inbox.clear()
+        self._inbox.extend(Over(trial) for trial in self._trials)
+
+
+@dataclass
+class Acted:
+    """One search, run as often as one likes; who acts in it remembers its checkpoints from run to run."""
+
+    target: LocalTarget
+    crew: Troupe = field(default_factory=lambda: Troupe(9))
+    samples: int = 9
+    slots: int = 1
+    metric: str = "loss"
+    log: logging.Logger = field(default_factory=lambda: logging.getLogger("tests"))
+
+    def run(
+        self,
+        scheduler: Scheduler | None = None,
+        search: Search | None = None,
+        *,
+        until: Callable[[], bool] = lambda: False,
+        writer: Writer = write_directly,
+        limits: Limits | None = None,
+    ) -> Experiment:
+        """Take the experiment over and go on with it, to its end or `until` somebody interrupts it."""
+        objective = Objective(metrics=(self.metric,), modes=("min",))
+        state = open_journal(self.target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
+        proposals = (search or RandomSearch(self.samples)).begin({"x": uniform(0, 1)}, objective, 1)
+        plan = TrialPlan(
+            target=self.target,
+            trial=TrialKey(experiment=NAME, trial="any"),
+            trainable="a:b",
+            stopper="a:b",
+            needs_curve=False,
+            grace=timedelta(seconds=1),
+            apart=True,
+        )
+        driver = Driver(
+            plan,
+            limits or Limits(max_concurrent_trials=self.slots),
+            Council(proposals, (scheduler or FIFO()).begin(objective, 1)),
+            self.crew,
+            Book(self.target, state, writer, lambda _events, _state: None),
+            self.log,
+            Listeners(),
+        )
+        return driver.run(_Outside(until))
+
+    def are(self, state: Experiment) -> Sequence[str]:
+        """Return what became of the trials."""
+        return [str(each.status) for each in state.trials.values()]
+
+
+class _Outside:
+    """Nobody asks for anything; somebody may interrupt."""
+
+    def __init__(self, until: Callable[[], bool]) -> None:
+        self._until = until
+
+    def is_interrupted(self) -> bool:
+        return self._until()
+
+    def take(self) -> Sequence[StopRequest]:
+        return ()
+
+    def heard(self, count: int) -> None:
+        del count

@@ -1,0 +1,107 @@
+"""How many attempts may be lost before a trial is given up."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import reduce
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Committed,
+    Event,
+    Opened,
+    Owner,
+    Quarantined,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.failures import FailurePolicy
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.trial import Status, newest_checkpoint
+from prefect_tune.core.values import Stamp
+from prefect_tune.flows.council import Council
+from prefect_tune.flows.judge import Judge
+from prefect_tune.flows.limits import Limits
+from prefect_tune.flows.listening import Listeners
+from prefect_tune.flows.page import Page
+from prefect_tune.flows.stopping import Stopping
+from prefect_tune.tasks.book import Book
+from tests.flows.acted import Troupe
+
+_LOG = logging.getLogger("tests")
+_TRIAL = "00000"
+
+
+def noted(_target: StorageTarget, state: Experiment, events: Sequence[Event], _stamp: Stamp | None) -> Experiment:
+    return reduce(lambda found, event: after_event(found, event, found.number + 1), events, state)
+
+
+class Court:
+    """One trial whose attempts are lost, and who judges that."""
+
+    def __init__(self) -> None:
+        objective = Objective(metrics=("loss",), modes=("min",))
+        council = Council(RandomSearch(9).begin({}, objective, 1), FIFO().begin(objective, 1))
+        book = Book(LocalTarget(path="/nowhere"), nothing_yet("e"), noted, lambda _events, _state: None)
+        limits = Limits(max_concurrent_trials=1, failures=FailurePolicy(max_machine_failures=2))
+        self.page = Page(book, council, Listeners(), timedelta(0))
+        self.startable: deque[str] = deque()
+        stopping = Stopping(limits, council, Troupe(9), self.page, _LOG)
+        self.judge = Judge(limits, self.page, stopping, self.startable, _LOG)
+        self.page.put(Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1)))
+        self.page.put(TrialAdded(trial=_TRIAL, config={}))
+        self.sequence = 0
+
+    def loses_an_attempt(self, *, saves: bool = False) -> Status:
+        """Return how the trial is when an attempt has vanished, and the next one was begun if it is to."""
+        state = self.page.state.trial(_TRIAL)
+        start = newest_checkpoint(state)
+        self.page.put(
+            Started(
+                trial=_TRIAL,
+                attempt=state.attempt + 1,
+                from_step=start.step if start else 0,
+                from_sequence=start.sequence if start else None,
+            )
+        )
+        if saves:
+            self.sequence += 1
+            self.page.put(Committed(trial=_TRIAL, checkpoint=CheckpointRef(step=self.sequence, sequence=self.sequence)))
+        self.judge.lost(_TRIAL, None)
+        if self.startable:
+            self.startable.clear()
+            self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="its owner vanished"))
+        return self.page.state.trial(_TRIAL).status
+
+
+def test_a_trial_that_commits_in_between_may_lose_as_many_attempts_as_it_likes() -> None:
+    court = Court()
+    assert {court.loses_an_attempt(saves=True) for _ in range(12)} == {Status.PENDING}
+
+
+@pytest.mark.parametrize("committed_before", [0, 5])
+def test_a_trial_that_loses_too_many_in_a_row_is_given_up(committed_before: int) -> None:
+    court = Court()
+    for _ in range(committed_before):
+        court.loses_an_attempt(saves=True)
+    assert [court.loses_an_attempt() for _ in range(3 - bool(committed_before))][-1] is Status.ERRORED
+    assert "3 attempts were lost without a commit" in court.page.state.trial(_TRIAL).reason
+
+
+def test_a_checkpoint_that_is_put_aside_is_no_commit() -> None:
+    court = Court()
+    court.loses_an_attempt(saves=True)
+    court.loses_an_attempt()
+    court.page.put(Quarantined(trial=_TRIAL, sequence=1, reason="damaged"))
+    assert court.loses_an_attempt() is Status.ERRORED
