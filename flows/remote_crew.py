@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,8 +16,8 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.answers import UNASKED, answer
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.events import Reported, Started
+from prefect_tune.core.experiment import Entry
 from prefect_tune.core.journal import next_entry
-from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
 from prefect_tune.flows.crew import Message, Over
 from prefect_tune.tasks.line import Told, Wrote
@@ -127,27 +128,26 @@ class RemoteCrew:
             return found
 
     def _read(self, attempt: _Attempt) -> list[Message]:
-        """What its journal says that is new. A target that is away now is read later."""
-        try:
-            with self._target.open(timeout=_REQUEST) as store:
-                return self._new_entries(store, attempt)
-        except StoreUnavailable:
-            return []
+        """What its journal says that is new. Where the target goes away, the rest is read later."""
+        heard: list[Message] = []
+        with suppress(StoreUnavailable), self._target.open(timeout=_REQUEST) as store:
+            while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
+                attempt.read = entry.number
+                heard += self._said_in(entry, attempt)
+        return heard
 
-    def _new_entries(self, store: ObjectStore, attempt: _Attempt) -> list[Message]:
-        trial, heard = attempt.plan.trial.trial, list[Message]()
-        while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
-            attempt.read = entry.number
-            heard.append(Wrote(trial, entry.number, entry.events))
-            for event in entry.events:
-                match event:
-                    case Started(attempt=number):
-                        attempt.number = number
-                    case Reported(report=report):
-                        asks = attempt.milestone is not None and report.step >= attempt.milestone
-                        heard.append(Told(trial, report, asks))
-                    case _:
-                        pass
+    def _said_in(self, entry: Entry, attempt: _Attempt) -> list[Message]:
+        trial = attempt.plan.trial.trial
+        heard: list[Message] = [Wrote(trial, entry.number, entry.events)]
+        for event in entry.events:
+            match event:
+                case Started(attempt=number):
+                    attempt.number = number
+                case Reported(report=report):
+                    asks = attempt.milestone is not None and report.step >= attempt.milestone
+                    heard.append(Told(trial, report, asks))
+                case _:
+                    pass
         return heard
 
     def _say(self, attempt: _Attempt, step: int, said: GoOn | Leave | StopAndSave) -> None:
