@@ -189,6 +189,8 @@ class Driver:
 
     def _answer_again(self, trial: Trial, milestone: int | None) -> None:
         """Whoever was to answer an attempt that has outlived it may have died before, or while it did."""
+        if not trial.step:
+            return  # it has not asked; and under step 0 lies what it is told unasked
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
         if milestone is not None and trial.step >= milestone:
             self._told(Told(trial.trial, report, asks=True))
