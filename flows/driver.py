@@ -79,7 +79,6 @@ class Driver:
         self._judge = Judge(limits, self._page, self._stopping, self._startable, log)
         self._attempts: dict[str, int] = {}  # how many there were before the present one
         self._broken: dict[str, str] = {}
-        self._outlived: set[str] = set()  # trials whose attempts may have gone on without us
         self._search_is_done = False
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -117,11 +116,10 @@ class Driver:
     def _next_trial(self) -> str | None:
         while self._startable:
             trial = self._startable.popleft()
-            if trial not in self._outlived:
-                self._settle(trial)
-                self._decide_what_is_open(trial)
+            self._settle(trial)
+            self._decide_what_is_open(trial)
             state = self._state.trial(trial)
-            if trial in self._outlived or state.status is Status.PENDING:
+            if state.status is Status.PENDING:
                 return trial
             self._let_exploit(state)
         if self._limits.only_errored:
@@ -169,7 +167,7 @@ class Driver:
         paused = self._council.resume_next()
         return self._resume(paused) if paused is not None else None
 
-    def _start(self, trial: str) -> None:
+    def _start(self, trial: str, *, finds: bool = False) -> None:
         state = self._state.trial(trial)
         plan = replace(self._plan, trial=TrialKey(experiment=self._state.name, trial=trial))
         orders = Orders(
@@ -179,8 +177,6 @@ class Driver:
             exploit=state.exploits,
             puts_aside=self._judge.put_aside.pop(trial, ()),
         )
-        finds = trial in self._outlived  # the attempt that is under way
-        self._outlived.discard(trial)
         number = state.attempt + (not finds)
         self._attempts[trial] = number - 1
         self._page.then(lambda: self._crew.start(plan, orders, number, state.absorbed))
@@ -320,6 +316,8 @@ class Driver:
         for trial in unended:
             self._catch_up(trial.trial)
             self._take_on(trial.trial)
+        if self._page.is_awaited:
+            self._page.write(may_wait=False)  # who is asked to stop from now on is told, if it was found again
 
     def _take_on(self, name: str) -> None:
         if self._crew.outlives and self._state.trial(name).status is Status.RUNNING:
@@ -338,13 +336,10 @@ class Driver:
             self._startable.append(name)
 
     def _find_again(self, trial: str) -> None:
-        """An attempt that has outlived its search is found by beginning it again; who was to stop is told once more."""
-        self._outlived.add(trial)
+        """An attempt that has outlived its search is found by beginning it again, be there a slot for it or not."""
+        self._start(trial, finds=True)
         if trial in self._state.stops:
-            self._start(trial)
-            self._stopping.tell(trial)
-        else:
-            self._startable.append(trial)
+            self._stopping.tell(trial)  # once more
 
     def _settle(self, trial: str) -> None:
         """End, in its own journal, an attempt that died without a word, and take in what it had saved by then."""
