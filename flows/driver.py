@@ -29,7 +29,7 @@ from prefect_tune.core.trial import Status, Trial, newest_checkpoint
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave
 from prefect_tune.flows.council import Council, standing_decision, trial_id
-from prefect_tune.flows.crew import Crew, Message, Over
+from prefect_tune.flows.crew import Began, Crew, Message, Over
 from prefect_tune.flows.judge import Judge
 from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.listening import Listener
@@ -184,7 +184,9 @@ class Driver:
             self._answer_again(state, orders.milestone)
 
     def _answer_again(self, trial: Trial, milestone: int | None) -> None:
-        """Whoever was to answer an attempt that has outlived it may have died before, or while it did."""
+        """Tell an attempt what it may not have heard: that it is to stop, and what follows from where it stands."""
+        if trial.trial in self._state.stops:
+            self._stopping.tell(trial.trial)
         if not trial.step:
             return  # it has not asked; and under step 0 lies what it is told unasked
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
@@ -204,6 +206,9 @@ class Driver:
                     self._told(message)
                 case Wrote():
                     self._absorb(message)
+                case Began():
+                    begun = self._state.trial(message.trial)
+                    self._answer_again(begun, self._council.milestone(begun))
                 case Over():
                     over.append(message)
                 case never:
@@ -338,8 +343,6 @@ class Driver:
     def _find_again(self, trial: str) -> None:
         """An attempt that has outlived its search is found by beginning it again, be there a slot for it or not."""
         self._start(trial, finds=True)
-        if trial in self._state.stops:
-            self._stopping.tell(trial)  # once more
 
     def _settle(self, trial: str) -> None:
         """End, in its own journal, an attempt that died without a word, and take in what it had saved by then."""

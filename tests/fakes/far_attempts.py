@@ -79,17 +79,17 @@ class FarAttempt:
         attempt = self.trial.attempt + 1
         self.writes(Started(trial=self._key.trial, attempt=attempt, from_step=step, from_sequence=sequence))
 
-    def reports(self, *steps: int) -> None:
-        """Write an entry for each."""
+    def reports(self, *steps: int, asks: bool = False) -> None:
+        """Write an entry for each; whether it asks at the last of them."""
         for step in steps:
-            self.writes(Reported(trial=self._key.trial, report=_report(step)))
+            asks_here = asks and step == steps[-1]
+            self.writes(Reported(trial=self._key.trial, report=_report(step), asks=asks_here))
 
-    def saves(self, step: int) -> None:
+    def saves(self, step: int, *, asks: bool = False) -> None:
         """Report a step, and commit its checkpoint."""
         ref = CheckpointRef(sequence=self._book.experiment.number, **_report(step).model_dump())
-        self.writes(
-            Reported(trial=self._key.trial, report=_report(step)), Committed(trial=self._key.trial, checkpoint=ref)
-        )
+        reported = Reported(trial=self._key.trial, report=_report(step), asks=asks)
+        self.writes(reported, Committed(trial=self._key.trial, checkpoint=ref))
 
     def writes(self, *events: Event) -> None:
         self._book.write(events)

@@ -63,11 +63,17 @@ class FakeLedger:
 
     error: BaseException | None = None
     code: str = ""
-    noted: list[StepReport] = field(default_factory=list)
+    asks_at: int | None = None
+    noted: list[tuple[int, bool]] = field(default_factory=list)
+    """The steps, and whether each was noted as one that asks."""
+    flushes: int = 0
     uploads: list[Callable[[], None]] = field(default_factory=list)
 
     def note(self, report: StepReport) -> None:
-        self.noted.append(report)
+        self.noted.append((report.step, report.step == self.asks_at))
+
+    def flush(self) -> None:
+        self.flushes += 1
 
     def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
         self.uploads.append(lambda: committed(handed_over.report.step))
@@ -178,6 +184,19 @@ def test_a_target_that_fails_is_the_machines_failure(plan: TrialPlan) -> None:
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.MACHINE, False)
     assert "AccessDenied" in found.message
+
+
+@pytest.mark.parametrize("reads_journal", [True, False])
+def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is_read(
+    plan: TrialPlan, *, reads_journal: bool
+) -> None:
+    ledger, read = FakeLedger(), line()
+    read.reads_journal = reads_journal
+    asking = StepDone(report=StepReport(step=2, metrics={}), asks=True)
+    says = [LOADED, step(1), asking, step(3), TrialEnded(reason="done")]
+    assert supervise(FakeChannel(says), ledger, plan, read) == Done("done", returned=False)
+    assert ledger.noted == [(1, False), (2, reads_journal), (3, False)]
+    assert ledger.flushes == reads_journal
 
 
 # ------------------------------------------------------------------------------------- silence, and the grace
