@@ -79,6 +79,7 @@ class Driver:
         self._judge = Judge(limits, self._page, self._stopping, self._startable, log)
         self._attempts: dict[str, int] = {}  # how many there were before the present one
         self._broken: dict[str, str] = {}
+        self._found: set[str] = set()  # trials whose attempts were begun by an earlier owner
         self._search_is_done = False
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -193,8 +194,8 @@ class Driver:
         if milestone is not None and trial.step >= milestone:
             self._told(Told(trial.trial, report, asks=True))
         else:
-            go_on = self._go_on(trial.trial)
-            self._page.then(lambda: self._crew.answer(trial.trial, go_on, trial.step))
+            said = self._answer(trial.trial, trial.exploits or Continue())
+            self._page.then(lambda: self._crew.answer(trial.trial, said, trial.step))
 
     # --------------------------------------------------------------------------------------------- the trials
 
@@ -216,6 +217,7 @@ class Driver:
         for each in over:
             self._crew.dismiss(each.trial)
             self._conclude(each)
+            self._extend(each.trial)
 
     def _absorb(self, wrote: Wrote) -> None:
         due = self._state.trial(wrote.trial).absorbed + 1
@@ -309,6 +311,13 @@ class Driver:
             self._put(Resumed(trial=trial.trial))
             self._startable.append(trial.trial)
 
+    def _extend(self, name: str) -> None:
+        """Have a trial go on that finished by what was enough for the earlier owner who began its attempt."""
+        trial = self._state.trial(name)
+        if name in self._found and trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
+            self._put(Requeued(trial=name, reason=f"extended beyond step {trial.step}"))
+            self._startable.append(name)
+
     # ------------------------------------------------------------------------------------------------ a resume
 
     def _take_up(self) -> None:
@@ -321,8 +330,7 @@ class Driver:
         for trial in unended:
             self._catch_up(trial.trial)
             self._take_on(trial.trial)
-        if self._page.is_awaited:
-            self._page.write(may_wait=False)  # who is asked to stop from now on is told, if it was found again
+        self._page.write(may_wait=True)  # so that who was found again is told, and not finished, if it is to stop
 
     def _take_on(self, name: str) -> None:
         if self._crew.outlives and self._state.trial(name).status is Status.RUNNING:
@@ -342,6 +350,7 @@ class Driver:
 
     def _find_again(self, trial: str) -> None:
         """An attempt that has outlived its search is found by beginning it again, be there a slot for it or not."""
+        self._found.add(trial)
         self._start(trial, finds=True)
 
     def _settle(self, trial: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from logging import getLogger
+from unittest.mock import patch
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment import Experiment
@@ -16,6 +17,7 @@ from prefect_tune.core.requests import StopRequest
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.scheduler import Scheduler
 from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.flows import driver
 from prefect_tune.flows.council import Council
 from prefect_tune.flows.driver import Driver
 from prefect_tune.flows.limits import Limits
@@ -26,12 +28,12 @@ from prefect_tune.tasks.experiment_state import Opening, open_journal, write_dir
 from prefect_tune.tasks.stamp import new_stamp, this_owner
 from tests.fakes.far_attempts import FarMachines, plan_at
 
-__all__ = ["FarSearch"]
+__all__ = ["Death", "FarSearch"]
 
 _LOSS = Objective(metrics=("loss",), modes=("min",))
 
 
-class _Death(BaseException):
+class Death(BaseException):
     """The search's process is gone."""
 
 
@@ -60,11 +62,11 @@ class FarSearch:
         self._asked: list[StopRequest] = []
 
     def live(self, *happens: Callable[[], object]) -> Experiment:
-        """Go on while this happens, one thing after the other, each of them seen; then die. Return what is written."""
+        """Go on while this happens, one thing after the other, each of them seen; then die. Return what it knew."""
         self._happens.extend(happens)
-        with suppress(_Death):
+        with suppress(Death), patch.object(driver, "_PATIENCE", timedelta(seconds=0.02)):
             self._driver.run(self)
-        return self._book.experiment
+        return self._driver._state
 
     def stop(self, trial: str | None = None) -> None:
         """Ask for a stop, from outside."""
@@ -75,7 +77,7 @@ class FarSearch:
 
     def is_interrupted(self) -> bool:
         if not self._happens:
-            raise _Death
+            raise Death
         self._happens.popleft()()
         return False
 

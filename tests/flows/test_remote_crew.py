@@ -12,7 +12,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
-from prefect_tune.flows.crew import Message
+from prefect_tune.flows.crew import Began, Message
 from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.stores.posix import PosixStore
 from prefect_tune.tasks.line import Told
@@ -103,6 +103,18 @@ def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: attempt.saves(4), again, nothing, nothing)
     assert again.attempt.told(4) == GoOn(milestone=9)
+
+
+def test_an_attempt_that_finds_a_checkpoint_where_it_is_to_ask_is_heard_though_it_writes_no_report(
+    target: LocalTarget,
+) -> None:
+    attempt, crew = FarAttempt(target), RemoteCrew(target, FarMachines(), look_every=NOW)
+    attempt.starts()
+    attempt.saves(2)
+    again = FarAttempt(target)
+    crew.start(plan_at(target), Orders(milestone=2), 2, absorbed=again.written)
+    again.starts()
+    assert Began("00000") in crew.hear(NOW)
 
 
 def test_an_attempt_that_is_run_again_is_told_again_to_stop(target: LocalTarget) -> None:
