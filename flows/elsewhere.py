@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 from uuid import UUID
@@ -28,6 +29,11 @@ from prefect_tune.tasks.store_line import StoreLine
 __all__ = ["OnDeployment", "OnTaskRunner"]
 
 _LOOK_SECONDS = 2.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_PATIENCE = timedelta(minutes=5)
+"""How long a search waits for an API that is away when it begins an attempt: for a restart, or an upgrade."""
+_AWAY = (PrefectException, httpx.HTTPError, OSError)
+_TOO_BUSY = (408, 429)
 
 
 class OnTaskRunner:
@@ -106,6 +112,20 @@ class OnDeployment:
         return lambda: _end_of(run.id)
 
     def _run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+        """Have the run, be it made by a request before whose answer was lost. An API that is away is waited for."""
+        pause_seconds, until = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE.total_seconds()
+        while True:
+            try:
+                return self._asked_for(plan, parameters, key)
+            except _AWAY as error:
+                if not _may_pass(error) or time.monotonic() + pause_seconds > until:
+                    raise
+                log = get_run_logger()
+                log.warning("trial %s is begun again in %g s: %s", plan.trial.trial, pause_seconds, error)
+                time.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _asked_for(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
         run = run_deployment(
             self._deployment,
             parameters=parameters,
@@ -125,6 +145,13 @@ def _key(plan: TrialPlan, attempt: int) -> str:
     return f"{target}/{plan.trial.experiment}/{plan.trial.trial}/{attempt}"
 
 
+def _may_pass(error: Exception) -> bool:
+    """Whether the API may do later what it did not do now."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code in _TOO_BUSY or error.response.is_server_error
+    return not isinstance(error, ObjectNotFound)
+
+
 def _end_of(flow_run: UUID) -> None:
     """Return when the run has ended. An API that is away says nothing of it, so it is asked again."""
     while not _has_ended(flow_run):
@@ -137,6 +164,6 @@ def _has_ended(flow_run: UUID) -> bool:
             state = client.read_flow_run(flow_run).state
     except ObjectNotFound:
         return True  # deleted: nobody will hear of it again
-    except (PrefectException, httpx.HTTPError, OSError):
+    except _AWAY:
         return False
     return state is not None and state.is_final()

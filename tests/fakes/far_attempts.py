@@ -25,9 +25,9 @@ __all__ = ["FarAttempt", "FarMachines", "plan_at"]
 _REQUEST = timedelta(seconds=9)
 
 
-def plan_at(target: StorageTarget, trial: str = "00000") -> TrialPlan:
+def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialPlan:
     key = TrialKey(experiment="e", trial=trial)
-    return TrialPlan(target=target, trial=key, trainable="", stopper="", needs_curve=False, apart=True)
+    return TrialPlan(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, apart=True)
 
 
 class FarMachines:
