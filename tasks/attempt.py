@@ -146,7 +146,8 @@ class _Supervisor:
         self._line.told(done.report, asks=done.asks)
 
     def _answer(self, answer: Answer) -> None:
-        self._heard_at = time.monotonic()
+        if self._asks and self._heard_at is not None:  # it waited; who is told unasked may be hung
+            self._heard_at = time.monotonic()
         self._asks = False
         self._channel.tell(answer)
 

@@ -57,6 +57,7 @@ class StoreLine:
         self._asked: int | None = None
         self._asks = threading.Event()
         self._closed = threading.Event()
+        self._was_told = False
         self._warned = ""
 
     def stopped_by(self, stop: threading.Event) -> StoreLine:
@@ -132,7 +133,7 @@ class StoreLine:
             log.warning("trial %s cannot read what it is told: %s", self._trial.trial, why)
 
     def _look_for_unasked(self, store: ObjectStore, tell: Callable[[Answer], None]) -> None:
-        if self.stop.is_set():
+        if self.stop.is_set() or self._was_told:
             return
         match read_answer(store, self._trial, self._attempt, UNASKED):
             case None:
@@ -140,4 +141,5 @@ class StoreLine:
             case StopAndSave():
                 self.stop.set()
             case answer:
+                self._was_told = True
                 tell(answer)

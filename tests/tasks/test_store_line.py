@@ -88,3 +88,13 @@ def test_who_is_told_what_nobody_can_read_saves_and_ends(ends: Ends, damaged: by
     ends.ask(3)
     until(ends.line.stop.is_set)
     assert ends.heard == []
+
+
+def test_what_a_trial_did_not_ask_for_it_is_told_once(ends: Ends) -> None:
+    ends.say(LEAVE)
+    until(lambda: ends.heard)
+    ends.ask(3)
+    time.sleep(0.2)
+    ends.say(GO_ON, 3)
+    until(lambda: GO_ON in ends.heard)
+    assert ends.heard == [LEAVE, GO_ON]

@@ -15,7 +15,18 @@ from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefu
 from prefect_tune.core.events import Cause
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.values import StepReport
-from prefect_tune.core.wire import FromTrial, Loaded, Saved, StepDone, StopAndSave, ToTrial, TrialEnded
+from prefect_tune.core.wire import (
+    Asked,
+    FromTrial,
+    GoOn,
+    Leave,
+    Loaded,
+    Saved,
+    StepDone,
+    StopAndSave,
+    ToTrial,
+    TrialEnded,
+)
 from prefect_tune.tasks import attempt
 from prefect_tune.tasks.attempt import Done, Failed, Outcome, supervise
 from prefect_tune.tasks.ledger import HandedOver
@@ -222,6 +233,32 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
     assert channel.told == [Saved(step=1)]
     assert isinstance(found, Failed)
     assert "taken for hung" in found.message
+
+
+def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: TrialPlan) -> None:
+    told = line()
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if not self._left:
+                told.answer(Leave(reason="enough", save=True, for_good=True))
+            return super().receive(patience)
+
+        def tell(self, message: ToTrial) -> None:
+            super().tell(message)
+            assert len(self.told) < 100, "it is waited for, for ever"
+
+    found = supervise(Channel([LOADED, step(1)]), FakeLedger(), plan, told)
+    assert isinstance(found, Failed)
+    assert "taken for hung" in found.message
+
+
+def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialPlan) -> None:
+    asking = DirectLine("t", lambda _: asking.answer(GoOn(milestone=None)), Nursery(slots=1))
+    says = [Asked(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
+    channel = FakeChannel(says)
+    assert supervise(channel, FakeLedger(), plan, asking) == Done("done", returned=False)
+    assert channel.told == [GoOn(milestone=None)]
 
 
 @pytest.mark.parametrize(
