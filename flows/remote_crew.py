@@ -42,6 +42,10 @@ class Elsewhere(Protocol):
         """Return what waits for its end: it raises what the attempt died of, where that is known."""
         ...
 
+    def withdraw(self) -> None:
+        """Have what has not begun yet not begin any more, where that can be had. Waits for nothing."""
+        ...
+
 
 @dataclass
 class _Attempt:
@@ -98,6 +102,7 @@ class RemoteCrew:
         """Have every trial save and end."""
         if not self._stopped:
             self._stopped = True
+            self._elsewhere.withdraw()
             for attempt in self._attempts.values():
                 self._say(attempt, UNASKED, StopAndSave())
 

@@ -36,6 +36,7 @@ class FarMachines:
     def __init__(self, *, outlives: bool = True) -> None:
         self.outlives = outlives
         self.started: list[tuple[str, int, int | None]] = []
+        self.is_withdrawn = False
         self._ends: dict[str, threading.Event] = {}
 
     def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
@@ -44,6 +45,9 @@ class FarMachines:
         self.started.append((trial, attempt, orders.milestone))
         self._ends[trial] = threading.Event()
         return self._ends[trial].wait
+
+    def withdraw(self) -> None:
+        self.is_withdrawn = True
 
     def end(self, trial: str) -> None:
         """Have the present attempt of a trial be over."""

@@ -64,6 +64,7 @@ def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_
     resumed = FarSearch(target, samples=2, limits=Limits(max_concurrent_trials=1))
     resumed.live(nothing, resumed.stop, nothing)
     assert [each.told() for each in attempts] == [StopAndSave()] * 2
+    assert resumed.machines.is_withdrawn
 
 
 # ------------------------------------------------------------------------------- resumed as another search

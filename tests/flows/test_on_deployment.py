@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
+from typing import Any, Self
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.logging import disable_run_logger
-from prefect.states import Scheduled
+from prefect.states import Completed, Pending, Running, Scheduled
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.flows import elsewhere
@@ -40,6 +41,18 @@ class Api:
             self.troubles.pop(0)()
         return run
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def read_flow_run(self, run: UUID) -> FlowRun:
+        return next(each for each in self.runs.values() if each.id == run)
+
+    def set_flow_run_state(self, run: UUID, state: State[Any]) -> OrchestrationResult[Any]:
+        self.read_flow_run(run).state = state
+        return OrchestrationResult(state=state, status=SetStateStatus.ACCEPT, details=StateAcceptDetails())
+
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
 
@@ -52,6 +65,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     api = Api()
     monkeypatch.setattr(elsewhere, "run_deployment", api.run_deployment)
     monkeypatch.setattr(elsewhere, "time", api)
+    monkeypatch.setattr(elsewhere, "get_client", lambda **_: api)
     with disable_run_logger():
         yield api
 
@@ -62,8 +76,9 @@ def plan(tmp_path: Path) -> TrialPlan:
     return plan_at(target, trainable="package.module:Name")
 
 
-def begin(plan: TrialPlan) -> None:
-    OnDeployment("flow/deployment")(plan, Orders(), StoreLine(plan.target, plan.trial, 1), 1)
+def begin(plan: TrialPlan, deployment: OnDeployment | None = None) -> Callable[[], object]:
+    deployment = deployment or OnDeployment("flow/deployment")
+    return deployment(plan, Orders(), StoreLine(plan.target, plan.trial, 1), 1)
 
 
 def refused() -> None:
@@ -103,3 +118,37 @@ def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, pla
     with pytest.raises(httpx.ConnectError):
         begin(plan)
     assert 240 < sum(api.slept) <= 300
+
+
+@pytest.mark.parametrize("state", [Scheduled(), Pending()], ids=["no-worker", "starting"])
+def test_a_run_that_has_not_begun_when_its_search_ends_is_cancelled_and_begun_as_another_by_the_next(
+    api: Api, plan: TrialPlan, state: State
+) -> None:
+    deployment = OnDeployment("flow/deployment")
+    wait = begin(plan, deployment)
+    (run,) = api.runs.values()
+    run.state = state
+    deployment.withdraw()
+    wait()
+    assert run.state.is_cancelled()
+    begin(plan)
+    assert [each.state is not None and each.state.is_scheduled() for each in api.runs.values()] == [False, True]
+
+
+def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
+    api: Api, plan: TrialPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = OnDeployment("flow/deployment")
+    wait = begin(plan, deployment)
+    (run,) = api.runs.values()
+    run.state = Running()
+
+    def ends(_: float) -> None:
+        assert run.state is not None
+        assert run.state.is_running()
+        run.state = Completed()
+
+    monkeypatch.setattr(api, "sleep", ends)
+    deployment.withdraw()
+    wait()
+    assert run.state.is_completed()
