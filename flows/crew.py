@@ -18,7 +18,7 @@ from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.run_trial import AttemptResult, run_trial
 
-__all__ = ["Crew", "LocalCrew", "Message", "Over", "attempt_of", "have_ended"]
+__all__ = ["Began", "Crew", "LocalCrew", "Message", "Over", "attempt_of", "have_ended"]
 
 _PATIENCE = timedelta(seconds=0.5)
 # What a supervisor needs beyond the grace of its trial: a last journal entry.
@@ -33,7 +33,14 @@ class Over:
     error: BaseException | None = None
 
 
-Message: TypeAlias = Heard | Over
+@dataclass(frozen=True, slots=True)
+class Began:
+    """An attempt has begun elsewhere that may not know what the trial was told, and may ask where it stands."""
+
+    trial: str
+
+
+Message: TypeAlias = Heard | Over | Began
 
 
 def attempt_of(plan: TrialPlan) -> Task[[TrialPlan, Orders, Line], AttemptResult]:

@@ -28,7 +28,7 @@ from prefect_tune.core.trial import Status, Trial, newest_checkpoint
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave
 from prefect_tune.flows.council import Council, standing_decision, trial_id
-from prefect_tune.flows.crew import Crew, Message, Over, have_ended
+from prefect_tune.flows.crew import Began, Crew, Message, Over, have_ended
 from prefect_tune.flows.intake import Intake
 from prefect_tune.flows.judge import Judge
 from prefect_tune.flows.limits import Limits
@@ -75,7 +75,7 @@ class Driver:
         self._judge = Judge(limits, self._page, self._stopping, self._startable, log)
         self._attempts: dict[str, int] = {}  # how many there were before the present one
         self._broken: dict[str, str] = {}
-        self._outlived: set[str] = set()  # trials whose attempts may have gone on without us
+        self._found: set[str] = set()  # trials whose attempts were begun by an earlier owner
         self._search_is_done = False
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -124,11 +124,10 @@ class Driver:
     def _next_trial(self) -> str | None:
         while self._startable:
             trial = self._startable.popleft()
-            if trial not in self._outlived:
-                self._intake.settle(trial)
-                self._decide_what_is_open(trial)
+            self._intake.settle(trial)
+            self._decide_what_is_open(trial)
             state = self._state.trial(trial)
-            if trial in self._outlived or state.status is Status.PENDING:
+            if state.status is Status.PENDING:
                 return trial
             self._let_go_on(state)
         if self._limits.only_errored:
@@ -176,7 +175,7 @@ class Driver:
         paused = self._council.resume_next()
         return self._resume(paused) if paused is not None else None
 
-    def _start(self, trial: str) -> None:
+    def _start(self, trial: str, *, finds: bool = False) -> None:
         state = self._state.trial(trial)
         plan = replace(self._plan, trial=TrialKey(experiment=self._state.name, trial=trial))
         orders = Orders(
@@ -186,8 +185,6 @@ class Driver:
             exploit=state.exploits,
             puts_aside=self._judge.put_aside.pop(trial, ()),
         )
-        finds = trial in self._outlived  # the attempt that is under way
-        self._outlived.discard(trial)
         number = state.attempt + (not finds)
         self._attempts[trial] = number - 1
         self._page.then(lambda: self._crew.start(plan, orders, number, state.absorbed))
@@ -195,13 +192,17 @@ class Driver:
             self._answer_again(state, orders.milestone)
 
     def _answer_again(self, trial: Trial, milestone: int | None) -> None:
-        """Whoever was to answer an attempt that has outlived it may have died before, or while it did."""
+        """Tell an attempt what it may not have heard: that it is to stop, and what follows from where it stands."""
+        if trial.trial in self._state.stops:
+            self._stopping.tell(trial.trial)
+        if not trial.step:
+            return  # it has not asked; and under step 0 lies what it is told unasked
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
         if milestone is not None and trial.step >= milestone:
             self._told(Told(trial.trial, report, asks=True))
         else:
-            go_on = self._go_on(trial.trial)
-            self._page.then(lambda: self._crew.answer(trial.trial, go_on, trial.step))
+            said = self._answer(trial.trial, trial.exploits or Continue())
+            self._page.then(lambda: self._crew.answer(trial.trial, said, trial.step))
 
     # --------------------------------------------------------------------------------------------- the trials
 
@@ -213,6 +214,9 @@ class Driver:
                     self._told(message)
                 case Wrote():
                     self._intake.absorb(message)
+                case Began():
+                    begun = self._state.trial(message.trial)
+                    self._answer_again(begun, self._council.milestone(begun))
                 case Over():
                     over.append(message)
                 case never:
@@ -220,6 +224,7 @@ class Driver:
         for each in over:
             self._crew.dismiss(each.trial)
             self._conclude(each)
+            self._extend(each.trial)
 
     def _told(self, told: Told) -> None:
         self._listener.told(told, self._state)
@@ -297,6 +302,13 @@ class Driver:
         is_paused = trial.status is Status.PAUSED
         return is_paused and (trial.exploits is not None or not self._council.holds(trial.trial))
 
+    def _extend(self, name: str) -> None:
+        """Have a trial go on that finished by what was enough for the earlier owner who began its attempt."""
+        trial = self._state.trial(name)
+        if name in self._found and trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
+            self._put(Requeued(trial=name, reason=f"extended beyond step {trial.step}"))
+            self._startable.append(name)
+
     # ------------------------------------------------------------------------------------------------ a resume
 
     def _take_up(self) -> None:
@@ -312,6 +324,7 @@ class Driver:
             if trial not in unended:
                 self._intake.catch_up(trial)
             self._take_on(trial)
+        self._page.write(may_wait=True)  # so that who was found again is told, and not finished, if it is to stop
 
     def _unended(self) -> Mapping[str, Trial]:
         """The trials that go on, but for those that are paused until the scheduler says so."""
@@ -336,13 +349,9 @@ class Driver:
             self._startable.append(name)
 
     def _find_again(self, trial: str) -> None:
-        """An attempt that has outlived its search is found by beginning it again; who was to stop is told once more."""
-        self._outlived.add(trial)
-        if trial in self._state.stops:
-            self._start(trial)
-            self._stopping.tell(trial)
-        else:
-            self._startable.append(trial)
+        """An attempt that has outlived its search is found by beginning it again, be there a slot for it or not."""
+        self._found.add(trial)
+        self._start(trial, finds=True)
 
     def _requeue(self) -> None:
         """Have go on what had ended, and today is asked to."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.logging import get_run_logger
+from prefect.states import Cancelled
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
@@ -28,6 +31,11 @@ from prefect_tune.tasks.store_line import StoreLine
 __all__ = ["OnDeployment", "OnTaskRunner"]
 
 _LOOK_SECONDS = 2.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_PATIENCE = timedelta(minutes=5)
+"""How long a search waits for an API that is away when it begins an attempt: for a restart, or an upgrade."""
+_AWAY = (PrefectException, httpx.HTTPError, OSError)
+_TOO_BUSY = (408, 429)
 
 
 class OnTaskRunner:
@@ -43,6 +51,9 @@ class OnTaskRunner:
         del attempt
         with self._reserving():
             return attempt_of(plan).submit(plan, orders, line).result
+
+    def withdraw(self) -> None:
+        """A task that waits for a place begins all the same, and ends as soon as it is told to."""
 
 
 def _reserving(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:
@@ -69,6 +80,7 @@ class OnDeployment:
         self._deployment = deployment
         self._job_variables = dict(job_variables) if job_variables else None
         self._begun: Counter[str] = Counter()
+        self._withdrawn = threading.Event()
 
     def require(self, plan: TrialPlan) -> None:
         """Find out before anything is written whether it can be done.
@@ -88,24 +100,42 @@ class OnDeployment:
 
     def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
         del line  # made there, of the same parts
-        key = _key(plan, attempt)
-        self._begun[key] += 1
-        if (times := self._begun[key]) > 1:  # its run is over, and no attempt came of it
-            key = f"{key}/{times}"
-        run = self._run(
-            plan,
-            {
-                "parameters": TrialParameters.of(plan).model_dump(mode="json"),
-                "orders": orders_as_parameters(orders),
-                "attempt": attempt,
-            },
-            key,
-        )
+        parameters: dict[str, object] = {
+            "parameters": TrialParameters.of(plan).model_dump(mode="json"),
+            "orders": orders_as_parameters(orders),
+            "attempt": attempt,
+        }
+        run = self._run(plan, parameters, self._next_key(plan, attempt))
+        while run.state is not None and run.state.is_cancelled():  # by an earlier owner's `withdraw`
+            run = self._run(plan, parameters, self._next_key(plan, attempt))
         log = get_run_logger()
         log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)
-        return lambda: _end_of(run.id)
+        return lambda: self._end_of(run.id)
+
+    def withdraw(self) -> None:
+        self._withdrawn.set()
+
+    def _next_key(self, plan: TrialPlan, attempt: int) -> str:
+        """Another one where the run of the last is over, and no attempt came of it."""
+        key = _key(plan, attempt)
+        self._begun[key] += 1
+        return key if self._begun[key] == 1 else f"{key}/{self._begun[key]}"
 
     def _run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+        """Have the run, be it made by a request before whose answer was lost. An API that is away is waited for."""
+        pause_seconds, until = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE.total_seconds()
+        while True:
+            try:
+                return self._asked_for(plan, parameters, key)
+            except _AWAY as error:
+                if not _may_pass(error) or time.monotonic() + pause_seconds > until:
+                    raise
+                log = get_run_logger()
+                log.warning("trial %s is begun again in %g s: %s", plan.trial.trial, pause_seconds, error)
+                time.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _asked_for(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
         run = run_deployment(
             self._deployment,
             parameters=parameters,
@@ -118,6 +148,11 @@ class OnDeployment:
             raise TypeError("run_deployment was called where it returns a coroutine")
         return run
 
+    def _end_of(self, flow_run: UUID) -> None:
+        """Return when the run has ended. An API that is away says nothing of it, so it is asked again."""
+        while not _has_ended(flow_run, withdrawn=self._withdrawn.is_set()):
+            time.sleep(_LOOK_SECONDS)
+
 
 def _key(plan: TrialPlan, attempt: int) -> str:
     """Experiments of one name may lie on several targets, and have one server."""
@@ -125,18 +160,23 @@ def _key(plan: TrialPlan, attempt: int) -> str:
     return f"{target}/{plan.trial.experiment}/{plan.trial.trial}/{attempt}"
 
 
-def _end_of(flow_run: UUID) -> None:
-    """Return when the run has ended. An API that is away says nothing of it, so it is asked again."""
-    while not _has_ended(flow_run):
-        time.sleep(_LOOK_SECONDS)
+def _may_pass(error: Exception) -> bool:
+    """Whether the API may do later what it did not do now."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code in _TOO_BUSY or error.response.is_server_error
+    return not isinstance(error, ObjectNotFound)
 
 
-def _has_ended(flow_run: UUID) -> bool:
+def _has_ended(flow_run: UUID, *, withdrawn: bool) -> bool:
+    """Whether it has, as far as the API says; one that has not begun is cancelled if it is `withdrawn`."""
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(flow_run).state
+            if withdrawn and state is not None and (state.is_scheduled() or state.is_pending()):
+                cancelled: State[None] = Cancelled(message="its search has ended, and it had not begun")
+                state = client.set_flow_run_state(flow_run, cancelled).state
     except ObjectNotFound:
         return True  # deleted: nobody will hear of it again
-    except (PrefectException, httpx.HTTPError, OSError):
+    except _AWAY:
         return False
     return state is not None and state.is_final()

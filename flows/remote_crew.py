@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,10 +16,10 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.answers import UNASKED, answer
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.events import Reported, Started
+from prefect_tune.core.experiment import Entry
 from prefect_tune.core.journal import next_entry
-from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
-from prefect_tune.flows.crew import Message, Over
+from prefect_tune.flows.crew import Began, Message, Over
 from prefect_tune.tasks.line import Told, Wrote
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.store_line import StoreLine
@@ -41,6 +42,10 @@ class Elsewhere(Protocol):
         """Return what waits for its end: it raises what the attempt died of, where that is known."""
         ...
 
+    def withdraw(self) -> None:
+        """Have what has not begun yet not begin any more, where that can be had. Waits for nothing."""
+        ...
+
 
 @dataclass
 class _Attempt:
@@ -49,6 +54,10 @@ class _Attempt:
     milestone: int | None
     read: int
     """The last entry of its journal that was read."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is to be decided about there."""
+        return self.milestone is not None and step >= self.milestone
 
 
 class RemoteCrew:
@@ -93,6 +102,7 @@ class RemoteCrew:
         """Have every trial save and end."""
         if not self._stopped:
             self._stopped = True
+            self._elsewhere.withdraw()
             for attempt in self._attempts.values():
                 self._say(attempt, UNASKED, StopAndSave())
 
@@ -127,28 +137,37 @@ class RemoteCrew:
             return found
 
     def _read(self, attempt: _Attempt) -> list[Message]:
-        """What its journal says that is new. A target that is away now is read later."""
-        try:
-            with self._target.open(timeout=_REQUEST) as store:
-                return self._new_entries(store, attempt)
-        except StoreUnavailable:
-            return []
+        """What its journal says that is new. Where the target goes away, the rest is read later."""
+        entries: list[Entry] = []
+        with suppress(StoreUnavailable), self._target.open(timeout=_REQUEST) as store:
+            while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
+                attempt.read = entry.number
+                entries.append(entry)
+        return [message for entry in entries for message in self._said_in(entry, attempt)]
 
-    def _new_entries(self, store: ObjectStore, attempt: _Attempt) -> list[Message]:
-        trial, heard = attempt.plan.trial.trial, list[Message]()
-        while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
-            attempt.read = entry.number
-            heard.append(Wrote(trial, entry.number, entry.events))
-            for event in entry.events:
-                match event:
-                    case Started(attempt=number):
-                        attempt.number = number
-                    case Reported(report=report):
-                        asks = attempt.milestone is not None and report.step >= attempt.milestone
-                        heard.append(Told(trial, report, asks))
-                    case _:
-                        pass
+    def _said_in(self, entry: Entry, attempt: _Attempt) -> list[Message]:
+        trial = attempt.plan.trial.trial
+        heard: list[Message] = [Wrote(trial, entry.number, entry.events)]
+        for event in entry.events:
+            match event:
+                case Started():
+                    heard += self._begun(attempt, event)
+                case Reported(report=report, asks=asks):
+                    is_due = attempt.is_due(report.step)
+                    if asks and not is_due:  # its orders are older than what has been decided
+                        self._say(attempt, report.step, GoOn(milestone=attempt.milestone))
+                    heard.append(Told(trial, report, asks and is_due))
+                case _:
+                    pass
         return heard
+
+    def _begun(self, attempt: _Attempt, started: Started) -> list[Message]:
+        """It is another than was started where a task runner runs again what a dead worker ran, with its orders."""
+        is_another = started.attempt != attempt.number
+        attempt.number = started.attempt
+        if is_another and self._stopped:
+            self._say(attempt, UNASKED, StopAndSave())
+        return [Began(started.trial)] if is_another or attempt.is_due(started.from_step) else []
 
     def _say(self, attempt: _Attempt, step: int, said: GoOn | Leave | StopAndSave) -> None:
         def say() -> None:

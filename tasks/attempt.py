@@ -132,18 +132,22 @@ class _Supervisor:
         return self._waited_enough()
 
     def _take_down(self, done: StepDone) -> None:
+        is_read = done.asks and self._line.reads_journal
+        if is_read:
+            self._ledger.asks_at = done.report.step
         if done.checkpoint is None:
             self._ledger.note(done.report)
         else:
             self._handed_over += 1
             self._ledger.save(HandedOver(done.report, Path(done.checkpoint), done.handed_over), self._saved)
-        if done.asks and self._line.reads_journal:
+        if is_read:
             self._ledger.flush()
         self._asks = done.asks
         self._line.told(done.report, asks=done.asks)
 
     def _answer(self, answer: Answer) -> None:
-        self._heard_at = time.monotonic()
+        if self._asks and self._heard_at is not None:  # it waited; who is told unasked may be hung
+            self._heard_at = time.monotonic()
         self._asks = False
         self._channel.tell(answer)
 

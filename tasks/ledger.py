@@ -69,6 +69,8 @@ class Ledger:
         self._synced_at = time.monotonic()
         self.code = ""
         """The digest of the trainable's source, once the trial has told it."""
+        self.asks_at: int | None = None
+        """The step at which the trial waits for an answer to what is journaled."""
         self.error: BaseException | None = None
         """What the ledger's thread died of; nothing is written after it."""
         self._work.put(self._delete_leftovers)
@@ -194,7 +196,7 @@ class Ledger:
     def _write(self, events: Sequence[Event], reports: Sequence[StepReport] | None = None) -> None:
         self._settle()
         told = self._take_reports(None) if reports is None else reports
-        entry = [*(Reported(trial=self._plan.trial.trial, report=report) for report in told), *events]
+        entry = [*(self._reported(report) for report in told), *events]
         if entry:
             self._unsettled = (entry, new_stamp())
             self._settle()
@@ -206,6 +208,9 @@ class Ledger:
             entry, stamp = self._unsettled
             self._book.write(entry, stamp)
             self._unsettled = None
+
+    def _reported(self, report: StepReport) -> Reported:
+        return Reported(trial=self._plan.trial.trial, report=report, asks=report.step == self.asks_at)
 
     def _take_reports(self, up_to: int | None) -> Sequence[StepReport]:
         taken = [report for report in self._waiting if up_to is None or report.step <= up_to]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +11,7 @@ from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.answers import UNASKED, read_answer
-from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.errors import JournalCorrupt, StoreUnavailable, TuneError, UnknownVersion
 from prefect_tune.core.events import Event, Started
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import TrialKey
@@ -56,6 +57,8 @@ class StoreLine:
         self._asked: int | None = None
         self._asks = threading.Event()
         self._closed = threading.Event()
+        self._was_told = False
+        self._warned = ""
 
     def stopped_by(self, stop: threading.Event) -> StoreLine:
         """Have this event, set by somebody here, stop the trial too."""
@@ -98,13 +101,23 @@ class StoreLine:
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
     def _look(self, tell: Callable[[Answer], None]) -> bool:
-        """Whether there was an answer to what was asked. A target that is away now is asked again."""
+        """Whether there was an answer to what was asked. A target that is away, or refuses, is asked again.
+
+        One that cannot be read can never be followed: the trial saves and ends, and its next attempt has others.
+        """
         try:
             with self._target.open(timeout=_REQUEST) as store:
                 self._look_for_unasked(store, tell)
                 step = self._asked
                 found = read_answer(store, self._trial, self._attempt, step) if step is not None else None
         except StoreUnavailable:
+            return False
+        except (JournalCorrupt, UnknownVersion) as unreadable:
+            self._warn(unreadable)
+            self.stop.set()
+            return False
+        except TuneError as error:  # whoever replaces credentials replaces them here too, sooner or later
+            self._warn(error)
             return False
         if found is None or isinstance(found, StopAndSave):
             return False
@@ -113,8 +126,14 @@ class StoreLine:
         tell(found)
         return True
 
+    def _warn(self, error: TuneError) -> None:
+        if (why := f"{type(error).__name__}: {error}") != self._warned:
+            self._warned = why
+            log = logging.getLogger("prefect_tune")
+            log.warning("trial %s cannot read what it is told: %s", self._trial.trial, why)
+
     def _look_for_unasked(self, store: ObjectStore, tell: Callable[[Answer], None]) -> None:
-        if self.stop.is_set():
+        if self.stop.is_set() or self._was_told:
             return
         match read_answer(store, self._trial, self._attempt, UNASKED):
             case None:
@@ -122,4 +141,5 @@ class StoreLine:
             case StopAndSave():
                 self.stop.set()
             case answer:
+                self._was_told = True
                 tell(answer)

@@ -100,10 +100,16 @@ def environment(prefect_server: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def worker(environment: dict[str, str], tmp_path: Path) -> Iterator[None]:
-    """A process worker on the pool that `prefect deploy --all` has just deployed to."""
+def deployed(environment: dict[str, str]) -> None:
+    """`prefect deploy --all`, to a pool without a worker."""
     _prefect(environment, "work-pool", "create", _POOL, "--type", "process", "--overwrite")
     _prefect(environment, "--no-prompt", "deploy", "--all")
+
+
+@pytest.fixture
+def worker(deployed: None, environment: dict[str, str], tmp_path: Path) -> Iterator[None]:
+    """A process worker on that pool."""
+    del deployed
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", _POOL, "--limit", "2"]
     with (tmp_path / "worker.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)

@@ -11,6 +11,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.trial import Status
+from prefect_tune.flows.tune import tune
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import experiment_at
 from tests.trainables.witness import told
@@ -63,3 +64,18 @@ def test_trials_that_outlive_their_search_are_found_by_the_next_one_and_not_run_
     assert [(each.status, each.step, each.attempt) for each in trials.values()] == [(Status.FINISHED, _STEPS, 1)] * 2
     assert before < search.trained() == 2 * _STEPS
     assert search.processes() == 2
+
+
+@pytest.mark.usefixtures("prefect_server", "deployed")
+def test_attempts_that_no_worker_begins_are_not_waited_for_when_the_time_is_up(local_target: LocalTarget) -> None:
+    results = tune(
+        "tests.trainables.digits_table:DigitsTable",
+        {"row": grid_search([3, 5])},
+        target=local_target,
+        experiment=_NAME,
+        num_samples=1,
+        stop={"step": 1},
+        trials="deployment",
+        time_budget_seconds=3,
+    )
+    assert [(each.status, each.attempt) for each in results.trials.values()] == [(Status.PENDING, 0)] * 2

@@ -314,3 +314,15 @@ def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once
     ledger.close(ended(Cause.MACHINE, "away"))
     assert ledger.error is None
     assert desk.reported() == [1, 2]
+
+
+def test_the_report_at_which_a_trial_asks_says_so(desk: Desk) -> None:
+    ledger = desk.attempt()
+    ledger.note(report(1))
+    ledger.asks_at = 2
+    desk.save(ledger, 2)
+    ledger.note(report(3))
+    ledger.close(ended(Cause.MACHINE, "enough"))
+    events = [event for entry in desk.entries() for event in entry.events]
+    asks = {event.report.step: event.asks for event in events if isinstance(event, Reported)}
+    assert asks == {1: False, 2: True, 3: False}

@@ -15,7 +15,18 @@ from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefu
 from prefect_tune.core.events import Cause
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.values import StepReport
-from prefect_tune.core.wire import FromTrial, Loaded, Saved, StepDone, StopAndSave, ToTrial, TrialEnded
+from prefect_tune.core.wire import (
+    Asked,
+    FromTrial,
+    GoOn,
+    Leave,
+    Loaded,
+    Saved,
+    StepDone,
+    StopAndSave,
+    ToTrial,
+    TrialEnded,
+)
 from prefect_tune.tasks import attempt
 from prefect_tune.tasks.attempt import Done, Failed, Outcome, supervise
 from prefect_tune.tasks.ledger import HandedOver
@@ -63,11 +74,17 @@ class FakeLedger:
 
     error: BaseException | None = None
     code: str = ""
-    noted: list[StepReport] = field(default_factory=list)
+    asks_at: int | None = None
+    noted: list[tuple[int, bool]] = field(default_factory=list)
+    """The steps, and whether each was noted as one that asks."""
+    flushes: int = 0
     uploads: list[Callable[[], None]] = field(default_factory=list)
 
     def note(self, report: StepReport) -> None:
-        self.noted.append(report)
+        self.noted.append((report.step, report.step == self.asks_at))
+
+    def flush(self) -> None:
+        self.flushes += 1
 
     def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
         self.uploads.append(lambda: committed(handed_over.report.step))
@@ -180,6 +197,19 @@ def test_a_target_that_fails_is_the_machines_failure(plan: TrialPlan) -> None:
     assert "AccessDenied" in found.message
 
 
+@pytest.mark.parametrize("reads_journal", [True, False])
+def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is_read(
+    plan: TrialPlan, *, reads_journal: bool
+) -> None:
+    ledger, read = FakeLedger(), line()
+    read.reads_journal = reads_journal
+    asking = StepDone(report=StepReport(step=2, metrics={}), asks=True)
+    says = [LOADED, step(1), asking, step(3), TrialEnded(reason="done")]
+    assert supervise(FakeChannel(says), ledger, plan, read) == Done("done", returned=False)
+    assert ledger.noted == [(1, False), (2, reads_journal), (3, False)]
+    assert ledger.flushes == reads_journal
+
+
 # ------------------------------------------------------------------------------------- silence, and the grace
 
 
@@ -203,6 +233,32 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
     assert channel.told == [Saved(step=1)]
     assert isinstance(found, Failed)
     assert "taken for hung" in found.message
+
+
+def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: TrialPlan) -> None:
+    told = line()
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if not self._left:
+                told.answer(Leave(reason="enough", save=True, for_good=True))
+            return super().receive(patience)
+
+        def tell(self, message: ToTrial) -> None:
+            super().tell(message)
+            assert len(self.told) < 100, "it is waited for, for ever"
+
+    found = supervise(Channel([LOADED, step(1)]), FakeLedger(), plan, told)
+    assert isinstance(found, Failed)
+    assert "taken for hung" in found.message
+
+
+def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialPlan) -> None:
+    asking = DirectLine("t", lambda _: asking.answer(GoOn(milestone=None)), Nursery(slots=1))
+    says = [Asked(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
+    channel = FakeChannel(says)
+    assert supervise(channel, FakeLedger(), plan, asking) == Done("done", returned=False)
+    assert channel.told == [GoOn(milestone=None)]
 
 
 @pytest.mark.parametrize(

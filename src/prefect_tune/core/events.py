@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.particulars import Cause, CheckpointRef, Claim, ForkOrigin, Lesson, Owner
@@ -155,6 +155,14 @@ class Reported(TrialEvent):
 
     type: Literal["reported"] = "reported"
     report: StepReport
+    asks: bool = False
+    """Whether the trial waits to be told by whoever reads it here whether to go on."""
+
+    @model_serializer(mode="wrap")
+    def _asks_or_says_nothing_of_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Most reports ask nothing, and are written as they were before any did."""
+        dumped: dict[str, object] = dump(self)
+        return dumped if self.asks else {name: value for name, value in dumped.items() if name != "asks"}
 
 
 class Committed(TrialEvent):

@@ -1,0 +1,108 @@
+"""Attempts on machines that are none: a test writes their journals, and reads what they are told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.answers import UNASKED, read_answer
+from prefect_tune.core.events import Adopted, CheckpointRef, Committed, Event, Reported, Started, TrialAdded
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import JournalKey, TrialKey
+from prefect_tune.core.trial import Trial, newest_checkpoint
+from prefect_tune.core.values import StepReport
+from prefect_tune.core.wire import GoOn, Leave, StopAndSave
+from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tasks.store_line import StoreLine
+
+__all__ = ["FarAttempt", "FarMachines", "plan_at"]
+
+_REQUEST = timedelta(seconds=9)
+
+
+def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialPlan:
+    key = TrialKey(experiment="e", trial=trial)
+    return TrialPlan(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, apart=True)
+
+
+class FarMachines:
+    """Starts nothing, and notes what it was asked to start: trial, attempt, milestone."""
+
+    def __init__(self, *, outlives: bool = True) -> None:
+        self.outlives = outlives
+        self.started: list[tuple[str, int, int | None]] = []
+        self.is_withdrawn = False
+        self._ends: dict[str, threading.Event] = {}
+
+    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+        del line
+        trial = plan.trial.trial
+        self.started.append((trial, attempt, orders.milestone))
+        self._ends[trial] = threading.Event()
+        return self._ends[trial].wait
+
+    def withdraw(self) -> None:
+        self.is_withdrawn = True
+
+    def end(self, trial: str) -> None:
+        """Have the present attempt of a trial be over."""
+        self._ends[trial].set()
+
+
+class FarAttempt:
+    """One attempt's journal: opened as the attempt itself does, over the head of the one before it."""
+
+    def __init__(self, target: StorageTarget, trial: str = "00000") -> None:
+        self._target = target
+        self._key = TrialKey(experiment="e", trial=trial)
+
+        def first(found: Experiment) -> Sequence[Event]:
+            return () if trial in found.trials else (Adopted(), TrialAdded(trial=trial, config={}))
+
+        opening = Opening(this_owner(), new_stamp(), first)
+        opened = open_journal(target, JournalKey(experiment="e", trial=trial), opening)
+        self._book = Book(target, opened, write_directly, lambda _events, _experiment: None)
+
+    @property
+    def trial(self) -> Trial:
+        return self._book.experiment.trial(self._key.trial)
+
+    @property
+    def written(self) -> int:
+        """How many entries its journal has."""
+        return self._book.experiment.number
+
+    def starts(self) -> None:
+        newest = newest_checkpoint(self.trial)
+        step, sequence = (newest.step, newest.sequence) if newest else (0, None)
+        attempt = self.trial.attempt + 1
+        self.writes(Started(trial=self._key.trial, attempt=attempt, from_step=step, from_sequence=sequence))
+
+    def reports(self, *steps: int, asks: bool = False) -> None:
+        """Write an entry for each; whether it asks at the last of them."""
+        for step in steps:
+            asks_here = asks and step == steps[-1]
+            self.writes(Reported(trial=self._key.trial, report=_report(step), asks=asks_here))
+
+    def saves(self, step: int, *, asks: bool = False) -> None:
+        """Report a step, and commit its checkpoint."""
+        ref = CheckpointRef(sequence=self._book.experiment.number, **_report(step).model_dump())
+        reported = Reported(trial=self._key.trial, report=_report(step), asks=asks)
+        self.writes(reported, Committed(trial=self._key.trial, checkpoint=ref))
+
+    def writes(self, *events: Event) -> None:
+        self._book.write(events)
+
+    def told(self, step: int = UNASKED, *, attempt: int | None = None) -> GoOn | Leave | StopAndSave | None:
+        """What it is told at a step, or unasked."""
+        with self._target.open(timeout=_REQUEST) as store:
+            return read_answer(store, self._key, self.trial.attempt if attempt is None else attempt, step)
+
+
+def _report(step: int) -> StepReport:
+    return StepReport(step=step, metrics={"loss": 1 / step}, trained_seconds=float(step))

@@ -1,0 +1,89 @@
+"""Searches whose trials are `FarAttempt`s: no server, and nothing happens in them but what a test does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from logging import getLogger
+from unittest.mock import patch
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.requests import StopRequest
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.flows import driver
+from prefect_tune.flows.council import Council
+from prefect_tune.flows.driver import Driver
+from prefect_tune.flows.limits import Limits
+from prefect_tune.flows.listening import Listeners
+from prefect_tune.flows.remote_crew import RemoteCrew
+from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.tasks.stamp import new_stamp, this_owner
+from tests.fakes.far_attempts import FarMachines, plan_at
+
+__all__ = ["Death", "FarSearch"]
+
+_LOSS = Objective(metrics=("loss",), modes=("min",))
+
+
+class Death(BaseException):
+    """The search's process is gone."""
+
+
+class FarSearch:
+    """One owner of the experiment, who dies when all that is to happen has happened."""
+
+    def __init__(
+        self,
+        target: StorageTarget,
+        scheduler: Scheduler | None = None,
+        *,
+        samples: int = 1,
+        limits: Limits | None = None,
+        outlives: bool = True,
+    ) -> None:
+        self.machines = FarMachines(outlives=outlives)
+        opening = Opening(this_owner(), new_stamp())
+        state = open_journal(target, JournalKey(experiment="e"), opening)
+        self._book = Book(target, state, write_directly, lambda _events, _state: None)
+        schedule = (scheduler or FIFO()).begin(_LOSS, 0)
+        council = Council(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
+        crew = RemoteCrew(target, self.machines, look_every=timedelta(seconds=0.01))
+        limits = limits or Limits(max_concurrent_trials=2)
+        self._driver = Driver(plan_at(target), limits, council, crew, self._book, getLogger(__name__), Listeners())
+        self._happens: deque[Callable[[], object]] = deque()
+        self._asked: list[StopRequest] = []
+
+    def live(self, *happens: Callable[[], object]) -> Experiment:
+        """Go on while this happens, one thing after the other, each of them seen; then die. Return what it knew."""
+        self._happens.extend(happens)
+        with suppress(Death), patch.object(driver, "_PATIENCE", timedelta(seconds=0.02)):
+            self._driver.run(self)
+        return self._driver._state
+
+    def stop(self, trial: str | None = None) -> None:
+        """Ask for a stop, from outside."""
+        epoch = self._book.experiment.epoch
+        self._asked.append(StopRequest(write_id="w", at="now", reason="enough", epoch=epoch, trial=trial))
+
+    # ------------------------------------------------------------------------------- what the driver asks
+
+    def is_interrupted(self) -> bool:
+        if not self._happens:
+            raise Death
+        self._happens.popleft()()
+        return False
+
+    def take(self) -> Sequence[StopRequest]:
+        asked, self._asked = self._asked, []
+        return asked
+
+    def heard(self, count: int) -> None:
+        del count
