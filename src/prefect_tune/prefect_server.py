@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -41,13 +42,13 @@ class PrefectServer:
         return False
 
     def end(self) -> None:
-        """Ask it to end, and see to it that it does."""
+        """Ask it to end, and see to it that it does: it records what it has heard of, for some seconds at most."""
         self.process.terminate()
         try:
-            self.process.communicate(timeout=_GOODBYE.total_seconds())
+            self.process.wait(_GOODBYE.total_seconds())
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.communicate()
+        self.process.communicate()  # buries it, and closes its standard input: not before, or it would leave at once
 
 
 def start_prefect_server(environment: Mapping[str, str], log: IO[bytes] | None = None) -> PrefectServer:
@@ -89,7 +90,9 @@ def _serve(descriptor: int) -> None:
 def _end_with_parent() -> None:
     """Nobody ever writes to the standard input: reading it ends when the other side is closed."""
     sys.stdin.buffer.read()
-    os._exit(0)  # at once: a server that is still starting would hear a signal only when it has started
+    os.kill(os.getpid(), signal.SIGTERM)  # what it has heard of is recorded first
+    time.sleep(_GOODBYE.total_seconds())
+    os._exit(0)  # a server that is still starting would hear the signal only when it has started
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def test_a_metric_that_the_scheduler_needs_and_nobody_reports_is_the_trials_erro
 def test_a_metric_that_the_search_learns_from_and_nobody_reports_keeps_it_from_nothing(tmp_path: Path) -> None:
     search = {"OptunaSearch": {"num_samples": 2}}
     for _ in range(2):
-        results = searched(tmp_path, silent, stop=None, search=search, space={"x": pt.uniform(0, 1)})
+        space = {"x": pt.uniform(0, 1)}
+        results = searched(tmp_path, silent, stop=None, search=search, space=space, num_samples=None)
         assert statuses(results) == ["finished"] * 2
 
 
