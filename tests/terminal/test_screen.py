@@ -54,6 +54,8 @@ class Terminal:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.stream.close()
+        if self._reader.is_alive():
+            self._reader.join()  # or else it would read on, from whoever is given the number next
         if self._master >= 0:
             os.close(self._master)
 
