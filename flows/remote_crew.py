@@ -99,12 +99,12 @@ class RemoteCrew:
         self._say(attempt, UNASKED if step is None else step, said)
 
     def stop(self) -> None:
-        """Have every trial save and end."""
+        """Have every trial save and end. Where one cannot be told, the next call tells all of them again."""
         if not self._stopped:
-            self._stopped = True
             self._elsewhere.withdraw()
             for attempt in self._attempts.values():
                 self._say(attempt, UNASKED, StopAndSave())
+            self._stopped = True
 
     def hear(self, patience: timedelta) -> list[Message]:
         """Return what has been said since, after waiting for the first word."""

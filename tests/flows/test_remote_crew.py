@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
 from prefect_tune.flows.crew import Began, Message
@@ -57,6 +57,23 @@ def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
     monkeypatch.setattr(PosixStore, "read", fails_once)
     heard = [*crew.hear(NOW), *crew.hear(NOW)]
     assert told(heard) == [(1, False), (2, True)]
+
+
+def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
+    target: LocalTarget, crew: RemoteCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = FarAttempt(target)
+    attempt.starts()
+
+    def refuses(*_: object) -> None:
+        raise StoreRefused("403")
+
+    monkeypatch.setattr(PosixStore, "create", refuses)
+    with pytest.raises(StoreRefused):
+        crew.stop()
+    monkeypatch.undo()
+    crew.stop()
+    assert attempt.told(0) == StopAndSave()
 
 
 def nothing() -> None:
