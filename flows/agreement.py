@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.flows.asked import Asked, settings_of
-from prefect_tune.flows.resuming import read_or_fail
 from prefect_tune.flows.source_code import code_of
 from prefect_tune.tasks.trial_channel import Log
 
@@ -27,16 +25,13 @@ def settings_today(asked: Asked) -> Mapping[str, object]:
     return {**settings_of(asked), **({"code": code} if code else {})}
 
 
-def require_code(asked: Asked, target: StorageTarget, experiment: str) -> None:
+def require_code(state: Experiment, settings: Mapping[str, object]) -> None:
     """Where a changed trainable is to be refused, find out before anybody else is disturbed.
 
     Raises:
         InvalidInput: it has changed.
-        ResumeFailed: the experiment cannot be read.
     """
-    if asked.on_code_change == "refuse" and (
-        changed := _changed(read_or_fail(target, experiment), settings_today(asked))
-    ):
+    if changed := _changed(state, settings):
         raise InvalidInput(
             f"{changed}, and on_code_change='refuse': give another experiment name, fork it, or take 'warn'"
         )

@@ -82,13 +82,15 @@ def searched(asked: Asked, known: Loaded | None = None) -> Results:
     )
 
     known = require_presence(plan.target, name, resuming(asked.resume), known)
-    require_code(asked, plan.target, name)
     learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name)
 
     def search(stop: threading.Event) -> Experiment:
         check_target(plan.target)
         before = known or read_known(plan.target, name)
-        require_same(before.experiment, settings := settings_today(asked))  # or else whoever runs it goes on
+        # First, while whoever runs it goes on.
+        require_same(before.experiment, settings := settings_today(asked))
+        if asked.on_code_change == "refuse":
+            require_code(before.experiment, settings)
         state = restore_experiment_state(plan.target, name, this_owner(), new_stamp(), unseen(before))
         require_same(state, settings)
         say_code(state, settings, get_run_logger())
