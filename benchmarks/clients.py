@@ -23,6 +23,8 @@ from mmap import mmap
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from benchmarks.resident import resident_bytes
+
 __all__ = ["BUCKET", "CLIENTS", "Measured", "client_act"]
 
 BUCKET = "bucket"
@@ -47,18 +49,12 @@ class Measured:
 
 
 def _measure(act: Act) -> Measured:
-    loaded = _peak_rss_bytes()
+    loaded = resident_bytes("VmHWM")
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     act()
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Measured(wall, cpu, _peak_rss_bytes(), loaded)
-
-
-def _peak_rss_bytes() -> int:
-    # ru_maxrss would count the parent's memory, which a child has until its exec.
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+    return Measured(wall, cpu, resident_bytes("VmHWM"), loaded)
 
 
 def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:

@@ -24,16 +24,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.resident import resident_bytes
 from benchmarks.tables import circumstances, table, write
 
 _REPOSITORY = Path(__file__).parents[1]
 _NAME = "long"
 _STEPS = 9
 _SLOTS = 16
-
-
-def _memory_mib(field: str) -> int:
-    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) >> 10
 
 
 class _Meter:
@@ -53,7 +50,7 @@ class _Meter:
                 "seconds": time.perf_counter() - wall,
                 "cpu": time.process_time() - cpu,
                 **{name: self.operations[name] for name in ("read", "list", "size")},
-                "mib": _memory_mib("VmRSS"),
+                "mib": resident_bytes("VmRSS") >> 20,
             }
 
     @contextmanager
@@ -95,7 +92,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
         patch.object(search, "LocalCrew", lambda *_args, **_options: crew),
         meter.counting(),
     ):
-        before = _memory_mib("VmRSS")
+        before = resident_bytes("VmRSS") >> 20
         meter.began = (time.perf_counter(), time.process_time())
         if act == "run":
             results = pt.tune(
@@ -123,7 +120,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
         "loop_cpu": _spans(meter.cpu_at),
         "operations": dict(meter.operations),
         "before_mib": before,
-        "peak_mib": _memory_mib("VmHWM"),
+        "peak_mib": resident_bytes("VmHWM") >> 20,
         "threads": threading.active_count(),
     }
 

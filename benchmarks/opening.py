@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.long_history import NAME, OWNER, new_stamp
+from benchmarks.resident import resident_bytes
 from prefect_tune.core import journal
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.store import Buffer, Listed, ObjectStore
@@ -87,10 +88,6 @@ def _own(store: ObjectStore) -> Experiment:
         return journal.take_over(store, NAME, OWNER, new_stamp(1 << 99), side_by_side=transfers)
 
 
-def _memory(field: str) -> int:
-    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) << 10
-
-
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("act", choices=("load", "own"))
@@ -100,14 +97,21 @@ def _main() -> None:
     inner = object_store(asked.endpoint, prefix="runs") if asked.endpoint else PosixStore(asked.directory)
     store = _Counted(inner)
     gc.collect()
-    before = _memory("VmRSS")
+    before = resident_bytes("VmRSS")
     started, cpu = time.perf_counter(), time.process_time()
     experiment = (_load if asked.act == "load" else _own)(store)
     wall, cpu = time.perf_counter() - started, time.process_time() - cpu
     gc.collect()
     reads = store.operations["read"]
     measured = Measured(
-        wall, cpu, reads, store.bytes_read, before, _memory("VmRSS"), _memory("VmHWM"), len(experiment.trials)
+        wall,
+        cpu,
+        reads,
+        store.bytes_read,
+        before,
+        resident_bytes("VmRSS"),
+        resident_bytes("VmHWM"),
+        len(experiment.trials),
     )
     print(json.dumps(asdict(measured)))
 
