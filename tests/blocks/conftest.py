@@ -10,8 +10,8 @@ from typing import Any
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
+from tests.fakes.moto_server import moto_server
 from tests.fakes.processes import free_port, running
 
 KEYS = {"access_key_id": "test-key-id", "secret_access_key": "test-secret-key"}
@@ -40,13 +40,9 @@ def _no_ambient_cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    boto3.client("s3", **boto_options(url)).create_bucket(Bucket="bucket")
-    yield url
-    server.stop()
+    with moto_server() as url:
+        boto3.client("s3", **boto_options(url)).create_bucket(Bucket="bucket")
+        yield url
 
 
 def boto_options(url: str) -> dict[str, str]:

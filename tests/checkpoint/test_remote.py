@@ -16,7 +16,6 @@ import boto3
 import fsspec
 import pyarrow.fs as arrow
 import pytest
-from moto.server import ThreadedMotoServer
 
 import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, StoreUnavailable
@@ -26,6 +25,7 @@ from prefect_tune.stores.uris import open_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in, write
 from tests.fakes.memory_store import MemoryStore
+from tests.fakes.moto_server import moto_server
 from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
 
 SIZE = sum(map(len, FILES.values()))
@@ -333,11 +333,7 @@ def test_a_directory_that_is_written_to_meanwhile_is_not_handed_out(kind: type[M
 
 
 def test_updates_from_everywhere_are_kept_by_a_server_with_conditional_writes(staged: Path) -> None:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        endpoint = f"http://{host}:{port}"
+    with moto_server() as endpoint:
         boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
         with open_uri(f"s3://bucket?endpoint_url={endpoint}", timeout=MINUTE) as store:
             committed(store, staged)
@@ -347,8 +343,6 @@ def test_updates_from_everywhere_are_kept_by_a_server_with_conditional_writes(st
         assert checkpoint.get_metadata() == {f"{name}{number}": number for name in "xy" for number in range(5)}
         with checkpoint.as_directory() as directory:
             assert files_in(directory) == FILES
-    finally:
-        server.stop()
 
 
 def test_no_credentials_and_no_secret_ever_show(monkeypatch: pytest.MonkeyPatch) -> None:

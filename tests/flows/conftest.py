@@ -49,7 +49,7 @@ def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Return the port of a moto server, a process of its own, with one bucket."""
     port = free_port()
     log = tmp_path_factory.mktemp("moto") / "log"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-m", "tests.fakes.moto_server", "-H", "127.0.0.1", "-p", str(port)]
     with running(command, port, log):
         _make_bucket(port)
         yield port

@@ -12,7 +12,6 @@ from pathlib import Path
 import boto3
 import pytest
 from moto import settings as moto_settings
-from moto.server import ThreadedMotoServer
 from obstore.store import LocalStore
 
 from prefect_tune.core.errors import (
@@ -28,6 +27,7 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores import object_storage
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_storage import ObstoreStore
+from tests.fakes.moto_server import moto_server
 from tests.fakes.object_stores import KEYS, Once, object_store, until
 from tests.fakes.s3_sink import Fault, S3Sink
 from tests.stores.contract import StoreContract
@@ -50,11 +50,8 @@ _ACTS = sorted(_calls(None))  # type: ignore[arg-type]  # only the names are ask
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto_server() as url:
+        yield url
 
 
 @pytest.fixture

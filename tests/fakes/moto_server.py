@@ -1,0 +1,45 @@
+"""moto's S3 server, whose conditional writes let one of two racers win, as a real server's do.
+
+moto looks whether a key is there and writes it in two steps (`S3Response.put_object` of 5.2.5), between which another
+thread may do the same: both are told that they created it. A target's `check()` finds that out, one time in hundreds.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from moto import server
+from moto.s3.responses import S3Response
+
+__all__ = ["moto_server"]
+
+_writing = threading.Lock()
+_in_two_steps = S3Response.put_object
+
+
+def _in_one_step(response: S3Response) -> tuple[int, dict[str, Any], str | bytes]:
+    with _writing:
+        return _in_two_steps(response)
+
+
+S3Response.put_object = _in_one_step  # type: ignore[method-assign, assignment]  # for every server of this process
+
+
+@contextmanager
+def moto_server() -> Iterator[str]:
+    """Serve from a thread of this process, and yield the URL."""
+    started = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    started.start()
+    try:
+        host, port = started.get_host_and_port()
+        yield f"http://{host}:{port}"
+    finally:
+        started.stop()
+
+
+if __name__ == "__main__":
+    server.main(sys.argv[1:])
