@@ -85,6 +85,8 @@ _LIGHTER = {
     # By default each of a task run's three states is a transaction; a second is soon enough for who looks at the UI.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    # An automation needs a server that stays: evaluating each event for them is a twelfth of what this one computes.
+    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
 }
 _EPHEMERAL = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 

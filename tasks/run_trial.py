@@ -82,7 +82,7 @@ def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
 
 def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptResult:
     book = _book(plan, orders, line)
-    if line.stop.is_set():
+    if line.stop.is_set() and book.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
         return AttemptResult(Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), book.experiment)
     with scratch_directory() as scratch:
         for folder in ("staging", "artifacts", "temporary"):
@@ -117,12 +117,16 @@ def _book(plan: TrialPlan, orders: Orders, line: Line) -> Book:
 
 
 def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book:
-    """The trial's own journal, taken over from whoever wrote it before."""
+    """The trial's own journal, taken over from whoever wrote it before; a new one says as well that it begins."""
     trial = plan.trial.trial
 
     def first(found: Experiment) -> Sequence[Event]:
+        if trial in found.trials:
+            return ()
         added = TrialAdded(trial=trial, config=orders.config, fingerprint=plan.fingerprint)
-        return () if trial in found.trials else (Adopted(), added)
+        if orders.exploit is not None or line.stop.is_set():
+            return (Adopted(), added)
+        return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
     opening = Opening(this_owner(), new_stamp(), first, line.wrote)
     book = Book(plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote)
@@ -184,13 +188,14 @@ def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored:
     trial = book.experiment.trial(plan.trial.trial)
     from_ref = newest_checkpoint(trial)
     told = curve_up_to(plan, from_ref)
-    started = Started(
-        trial=trial.trial,
-        attempt=trial.attempt + 1,
-        from_step=from_ref.step if from_ref else 0,
-        from_sequence=from_ref.sequence if from_ref else None,
-    )
-    trial = book.write([started]).trial(plan.trial.trial)
+    if trial.status is not Status.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
+        started = Started(
+            trial=trial.trial,
+            attempt=trial.attempt + 1,
+            from_step=from_ref.step if from_ref else 0,
+            from_sequence=from_ref.sequence if from_ref else None,
+        )
+        trial = book.write([started]).trial(plan.trial.trial)
     return Start(
         experiment=plan.trial.experiment,
         trial=trial.trial,

@@ -107,13 +107,13 @@ def deployed(environment: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def worker(deployed: None, environment: dict[str, str], tmp_path: Path) -> Iterator[None]:
+def worker(deployed: None, environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process worker on that pool."""
     del deployed
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", _POOL, "--limit", "2"]
     with (tmp_path / "worker.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
-    yield
+    yield process
     process.terminate()
     process.wait(60)
 

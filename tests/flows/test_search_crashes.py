@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # it has no types of its own, and three calls need none
 import pytest
 
 from prefect_tune.blocks import StorageTarget
@@ -26,6 +29,7 @@ Record = Callable[[str, object], None]
 _SEED = 17
 _INTERVAL = 2
 _SLOWEST_KILL_SECONDS = 3.0
+_KILLS_AMONG_DEPLOYMENTS = 20
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class _Search:
     slots: int
     samples: int = 9
     isolation: str = "process"
+    trials: str = "tasks"
+    step_seconds: float = 0.02
 
     def start(self, name: str, dies_at: Write | None = None) -> Driver:
         space = {
             "row": randint(0, ROWS),
             "witness": str(self.folder / f"{name}-witness"),
-            "step_seconds": 0.02 if self.isolation == "process" else 0,
+            "step_seconds": self.step_seconds if self.isolation == "process" else 0,
         }
         return self.drivers.start(
             "tests.trainables.digits_table:DigitsTable",
@@ -60,6 +66,7 @@ class _Search:
             max_concurrent_trials=self.slots,
             checkpoint=Cadence(every_steps=_INTERVAL),
             isolation=self.isolation,
+            trials=self.trials,
             dies_at=dies_at,
         )
 
@@ -136,6 +143,50 @@ def test_many_kills_change_nothing_either(
     scheduler = FIFO() if variant == "fifo" else ASHA(max_t=EPOCHS, reduction_factor=3, variant=variant)  # type: ignore[arg-type]  # one of the two
     search = _Search(drivers, local_target, tmp_path, scheduler, 2 if variant == "fifo" else 1, samples=40)
     record_property("figure: kills of whole searches", _require_same_in_the_end(search, 40, seed=7))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+def test_a_search_and_its_deployment_runs_are_killed_and_the_table_is_the_same(
+    worker: subprocess.Popen[bytes],
+    drivers: Drivers,
+    local_target: StorageTarget,
+    tmp_path: Path,
+    record_property: Record,
+) -> None:
+    search = _Search(drivers, local_target, tmp_path, FIFO(), slots=2, samples=6, trials="deployment", step_seconds=0.3)
+    assert "error" not in search.start("undisturbed").wait(seconds=400)
+    chance, kills, driver = random.Random(23), 0, search.start("killed")
+    while kills < _KILLS_AMONG_DEPLOYMENTS and driver.is_alive():
+        before = search.trained("killed")
+        until(
+            lambda: search.trained("killed") > before or not driver.is_alive(),  # noqa: B023  used within this round
+            seconds=180,
+            what=lambda: driver.log[-3000:],  # noqa: B023  used within this round
+        )
+        time.sleep(chance.uniform(0, _SLOWEST_KILL_SECONDS))
+        kills += _struck(driver, worker, chance)
+        if not driver.is_alive() and not driver.outcome():
+            driver = search.start("killed")
+    outcome = driver.wait(seconds=400)
+    assert "error" not in outcome, outcome
+    assert search.table("killed") == search.table("undisturbed")
+    assert 0 <= search.trained("killed") - search.trained("undisturbed") <= _INTERVAL * search.slots * kills
+    record_property("figure: kills of searches and their deployment runs", kills)
+
+
+def _struck(driver: Driver, worker: subprocess.Popen[bytes], chance: random.Random) -> bool:
+    """Kill the search, a run of the deployment with its trial, or the trial alone; return whether there was one."""
+    victim = chance.choice(["search", "prefect.engine", "prefect_tune.trial_process"])
+    if victim == "search":
+        driver.kill()
+        return True
+    below = psutil.Process(worker.pid).children(recursive=True)
+    found = [each for each in below if any(victim in word for word in each.cmdline())][:1]
+    for each in [below for top in found for below in [*top.children(recursive=True), top]]:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    return bool(found)
 
 
 def _require_same_after(search: _Search, deaths: int, seed: int) -> None:
