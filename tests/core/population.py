@@ -19,6 +19,7 @@ from prefect_tune.core.events import (
     Event,
     Owner,
     Reported,
+    Requeued,
     Retired,
     Started,
     TrialAdded,
@@ -30,7 +31,7 @@ from prefect_tune.core.manifest import About
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention, retired, retired_aside
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Trial, newest_checkpoint, newest_key, reused_from
+from prefect_tune.core.trial import ENDED, Trial, newest_checkpoint, newest_key, reused_from
 from prefect_tune.core.values import Stamp, StepReport
 from tests.core.driver import BACKBONE, Files, retried
 from tests.fakes.memory_files import MemoryFiles, restored
@@ -233,7 +234,8 @@ def _whole(store: ObjectStore, chronicle: Chronicle, trial: TrialKey, state: Tri
 def _kept(chronicle: Chronicle, trial: TrialKey, state: Trial) -> Iterator[str]:
     """With a retention of the last one, something as new as what was acknowledged is always there."""
     newest = max((key.sequence for key in chronicle.acknowledged if key.trial == trial), default=0)
-    if newest and not any(each.sequence >= newest for each in state.checkpoints):
+    known = (*state.checkpoints, *(each.checkpoint for each in state.aside))
+    if newest and not any(each.sequence >= newest for each in known):
         yield f"I1: {trial.folder}: {newest} was acknowledged, and there is {state.checkpoints}"
 
 
@@ -262,6 +264,8 @@ def _after_everybody_returned(
     for member in members:
         yield from _leaks(store, member)
     for member in members:  # two steps, and nothing of a clone is live any more
+        if member.trial.status in ENDED:
+            member.append([Requeued(trial=member.name, reason="more")])
         member.start()
         member.save()
         member.save()
