@@ -62,7 +62,7 @@ def flip(session: Session, path: str) -> None:
 # ------------------------------------------------------------------------------------------------- the ring
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 3, 7, 24, 1000])
+@pytest.mark.parametrize("rounds", [1, 3, 24])
 def test_after_as_many_rounds_everything_that_was_there_all_the_while_has_been_read(rounds: int) -> None:
     def many(trial: str, count: int) -> set[CheckpointKey]:
         folder = TrialKey(experiment="e", trial=trial)

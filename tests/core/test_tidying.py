@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 
 import pytest
 
 from prefect_tune.core import collect, trial
 from prefect_tune.core.aside import put_aside, reinstate
-from prefect_tune.core.errors import CheckpointCorrupt
-from prefect_tune.core.events import AttemptEnded, Cause, Finished, Pinned, Requeued, Retired
+from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt
+from prefect_tune.core.events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Committed,
+    Finished,
+    Pinned,
+    Reported,
+    Requeued,
+    Retired,
+)
 from prefect_tune.core.layout import CheckpointKey, JournalKey
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.tidying import Collected, collect_from, look_for_garbage, prune
 from prefect_tune.core.trial import newest_key, reused_from
+from prefect_tune.core.values import StepReport
+from tests.core.driver import BACKBONE
 from tests.core.meetings import (
     Act,
     Scene,
@@ -36,6 +47,7 @@ from tests.core.meetings import (
 from tests.core.mutate import break_lines
 from tests.core.population import Member, own, promises_broken, retried
 from tests.fakes.dying_store import WRITES, Way
+from tests.fakes.memory_files import restored
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
@@ -305,20 +317,21 @@ def test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_asi
     assert [each.step for each in member.trial.checkpoints] == [3]
 
 
-def test_with_its_manifest_unreadable_nothing_is_deleted_until_no_save_can_need_it() -> None:
+def test_of_what_is_aside_with_its_manifest_unreadable_all_that_it_may_name_stays() -> None:
     scene = training(SOURCE, CLONE)
     member = scene.members["s"]
-    scene.store.objects[newest(member).manifest_path] = b"torn"
+    bad = newest(member)
+    was = scene.store.objects[bad.manifest_path]
+    named = read_manifest(scene.store, bad).blob_paths()
+    scene.store.objects[bad.manifest_path] = b"torn"
     doubts(scene, scene.store)
-    found = look_for_garbage(scene.store, member.key, side_by_side=map)
-    assert found.damage is not None
-    assert "a save may need it" in found.damage
-    with pytest.raises(CheckpointCorrupt, match="a save may need it"):
-        collect.orphans(scene.store, member.key, reopened(scene).trial, side_by_side=map)
-    member.save_and_clear_all()
-    assert look_for_garbage(scene.store, member.key, side_by_side=map).orphan_count == 2, "nobody knows whose they were"
+    reopened(scene).append([Finished(trial="s", reason="enough")])
     collects()(scene, scene.store)
-    assert look_for_garbage(scene.store, member.key, side_by_side=map) == Collected("s")
+    assert named <= set(scene.store.objects)
+    scene.store.objects[bad.manifest_path] = was
+    reinstate(scene.store, member.key, [bad], scene.chronicle.stamp(), side_by_side=map)
+    assert newest(reopened(scene)) == bad
+    assert promises_broken(scene.store, scene.chronicle, scene.journals) == []
 
 
 def test_what_is_aside_is_not_deleted_whoever_asks() -> None:
@@ -333,20 +346,27 @@ def test_what_is_aside_is_not_deleted_whoever_asks() -> None:
     assert scene.store.objects == before
 
 
-@pytest.mark.parametrize(
-    ("function", "lines", "meeting"),
-    [
-        (collect._reachable, {"blobs.union(*aside)": "blobs"}, "puts aside while it saves"),
-        (trial._started, {"(*trial.checkpoints, *unheard)": "trial.checkpoints"}, "starts"),
-    ],
-)
-def test_the_suite_notices(
-    function: FunctionType, lines: dict[str, str], meeting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    break_lines(monkeypatch, function, lines)
-    if meeting == "starts":
-        with pytest.raises(Exception, match="cannot start"):
-            test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside()
-        return
-    before, acts = MEETINGS[meeting]
-    assert meet_at_random(before(SOURCE, CLONE), acts, range(100), enough=1).broken
+def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_put_aside() -> None:
+    scene = training(SOURCE, CLONE)
+    member = scene.members["s"]
+    new = CheckpointKey(trial=member.key, step=3, sequence=member.experiment.number)
+    files = {"backbone": BACKBONE, "head": b"new"}
+    member._commit(new, files, member._about(3))
+    doubts(scene, scene.store)
+    ref = CheckpointRef(step=3, sequence=new.sequence)
+    report = Reported(trial="s", report=StepReport(step=3, metrics={}))
+    member.append([report, Committed(trial="s", checkpoint=ref)])
+    assert newest(reopened(scene)) == new
+    assert restored(scene.store, read_manifest(scene.store, new)) == files
+
+
+def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_lines(monkeypatch, collect._aside, {"return read_manifest(store, key).blob_paths()": "return frozenset()"})
+    with pytest.raises(CheckpointCorrupt):
+        test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_put_aside()
+
+
+def test_the_suite_notices_when_an_owner_may_not_start_from_what_is_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_lines(monkeypatch, trial._started, {"(*trial.checkpoints, *unheard)": "trial.checkpoints"})
+    with pytest.raises(JournalCorrupt, match="cannot start"):
+        test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside()

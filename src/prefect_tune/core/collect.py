@@ -138,21 +138,17 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: 
     needed = dict.fromkeys([*live, *((each.step, each.sequence) for each in state.claims)])
     keys = [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in needed]
     blobs = {path for each in side_by_side(lambda key: _needed(store, key), keys) for path in each.blob_paths()}
-    aside = side_by_side(lambda each: _aside(store, trial, state, each), state.aside)
-    return blobs.union(*aside)
+    return blobs.union(*side_by_side(lambda each: _aside(store, trial, each), state.aside))
 
 
-def _aside(store: ObjectStore, trial: TrialKey, state: Trial, aside: Aside) -> frozenset[str]:
-    """What its manifest names. One that cannot be read keeps nothing, once no save that reused it is under way."""
-    key = CheckpointKey(trial=trial, step=aside.checkpoint.step, sequence=aside.checkpoint.sequence)
+def _aside(store: ObjectStore, trial: TrialKey, aside: Aside) -> frozenset[str]:
+    """What its manifest names. Of one that cannot be read it is only known that nothing is younger than it is."""
+    ref = aside.checkpoint
+    key = CheckpointKey(trial=trial, step=ref.step, sequence=ref.sequence)
     try:
         return read_manifest(store, key).blob_paths()
-    except (CheckpointCorrupt, CheckpointNotFound) as unreadable:
-        if aside.since > state.collected_up_to:
-            raise CheckpointCorrupt(
-                f"{unreadable}; until the trial's next retirement a save may need it"
-            ) from unreadable
-        return frozenset()
+    except (CheckpointCorrupt, CheckpointNotFound):
+        return frozenset(each.path for each in store.list(trial.blobs) if blob_sequence(each.path) <= ref.sequence)
 
 
 def _needed(store: ObjectStore, key: CheckpointKey) -> Manifest:
