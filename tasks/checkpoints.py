@@ -69,7 +69,7 @@ def save_checkpoint(
     Args:
         about: step, metrics, write id and the like. A try with the same write id is the same save.
         parent: the newest live checkpoint: what it holds already is not sent.
-        collected_up_to: the trial's; see `prefect_tune.core.commit.reusable`.
+        collected_up_to: what `core.trial.reused_from` says of the trial; see `core.commit.reusable`.
         timeout_seconds: by then it has ended, one way or the other, and nothing goes on in the background.
 
     Raises:

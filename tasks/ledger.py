@@ -24,8 +24,8 @@ from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import About
-from prefect_tune.core.retention import retired
-from prefect_tune.core.trial import Trial, newest_key
+from prefect_tune.core.retention import retired, retired_aside
+from prefect_tune.core.trial import Trial, newest_key, reused_from
 from prefect_tune.core.values import Stamp, StepReport, shown_size
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, find_leftovers, save_checkpoint
@@ -163,7 +163,7 @@ class Ledger:
             handed_over.directory,
             self._about(handed_over.report, reports),
             parent=newest_key(self._plan.trial, self._trial),
-            collected_up_to=self._trial.collected_up_to,
+            collected_up_to=reused_from(self._trial),
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
         doomed = self._commit(saved, handed_over.report, reports)
@@ -186,11 +186,12 @@ class Ledger:
             trained_seconds=report.trained_seconds,
             size_bytes=saved.size_bytes,
         )
-        live = (*self._trial.checkpoints, new)
-        going = retired(live, self._plan.retention)
+        live, policy = (*self._trial.checkpoints, new), self._plan.retention
+        aside = retired_aside(self._trial.aside, live, policy)
+        going = (*retired(live, policy), *(each.sequence for each in aside))
         trial = self._plan.trial.trial
         self._write((Committed(trial=trial, checkpoint=new, retires=going),), reports)
-        steps = {each.sequence: each.step for each in live}
+        steps = {each.sequence: each.step for each in (*live, *aside)}
         return [CheckpointKey(trial=key.trial, step=steps[sequence], sequence=sequence) for sequence in going]
 
     def _write(self, events: Sequence[Event], reports: Sequence[StepReport] | None = None) -> None:

@@ -30,7 +30,7 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import history
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.schedulers.scheduler import Exploit
-from prefect_tune.core.trial import ENDED, Status, newest_checkpoint, newest_key
+from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start
 from prefect_tune.stores.scratch import scratch_directory
@@ -167,6 +167,7 @@ def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:
 def _restore_newest(plan: TrialPlan, book: Book, destination: Path, log: Log) -> Path | None:
     """Restore the newest checkpoint that verifies; those that do not are put aside, in the journal and aloud."""
     name = plan.trial.trial
+    _say_what_is_aside(book.experiment.trial(name), log)
     while (key := newest_key(plan.trial, book.experiment.trial(name))) is not None:
         try:
             timeout = plan.sync.sync_timeout_seconds
@@ -178,10 +179,19 @@ def _restore_newest(plan: TrialPlan, book: Book, destination: Path, log: Log) ->
     if lost := book.experiment.trial(name).lost_checkpoints:
         raise ResumeFailed(
             f"trial {name!r} of {plan.trial.experiment!r} at {plan.target.uri}: all its {lost} committed "
-            "checkpoints are damaged or kill the trainable. Nothing was started afresh: mend what they need, "
-            "or start again under another experiment name"
+            "checkpoints are damaged or kill the trainable. Nothing was started afresh: mend what they need and "
+            "release them (prefect-tune verify --release), or start again under another experiment name"
         )
     return None
+
+
+def _say_what_is_aside(trial: Trial, log: Log) -> None:
+    """What is newer than the checkpoint that is gone on from, and was put aside meanwhile, is missed by nobody else."""
+    newest = newest_checkpoint(trial)
+    for each in trial.aside:
+        if each.checkpoint.sequence > (newest.sequence if newest else 0):
+            where = f"step {newest.step}" if newest else "nothing"
+            log.error("step %d was put aside; it goes on from %s: %s", each.checkpoint.step, where, each.reason)
 
 
 def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored: Path | None) -> Start:

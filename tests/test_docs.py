@@ -41,6 +41,7 @@ CLI = ROOT / "docs" / "cli.md"
 SEARCHES = ROOT / "docs" / "searches.md"
 INTEGRATIONS = ROOT / "docs" / "integrations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
+MAINTAIN = ROOT / "docs" / "maintain.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
     LAYOUT: {"python", "json", "text"},
@@ -52,6 +53,7 @@ TESTED = {
     CLI: {"bash"},  # by tests/cli/test_page.py
     SEARCHES: {"python"},
     INTEGRATIONS: {"python"},
+    MAINTAIN: {"python", "bash"},
 }
 
 
@@ -114,6 +116,14 @@ def test_the_page_on_search_spaces_works_from_top_to_bottom(tmp_path: Path) -> N
 def test_the_page_on_optuna_works_from_top_to_bottom(tmp_path: Path) -> None:
     done = run_blocks(blocks_of(OPTUNA), tmp_path, {})
     assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_looking_after_a_target_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    write_experiment(tmp_path / "runs", "first", [20, 40], quarantined=(40,))
+    write_experiment(tmp_path / "runs", "nightly-1", [1, 2])
+    done = run_blocks(blocks_of(MAINTAIN), tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert done.returncode == 0, done.stdout
+    assert "step 40: 4.77 MiB in 2 files, whole" in done.stdout
 
 
 def test_the_page_on_stopping_works_from_top_to_bottom(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         CheckpointCorrupt,
         CheckpointNotFound,
         CommitUnknown,
+        DamageFound,
         DeadlineExceeded,
         IllegalTransition,
         InvalidInput,
@@ -74,10 +75,12 @@ if TYPE_CHECKING:
     from prefect_tune.core.search.space_json import space_from_json, space_to_json
     from prefect_tune.core.stoppers import MaxSteps, MaxTime, Plateau
     from prefect_tune.flows.durable_trainable import durable_trainable
+    from prefect_tune.flows.maintain import maintain
     from prefect_tune.flows.results import Results, load_results
     from prefect_tune.flows.resume import resume
     from prefect_tune.flows.stop import stop
     from prefect_tune.flows.tune import tune
+    from prefect_tune.flows.upkeep import MaintenanceReport
     from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
     from prefect_tune.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
     from prefect_tune.tasks import (
@@ -109,6 +112,7 @@ __all__ = [
     "CheckpointNotFound",
     "CommitUnknown",
     "Continue",
+    "DamageFound",
     "DeadlineExceeded",
     "Exhausted",
     "ExperimentPlateau",
@@ -123,6 +127,7 @@ __all__ = [
     "JournalCorrupt",
     "LocalTarget",
     "MLflowLogger",
+    "MaintenanceReport",
     "MaxFailures",
     "MaxSteps",
     "MaxTime",
@@ -173,6 +178,7 @@ __all__ = [
     "load_results",
     "lograndint",
     "loguniform",
+    "maintain",
     "qlograndint",
     "qloguniform",
     "qrandint",
@@ -208,10 +214,12 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.search.repeated": "Repeated",
     "prefect_tune.core.search.search": "Exhausted Proposals Proposed Search Wait",
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
+    "prefect_tune.flows.maintain": "maintain",
     "prefect_tune.flows.resume": "resume",
     "prefect_tune.flows.results": "Results load_results",
     "prefect_tune.flows.stop": "stop",
     "prefect_tune.flows.tune": "tune",
+    "prefect_tune.flows.upkeep": "MaintenanceReport",
     "prefect_tune.integrations.optuna": "OptunaPruner OptunaSearch",
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
     "prefect_tune.callbacks": "Callback SearchInfo",

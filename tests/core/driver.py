@@ -30,10 +30,10 @@ from prefect_tune.core.experiment import Experiment, nothing_yet
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.manifest import About, Manifest
 from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.retention import Retention, retired
+from prefect_tune.core.retention import Retention, retired, retired_aside
 from prefect_tune.core.segments import write_due_segment
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint
+from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint, reused_from
 from prefect_tune.core.values import Stamp, StepReport
 from tests.fakes.memory_files import MemoryFiles, restored
 
@@ -168,7 +168,7 @@ class Session:
         return manifest
 
     def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Committed:
-        reuse = committing.reusable(self.store, KEY, self.parent, self.trial.collected_up_to)
+        reuse = committing.reusable(self.store, KEY, self.parent, reused_from(self.trial))
         source = MemoryFiles(files, empty_directories=["none"])
         return committing.commit(self.store, key, source, about, reuse=reuse, side_by_side=map)
 
@@ -182,15 +182,15 @@ class Session:
             size_bytes=manifest.size_bytes,
         )
         live = (*self.trial.checkpoints, new)
-        going = retired(live, self.retention)
+        aside = retired_aside(self.trial.aside, live, self.retention)
+        going = (*retired(live, self.retention), *(each.sequence for each in aside))
         reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]
         self.append([*reports, Committed(trial=KEY.trial, checkpoint=new, retires=going)])
         self.witness.acknowledged.append((new.step, new.sequence))
         self.waiting.clear()
         self.parent = manifest
-        return [
-            CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in live if each.sequence in going
-        ]
+        doomed = [each for each in (*live, *aside) if each.sequence in going]
+        return [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in doomed]
 
     def collect_early(self, new: CheckpointRef, going: tuple[int, ...]) -> None:
         """Delete what is retired before the journal says so: for a mutant, which must be caught."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from prefect_tune.core import journal
 from prefect_tune.core.collect import leftover, orphans
 from prefect_tune.core.curve import curve
-from prefect_tune.core.errors import TuneError
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError
 from prefect_tune.core.events import Committed, Opened, Quarantined, Retired
 from prefect_tune.core.experiment import Entry, Experiment
 from prefect_tune.core.layout import CheckpointKey, blob_sequence
+from prefect_tune.core.manifest import Manifest
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial, newest_checkpoint
@@ -162,13 +164,20 @@ def _leaks(store: ObjectStore, last: Session, witness: Witness, *, tidy: bool) -
 
 def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
     """Return the objects that no live checkpoint needs, and that no way of finding leftovers finds."""
-    live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in trial.checkpoints]
-    manifests = [read_manifest(store, key) for key in live]
+    known = (*trial.checkpoints, *(each.checkpoint for each in trial.aside))
+    live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in known]
+    manifests = [each for key in live for each in _readable(store, key)]
     needed = {key.manifest_path for key in live} | {path for each in manifests for path in each.blob_paths()}
     found = {each.path for each in orphans(store, KEY, trial, side_by_side=map)}
     found |= {key.manifest_path for key in leftover(store, KEY, trial, nothing_to_settle())}
     reusable = {each.path for each in store.list(KEY.blobs) if blob_sequence(each.path) >= trial.collected_up_to}
     return sorted(each for each in set(_objects(store)) - needed - found - reusable if not _aside(each, trial))
+
+
+def _readable(store: ObjectStore, key: CheckpointKey) -> Iterator[Manifest]:
+    """A damaged manifest may be what a checkpoint was put aside for."""
+    with suppress(CheckpointCorrupt, CheckpointNotFound):
+        yield read_manifest(store, key)
 
 
 def _aside(path: str, trial: Trial) -> bool:

@@ -223,25 +223,32 @@ def or_superseded(act: Act) -> Act:
     return ending
 
 
-def die_everywhere(scene: Scene, act: Act, ways: Iterable[Way] = tuple(Way), *, enough: int | None = None) -> Explored:
-    """Let the act fail at each of its operations, in each way, and recover."""
+def die_everywhere(
+    scene: Scene,
+    act: Act,
+    ways: Iterable[Way] = tuple(Way),
+    *,
+    only: frozenset[str] | None = None,
+    enough: int | None = None,
+) -> Explored:
+    """Let the act fail at each of its operations, or `only` at these, in each way, and recover."""
     twin = scene.again()
-    counting = DyingStore(twin.store, 0)
+    counting = DyingStore(twin.store, 0, only=only)
     act(twin, counting)
     ways = tuple(ways)
     explored = Explored()
     for nth in range(1, counting.total + 1):
         for way in ways:
             explored.points += 1
-            explored.broken += [f"#{nth} {way.name}: {each}" for each in _died(scene.again(), act, nth, way)]
+            explored.broken += [f"#{nth} {way.name}: {each}" for each in _died(scene.again(), act, nth, way, only)]
             if enough is not None and len(explored.broken) >= enough:
                 return explored
     return explored
 
 
-def _died(scene: Scene, act: Act, nth: int, way: Way) -> Iterator[str]:
+def _died(scene: Scene, act: Act, nth: int, way: Way, only: frozenset[str] | None) -> Iterator[str]:
     try:
-        act(scene, DyingStore(scene.store, nth, way))
+        act(scene, DyingStore(scene.store, nth, way, only=only))
     except Crash:
         pass
     except TuneError as error:

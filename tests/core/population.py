@@ -19,6 +19,7 @@ from prefect_tune.core.events import (
     Event,
     Owner,
     Reported,
+    Requeued,
     Retired,
     Started,
     TrialAdded,
@@ -28,9 +29,9 @@ from prefect_tune.core.journal import append, load, take_over
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.manifest import About
 from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.retention import Retention, retired
+from prefect_tune.core.retention import Retention, retired, retired_aside
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Trial, newest_checkpoint, newest_key
+from prefect_tune.core.trial import ENDED, Trial, newest_checkpoint, newest_key, reused_from
 from prefect_tune.core.values import Stamp, StepReport
 from tests.core.driver import BACKBONE, Files, retried
 from tests.fakes.memory_files import MemoryFiles, restored
@@ -169,12 +170,13 @@ class Member:
         retried(lambda: self._commit(key, files, about))
         new = CheckpointRef(step=step, sequence=key.sequence, trained_seconds=float(step))
         live = (*self.trial.checkpoints, new)
-        going = retired(live, self.retention)
+        aside = retired_aside(self.trial.aside, live, self.retention)
+        going = (*retired(live, self.retention), *(each.sequence for each in aside))
         report = StepReport(step=step, metrics={"step": step}, trained_seconds=float(step))
         committed = Committed(trial=self.name, checkpoint=new, retires=going)
         self.append([Reported(trial=self.name, report=report), committed])
         self.chronicle.acknowledged.append(key)
-        doomed = [each for each in live if each.sequence in going]
+        doomed = [each for each in (*live, *aside) if each.sequence in going]
         return [CheckpointKey(trial=self.key, step=each.step, sequence=each.sequence) for each in doomed]
 
     def _about(self, step: int) -> About:
@@ -192,7 +194,7 @@ class Member:
     def _commit(self, key: CheckpointKey, files: Files, about: About) -> None:
         newest = newest_key(self.key, self.trial)
         parent = read_manifest(self.store, newest) if newest else None
-        reuse = reusable(self.store, self.key, parent, self.trial.collected_up_to)
+        reuse = reusable(self.store, self.key, parent, reused_from(self.trial))
         commit(self.store, key, MemoryFiles(files), about, reuse=reuse, side_by_side=map)
 
     def append(self, events: Sequence[Event]) -> None:
@@ -232,7 +234,8 @@ def _whole(store: ObjectStore, chronicle: Chronicle, trial: TrialKey, state: Tri
 def _kept(chronicle: Chronicle, trial: TrialKey, state: Trial) -> Iterator[str]:
     """With a retention of the last one, something as new as what was acknowledged is always there."""
     newest = max((key.sequence for key in chronicle.acknowledged if key.trial == trial), default=0)
-    if newest and not any(each.sequence >= newest for each in state.checkpoints):
+    known = (*state.checkpoints, *(each.checkpoint for each in state.aside))
+    if newest and not any(each.sequence >= newest for each in known):
         yield f"I1: {trial.folder}: {newest} was acknowledged, and there is {state.checkpoints}"
 
 
@@ -261,6 +264,8 @@ def _after_everybody_returned(
     for member in members:
         yield from _leaks(store, member)
     for member in members:  # two steps, and nothing of a clone is live any more
+        if member.trial.status in ENDED:
+            member.append([Requeued(trial=member.name, reason="more")])
         member.start()
         member.save()
         member.save()
@@ -275,7 +280,8 @@ def _after_everybody_returned(
 def _leaks(store: ObjectStore, member: Member) -> Iterator[str]:
     """What is unreachable is found: as a leftover, or as an orphan."""
     trial, key = load(store, member.journal, side_by_side=map).trial(member.name), member.key
-    refs = [*((e.step, e.sequence) for e in trial.checkpoints), *((e.step, e.sequence) for e in trial.claims)]
+    known = (*trial.checkpoints, *trial.claims, *(each.checkpoint for each in trial.aside))
+    refs = {(each.step, each.sequence) for each in known}
     keys = [CheckpointKey(trial=key, step=step, sequence=sequence) for step, sequence in refs]
     needed = {each.manifest_path for each in keys} | {
         path for each in keys for path in read_manifest(store, each).blob_paths()

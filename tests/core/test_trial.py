@@ -23,8 +23,11 @@ from prefect_tune.core.events import (
     OneTrialsEvent,
     Paused,
     Pinned,
+    Pruned,
+    PutAside,
     Quarantined,
     Rebased,
+    Reinstated,
     Released,
     Reported,
     Requeued,
@@ -65,6 +68,9 @@ EVENTS: Mapping[str, OneTrialsEvent] = {
     "committed": Committed(trial="t", checkpoint=CheckpointRef(step=5, sequence=8)),
     "retired": Retired(trial="t", retires=()),
     "quarantined": Quarantined(trial="t", sequence=7, reason="damaged"),
+    "put-aside": PutAside(trial="t", sequence=7, reason="damaged"),
+    "reinstated": Reinstated(trial="t", sequence=7),
+    "pruned": Pruned(trial="t", retires=(7,)),
     "pinned": Pinned(trial="t", sequence=7),
     "cloned": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, config={"rate": 2}, reason="behind"),
     "rebased": Rebased(trial="t", checkpoints=(COPY,), absorbed=3),
@@ -105,7 +111,10 @@ LEGAL = {
     **{
         (status, event): status
         for status in Status
-        for event in ("retired", "quarantined", "pinned", "decided", "claimed", "released", "inherited", "rebased")
+        for event in (
+            *("retired", "quarantined", "put-aside", "reinstated", "pruned", "pinned", "decided", "claimed"),
+            *("released", "inherited", "rebased"),
+        )
     },
     (RUNNING, "rebased"): PENDING,
 }

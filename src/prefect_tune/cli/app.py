@@ -13,7 +13,10 @@ from prefect_tune.core.errors import TuneError
 __all__ = ["BYTES", "LOOK", "SEARCH", "START", "AsJson", "ExperimentName", "Target", "TrialName", "app", "main"]
 
 START, SEARCH, LOOK, BYTES = "To begin with", "Search", "Look", "Bytes"
-_ORDER = ("demo", "blocks", "run", "resume", "stop", "ls", "show", "report", "checkpoints", "verify", "export", "gc")
+_ORDER = (
+    *("demo", "blocks", "run", "resume", "stop", "ls", "show", "report"),
+    *("checkpoints", "verify", "export", "gc", "maintain"),
+)
 
 
 class _InOrder(TyperGroup):
@@ -28,6 +31,7 @@ app = typer.Typer(
     cls=_InOrder,
     help="Durable training and search as Prefect flows. TARGET is a URI (s3://bucket/prefix), a path, or a block's "
     "'type/name'. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a search has ended and some of its trials errored, "
+    "4 maintenance found new damage, "
     "130 interrupted.",
     no_args_is_help=True,
     add_completion=False,

@@ -40,11 +40,22 @@ def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = N
 
 
 @app.command(rich_help_panel=BYTES)
-def verify(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
+def verify(
+    target: Target,
+    experiment: ExperimentName,
+    trial: TrialName = None,
+    release: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", help="Use again what was put aside, if it is whole.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Read every byte of every live checkpoint, and check it."""
     found: list[_Verified] = []
     with opened(target, experiment) as (store, state):
-        for each in _verified(store, state, _today(store, state, chosen_trials(state, trial))):
+        trials = _today(store, state, chosen_trials(state, trial))
+        checks = _verified(store, state, trials) if release is None else _released(store, state, trials, release)
+        for each in checks:
             found.append(each)
             if not as_json:
                 named = f"{each.trial} {each}" if is_search(state) else str(each)
@@ -111,12 +122,6 @@ def _live(state: Experiment, trial: Trial) -> list[CheckpointKey]:
 
     folder = _folder(state, trial)
     return [CheckpointKey(trial=folder, step=each.step, sequence=each.sequence) for each in trial.checkpoints]
-
-
-def _live_today(store: ObjectStore, state: Experiment, key: CheckpointKey) -> list[CheckpointKey]:
-    """What has been retired while it was read is not damaged."""
-    (trial,) = _today(store, state, [state.trial(key.trial.trial)])
-    return _live(state, trial)
 
 
 def _chosen(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
@@ -215,17 +220,44 @@ class _Verified:
 
 
 def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:
-    from prefect_tune.core.restore import read_manifest, verify
+    from prefect_tune.core.inspection import inspect_one
     from prefect_tune.stores.staging import side_by_side
 
     with side_by_side() as transfers:
         for key in (key for trial in trials for key in _live(state, trial)):
-            trial, step = key.trial.trial, key.step
-            try:
-                manifest = read_manifest(store, key)
-                verify(store, manifest, side_by_side=transfers)
-            except (CheckpointCorrupt, CheckpointNotFound) as error:
-                if key in _live_today(store, state, key):
-                    yield _Verified(trial, step, damage=str(error))
-            else:
-                yield _Verified(trial, step, manifest.size_bytes, len(manifest.files))
+            for each in inspect_one(store, key, side_by_side=transfers):
+                yield _Verified(key.trial.trial, key.step, each.size_bytes, each.file_count, each.damage)
+
+
+def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int) -> Iterator[_Verified]:
+    """Read the checkpoint that was put aside; only one that is whole is made a checkpoint again."""
+    from prefect_tune.core.aside import reinstate
+    from prefect_tune.core.inspection import read_one
+    from prefect_tune.stores.staging import side_by_side
+    from prefect_tune.tasks.stamp import new_stamp
+
+    key = _aside(state, trials, step)
+    with side_by_side() as transfers:
+        found = read_one(store, key, side_by_side=transfers)
+        if found.damage is None and not reinstate(store, key.trial, [key], new_stamp(), side_by_side=transfers):
+            raise CheckpointNotFound(f"{key.folder}: was retired meanwhile, and cannot be released")
+    yield _Verified(key.trial.trial, step, found.size_bytes, found.file_count, found.damage)
+
+
+def _aside(state: Experiment, trials: Sequence[Trial], step: int) -> CheckpointKey:
+    from prefect_tune.core.layout import CheckpointKey
+
+    found = [
+        CheckpointKey(trial=_folder(state, trial), step=step, sequence=each.checkpoint.sequence)
+        for trial in trials
+        for each in trial.aside
+        if each.checkpoint.step == step
+    ]
+    if not found:
+        steps = {each.checkpoint.step for trial in trials for each in trial.aside}
+        there = ", ".join(map(str, sorted(steps))) or "none"
+        raise CheckpointNotFound(f"experiment {state.name!r}: none of step {step} is put aside; there are: {there}")
+    if len({key.trial for key in found}) > 1:
+        names = ", ".join(key.trial.trial for key in found)
+        raise InvalidInput(f"experiment {state.name!r}: trials {names} have one of step {step}; name one: --trial")
+    return found[-1]

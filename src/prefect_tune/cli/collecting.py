@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prefect_tune.cli.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.looking import chosen_trials, opened
-from prefect_tune.core.errors import CheckpointCorrupt
 from prefect_tune.terminal.printing import columns, plain, shown
 
 if TYPE_CHECKING:
-    from prefect_tune.core.commit import Mapper
     from prefect_tune.core.experiment import Experiment
-    from prefect_tune.core.layout import CheckpointKey, TrialKey
-    from prefect_tune.core.store import Listed, ObjectStore
+    from prefect_tune.core.store import ObjectStore
+    from prefect_tune.core.tidying import Collected
     from prefect_tune.core.trial import Trial
 
 __all__: list[str] = []
@@ -36,7 +34,7 @@ def gc(
 
     What a checkpoint or a clone refers to is never touched, nor what a save
     that is under way may still use: it can be run beside a running search.
-    Blobs of checkpoints that were put aside go too.
+    Checkpoints that were put aside stay until the trial retires them: they can be released.
     """
     with opened(target, experiment) as (store, state):
         found = list(_found(store, state, chosen_trials(state, trial), deletes=delete))
@@ -48,95 +46,22 @@ def gc(
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What of a trial can be collected."""
-
-    trial: str
-    checkpoints: tuple[int, ...] = ()
-    """The steps of those that are none any more."""
-    orphan_count: int = 0
-    orphan_bytes: int = 0
-    undecided_count: int = 0
-    """Objects that a save under way may still use; the trial's next retirement decides."""
-    damage: str | None = None
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A trial as its own journal tells it, which is ahead of the experiment's."""
-
-    store: ObjectStore
-    key: TrialKey
-    journal: Experiment
-    side_by_side: Mapper
-
-    @property
-    def trial(self) -> Trial:
-        return self.journal.trial(self.key.trial)
-
-
-def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, deletes: bool) -> Iterator[_Found]:
-    from prefect_tune.core.journal import load
-    from prefect_tune.core.layout import JournalKey, TrialKey
+def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, deletes: bool) -> Iterator[Collected]:
+    from prefect_tune.core.layout import TrialKey
+    from prefect_tune.core.tidying import collect_from, look_for_garbage
     from prefect_tune.stores.staging import side_by_side
+    from prefect_tune.tasks.stamp import new_stamp
 
     with side_by_side() as transfers:
         for known in trials:
             key = TrialKey(experiment=state.name, trial=known.trial)
-            own = JournalKey(experiment=state.name, trial=known.trial)
-            journal = load(store, own, side_by_side=transfers) if known.apart else state
-            if known.trial not in journal.trials:
-                continue  # it was added, and has not begun
-            place = _Place(store, key, journal, transfers)
-            try:
-                yield _collected(place) if deletes else _collectable(place)
-            except CheckpointCorrupt as error:
-                yield _Found(known.trial, damage=str(error))
+            if deletes:
+                yield collect_from(store, key, new_stamp(), side_by_side=transfers)
+            else:
+                yield look_for_garbage(store, key, side_by_side=transfers)
 
 
-def _collectable(place: _Place) -> _Found:
-    doomed, rest = _leftovers(place)
-    orphans = _orphans(place)
-    return _Found(
-        place.key.trial,
-        checkpoints=tuple(key.step for key in doomed),
-        orphan_count=len(orphans),
-        orphan_bytes=sum(each.size_bytes for each in orphans),
-        undecided_count=len(rest),
-    )
-
-
-def _leftovers(place: _Place) -> tuple[Sequence[CheckpointKey], Sequence[CheckpointKey]]:
-    """Those that can be deleted, and those of which that is not yet known."""
-    from prefect_tune.core.collect import is_collectable, leftover
-
-    found = leftover(place.store, place.key, place.trial, place.journal.settled_from)
-    doomed = [key for key in found if is_collectable(place.trial, key)]
-    return doomed, [key for key in found if key not in doomed]
-
-
-def _orphans(place: _Place) -> Sequence[Listed]:
-    from prefect_tune.core.collect import orphans
-
-    return orphans(place.store, place.key, place.trial, side_by_side=place.side_by_side)
-
-
-def _collected(place: _Place) -> _Found:
-    """Delete, and return what was deleted: retired checkpoints with their blobs first, then what is left of blobs."""
-    from prefect_tune.core.clone import clear
-    from prefect_tune.tasks.stamp import new_stamp
-
-    found = _collectable(place)
-    doomed, _ = _leftovers(place)
-    if doomed:
-        clear(place.store, place.key, place.trial, doomed, new_stamp(), side_by_side=place.side_by_side)
-    if left := _orphans(place):
-        place.store.delete([each.path for each in left])
-    return found
-
-
-def _print(found: Sequence[_Found], *, deleted: bool) -> None:
+def _print(found: Sequence[Collected], *, deleted: bool) -> None:
     from prefect_tune.core.values import shown_size
 
     table = columns("trial", "checkpoints", "blobs", "size", "")

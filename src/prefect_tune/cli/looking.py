@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from prefect_tune.core.errors import InvalidInput
 
@@ -93,30 +93,23 @@ def counted(state: Experiment) -> Mapping[str, int]:
 
 def objective_in(settings: Mapping[str, object]) -> Objective | None:
     """Return what an experiment with these settings compares its trials by."""
-    from prefect_tune.core.objective import Mode, objective_of
+    from prefect_tune.core.standing import objective_in as found
 
-    metric = cast("str | list[str] | None", settings.get("metric"))
-    return objective_of(metric, cast("Mode | list[Mode]", settings.get("mode", "min")))
+    return found(settings)
 
 
 def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Return the trials by their last reports, the best first, those that cannot be compared last."""
-    from prefect_tune.core.ranking import losses_in
+    from prefect_tune.core.standing import best_first as sorted_trials
 
-    if objective is None:
-        return trials
-    losses = {each.trial: losses_in(each.metrics, objective) for each in trials}
-    return sorted(trials, key=lambda each: (losses[each.trial] is None, losses[each.trial] or ()))
+    return sorted_trials(trials, objective)
 
 
 def best_of(state: Experiment) -> Trial | None:
     """Return the trial whose last report is the best; None where nothing can be compared."""
-    from prefect_tune.core.ranking import losses_in
+    from prefect_tune.core.standing import best_of as found
 
-    objective = objective_in(state.settings)
-    first = next(iter(best_first(list(state.trials.values()), objective)), None)
-    is_comparable = first and objective and losses_in(first.metrics, objective)
-    return first if is_comparable else None
+    return found(state)
 
 
 def written_at(store: ObjectStore, state: Experiment) -> str:

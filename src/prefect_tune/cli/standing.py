@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from prefect_tune.cli.looking import (
     opened,
     written_at,
 )
-from prefect_tune.core.errors import InvalidInput, JournalCorrupt, UnknownVersion
+from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
 from prefect_tune.terminal.printing import (
     columns,
     facts_table,
@@ -91,28 +90,16 @@ class _Listed:
 
 
 def _experiments(store: ObjectStore) -> Iterator[_Listed]:
+    from prefect_tune.core.experiment_names import experiment_names
     from prefect_tune.core.journal import load
     from prefect_tune.stores.staging import side_by_side
 
     with side_by_side() as transfers:
-        for name in _names(store):
+        for name in experiment_names(store):
             try:
                 yield _listed(store, load(store, name, side_by_side=transfers))
             except (JournalCorrupt, UnknownVersion) as error:
                 yield _Listed(name, "damaged", damage=str(error))
-
-
-def _names(store: ObjectStore) -> Sequence[str]:
-    """An experiment is what has a first entry."""
-    from prefect_tune.core.layout import JournalKey
-
-    listed = {each.path for each in store.list("")}
-    names = []
-    for name in sorted({path.partition("/")[0] for path in listed if "/" in path}):
-        with suppress(InvalidInput):  # a foreign folder, which no experiment could be named like
-            if JournalKey(experiment=name).entry_path(1) in listed:
-                names.append(name)
-    return names
 
 
 def _listed(store: ObjectStore, state: Experiment) -> _Listed:

@@ -33,10 +33,10 @@ from prefect_tune.core.manifest import About, BlobRef, Manifest
 from prefect_tune.core.metadata import newest_metadata
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Trial, is_acceptable, is_held, is_live, newest_key
+from prefect_tune.core.trial import Trial, is_acceptable, is_aside, is_held, is_live, newest_key
 from prefect_tune.core.values import Stamp
 
-__all__ = ["clear", "clone", "let_go", "newest_of", "settle"]
+__all__ = ["clear", "clone", "journal_of", "let_go", "newest_of", "settle"]
 
 
 def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> CheckpointKey:
@@ -45,7 +45,7 @@ def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> C
     Raises:
         CheckpointNotFound: it has none.
     """
-    state = load(store, _journal_of(store, trial), side_by_side=side_by_side).trials.get(trial.trial)
+    state = load(store, journal_of(store, trial), side_by_side=side_by_side).trials.get(trial.trial)
     newest = newest_key(trial, state) if state else None
     if newest is None:
         raise CheckpointNotFound(f"{trial.folder}: there is no checkpoint that could be cloned")
@@ -80,7 +80,7 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none can be had fro
         raise CheckpointCorrupt(f"{source.manifest_path}: refers to bytes of another trial")
     key = CheckpointKey(trial=TrialKey(experiment=into.name, trial=trial), step=source.step, sequence=into.number)
     claim = Claim(step=origin.step, sequence=origin.sequence, clone=key, journal=into.key, epoch=into.epoch)
-    journal = _journal_of(store, origin.trial)
+    journal = journal_of(store, origin.trial)
     say = partial(_claimed, origin=origin, claim=claim)
     append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)
     said = newest_metadata(store, source.metadata_folder)
@@ -172,8 +172,8 @@ def _collect(  # noqa: PLR0913 - as `collect`
         try:
             return collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=let_go)
         except CheckpointCorrupt:
-            fresh = load(store, _journal_of(store, trial), side_by_side=side_by_side).trial(trial.trial)
-            if (fresh.checkpoints, fresh.claims) == (state.checkpoints, state.claims):
+            fresh = load(store, journal_of(store, trial), side_by_side=side_by_side).trial(trial.trial)
+            if (fresh.checkpoints, fresh.claims, fresh.aside) == (state.checkpoints, state.claims, state.aside):
                 raise
             state = fresh
 
@@ -183,7 +183,7 @@ def settle(
 ) -> Trial:
     """Release the claims to `checkpoints` of `trial` whose clones are over, and return the trial after that."""
     named = {(key.step, key.sequence) for key in checkpoints}
-    journal = _journal_of(store, trial)
+    journal = journal_of(store, trial)
     found = load(store, journal, side_by_side=side_by_side).trial(trial.trial)
     claims = [each for each in found.claims if (each.step, each.sequence) in named]
     over = {each.clone for each in claims if _is_over(store, each, side_by_side)}
@@ -193,7 +193,7 @@ def settle(
 
 def let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: CheckpointKey, origin: CheckpointKey) -> int:
     """Release a retired clone; its trial's journal says that it is retired, and that is for good."""
-    journal = _journal_of(store, origin.trial)
+    journal = journal_of(store, origin.trial)
     say = partial(_released, trial=origin.trial, clones={clone})
     after = append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)
     state = _trial_of(after, origin.trial)
@@ -220,6 +220,8 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
     trial = _trial_of(state, claim.clone.trial)
     if trial is not None and is_live(trial, claim.clone):
         return False
+    if trial is not None and is_aside(trial, claim.clone):
+        return False  # it may be a checkpoint again
     if state.epoch == claim.epoch:
         return trial is not None and not is_acceptable(trial, claim.clone.sequence)
     return state.epoch > claim.epoch  # a journal that has not come as far as it was then tells nothing
@@ -232,7 +234,7 @@ def _trial_of(state: Experiment, trial: TrialKey) -> Trial | None:
     return None if elsewhere else found
 
 
-def _journal_of(store: ObjectStore, trial: TrialKey) -> JournalKey:
+def journal_of(store: ObjectStore, trial: TrialKey) -> JournalKey:
     """The trial's own journal if it has one, or else its experiment's."""
     own = JournalKey(experiment=trial.experiment, trial=trial.trial)
     has_own = store.size(own.entry_path(1)) is not None

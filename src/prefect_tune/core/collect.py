@@ -12,11 +12,12 @@ from typing import TypeAlias
 
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
+from prefect_tune.core.events import Aside
 from prefect_tune.core.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.manifest import Manifest
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import Listed, ObjectStore
-from prefect_tune.core.trial import Trial, is_held, is_live
+from prefect_tune.core.trial import Trial, is_aside, is_held, is_live
 
 __all__ = ["LetGo", "collect", "is_collectable", "leftover", "nothing_let_go", "orphans"]
 
@@ -83,6 +84,8 @@ def is_collectable(state: Trial, key: CheckpointKey) -> bool:
     in a process that takes over while the deletion is on its way. It is no checkpoint, and no clone needs
     it: of what is neither, no clone is begun any more.
     """
+    if is_aside(state, key):
+        return False
     return not is_live(state, key) and not is_held(state, key) and key.sequence < state.collected_up_to
 
 
@@ -104,7 +107,8 @@ def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: 
     """Return the blobs that no live checkpoint refers to, and no clone, and that no save will ever reuse.
 
     Saves that were cut short leave them, and so do deletions of manifests that cannot be read. They
-    may be deleted at any time; blobs of quarantined checkpoints are among them.
+    may be deleted at any time. Blobs of checkpoints that were put aside are not among them: those may be
+    reinstated.
 
     Raises:
         CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable.
@@ -129,11 +133,22 @@ def _doomed(store: ObjectStore, key: CheckpointKey) -> _Doomed | None:
 
 
 def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: Mapper) -> set[str]:
-    """The blobs of checkpoints that are live, or that a clone needs."""
+    """The blobs of checkpoints that are live, that a clone needs, or that were put aside."""
     live = [(each.step, each.sequence) for each in state.checkpoints]
     needed = dict.fromkeys([*live, *((each.step, each.sequence) for each in state.claims)])
     keys = [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in needed]
-    return {path for each in side_by_side(lambda key: _needed(store, key), keys) for path in each.blob_paths()}
+    blobs = {path for each in side_by_side(lambda key: _needed(store, key), keys) for path in each.blob_paths()}
+    return blobs.union(*side_by_side(lambda each: _aside(store, trial, each), state.aside))
+
+
+def _aside(store: ObjectStore, trial: TrialKey, aside: Aside) -> frozenset[str]:
+    """What its manifest names. Of one that cannot be read it is only known that nothing is younger than it is."""
+    ref = aside.checkpoint
+    key = CheckpointKey(trial=trial, step=ref.step, sequence=ref.sequence)
+    try:
+        return read_manifest(store, key).blob_paths()
+    except (CheckpointCorrupt, CheckpointNotFound):
+        return frozenset(each.path for each in store.list(trial.blobs) if blob_sequence(each.path) <= ref.sequence)
 
 
 def _needed(store: ObjectStore, key: CheckpointKey) -> Manifest:

@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointCorrupt",
     "CheckpointNotFound",
     "CommitUnknown",
+    "DamageFound",
     "DeadlineExceeded",
     "IllegalTransition",
     "InvalidInput",
@@ -75,6 +76,15 @@ class CheckpointNotFound(TuneError):
 
 class CheckpointCorrupt(TuneError):
     """Committed bytes are missing or differ from their hash: use the checkpoint before it."""
+
+
+class DamageFound(TuneError):
+    """Maintenance found damage that nobody had been told of: look at it. All else that was to be done is done."""
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+        """The `MaintenanceReport`, for whoever called in this process."""
 
 
 class StagedFilesChanged(TuneError):

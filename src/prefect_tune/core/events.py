@@ -8,13 +8,14 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.layout import CheckpointKey
-from prefect_tune.core.particulars import Cause, CheckpointRef, Claim, ForkOrigin, Lesson, Owner
+from prefect_tune.core.particulars import Aside, Cause, CheckpointRef, Claim, ForkOrigin, Lesson, Owner
 from prefect_tune.core.schedulers.scheduler import Decision
 from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value
 
 __all__ = [
     "Absorbed",
     "Adopted",
+    "Aside",
     "AttemptEnded",
     "Cause",
     "CheckpointRef",
@@ -39,8 +40,11 @@ __all__ = [
     "Owner",
     "Paused",
     "Pinned",
+    "Pruned",
+    "PutAside",
     "Quarantined",
     "Rebased",
+    "Reinstated",
     "Released",
     "RemovalBegun",
     "Reported",
@@ -256,6 +260,31 @@ class Released(TrialEvent):
     clone: CheckpointKey
 
 
+class PutAside(TrialEvent):
+    """As `Quarantined`, for damage that somebody else than the owner found. Written as a guest, as `Claimed`.
+
+    It draws no line: a save that is under way, and reuses bytes of this checkpoint, still becomes one.
+    """
+
+    type: Literal["put-aside"] = "put-aside"
+    sequence: int
+    reason: str
+
+
+class Reinstated(TrialEvent):
+    """A checkpoint that was put aside, or quarantined, is one again. Written as a guest, as `Claimed`."""
+
+    type: Literal["reinstated"] = "reinstated"
+    sequence: int
+
+
+class Pruned(TrialEvent):
+    """As `Retired`, of a trial that has ended, so that no save is under way. Written as a guest, as `Claimed`."""
+
+    type: Literal["pruned"] = "pruned"
+    retires: tuple[int, ...] = ()
+
+
 class AttemptEnded(TrialEvent):
     """The attempt is over and the trial is not: it waits to be started again."""
 
@@ -313,7 +342,7 @@ class Decided(TrialEvent):
     decision: Decision
 
 
-GuestsEvent: TypeAlias = Claimed | Released
+GuestsEvent: TypeAlias = Claimed | Released | PutAside | Reinstated | Pruned
 """What others than the owner write: an entry of nothing else supersedes nobody."""
 OneTrialsEvent: TypeAlias = (
     Started

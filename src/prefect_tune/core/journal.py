@@ -17,7 +17,7 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.events import Claimed, Event, GuestsEvent, Opened, Owner, Released
+from prefect_tune.core.events import Event, GuestsEvent, Opened, Owner
 from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
 from prefect_tune.core.layout import JournalKey, journal_key, number_in
 from prefect_tune.core.sealed import seal_and_read_back, unseal
@@ -202,7 +202,7 @@ def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExis
     path = experiment.key.entry_path(experiment.number + 1)
     data = store.read(path)
     entry = _decode(data, path)
-    is_guests = bool(entry.events) and all(isinstance(event, Claimed | Released) for event in entry.events)
+    is_guests = bool(entry.events) and all(isinstance(event, GuestsEvent) for event in entry.events)
     if not is_guests or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
         raise _superseded(experiment, entry) from exists
     return apply(experiment, entry, digest_of(data))

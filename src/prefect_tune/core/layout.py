@@ -3,6 +3,7 @@
 <experiment>/journal/0000000001.json
 <experiment>/segments/0000000010.jsonl
 <experiment>/requests/0000000001.json
+<experiment>/maintenance/0000000001.json
 <experiment>/trials/<trial>/journal/0000000001.json
 <experiment>/trials/<trial>/segments/0000000010.jsonl
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
@@ -24,6 +25,8 @@ __all__ = [
     "TrialKey",
     "blob_sequence",
     "journal_key",
+    "maintenance_folder",
+    "maintenance_path",
     "number_in",
     "request_path",
     "requests_folder",
@@ -87,6 +90,16 @@ def requests_folder(experiment: str) -> str:
 def request_path(experiment: str, number: int) -> str:
     """Return the path of request `number` (from 1)."""
     return f"{requests_folder(experiment)}/{number:0{_DIGITS}d}.json"
+
+
+def maintenance_folder(experiment: str) -> str:
+    """Return the folder of what maintenance remembers of an experiment."""
+    return f"{valid_name(experiment)}/maintenance"
+
+
+def maintenance_path(experiment: str, number: int) -> str:
+    """Return the path of round `number` (from 1)."""
+    return f"{maintenance_folder(experiment)}/{number:0{_DIGITS}d}.json"
 
 
 class TrialKey(Value):

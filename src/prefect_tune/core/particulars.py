@@ -10,7 +10,7 @@ from pydantic import Field
 from prefect_tune.core.layout import CheckpointKey, JournalKey
 from prefect_tune.core.values import Digest, ExperimentName, StepReport, TrialId, Value
 
-__all__ = ["Cause", "CheckpointRef", "Claim", "ForkOrigin", "Lesson", "Owner"]
+__all__ = ["Aside", "Cause", "CheckpointRef", "Claim", "ForkOrigin", "Lesson", "Owner"]
 
 
 class Cause(StrEnum):
@@ -52,6 +52,15 @@ class CheckpointRef(Value):
     trained_seconds: float = 0.0
     size_bytes: int = 0
     pinned: bool = False
+
+
+class Aside(Value):
+    """A checkpoint that is not used, and whose bytes stay: it can be reinstated, or retired for good."""
+
+    checkpoint: CheckpointRef
+    since: int
+    """The entry that put it aside."""
+    reason: str
 
 
 class Claim(Value):

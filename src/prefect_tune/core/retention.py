@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prefect_tune.core.events import CheckpointRef
+from prefect_tune.core.events import Aside, CheckpointRef
 from prefect_tune.core.values import Value
 
-__all__ = ["Retention", "retired"]
+__all__ = ["Retention", "retired", "retired_aside"]
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -35,16 +35,32 @@ class Retention(Value):
             raise ValueError("`best` and `metric` go together: which checkpoints are best, and by what?")
         return self
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is no rule."""
+        return self.last is None and self.best is None and self.every is None
+
 
 def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[int, ...]:
     """Return the sequences of the checkpoints that need not stay; `checkpoints` is oldest first."""
-    if policy.last is None and policy.best is None and policy.every is None:
+    if policy.keeps_all:
         return ()
     stays = {each.sequence for each in checkpoints[-(policy.last or 1) :]}
     stays |= {each.sequence for each in checkpoints if each.pinned}
     stays |= {each.sequence for each in checkpoints if policy.every and each.step % policy.every == 0}
     stays |= {each.sequence for each in _best(checkpoints, policy)}
     return tuple(each.sequence for each in checkpoints if each.sequence not in stays)
+
+
+def retired_aside(
+    aside: Sequence[Aside], checkpoints: Sequence[CheckpointRef], policy: Retention
+) -> Sequence[CheckpointRef]:
+    """Return what was put aside and is older than the newest that stay in any case: by now nobody misses it."""
+    if policy.keeps_all or len(checkpoints) < (policy.last or 1):
+        return []
+    oldest = checkpoints[-(policy.last or 1)].sequence
+    refs = (each.checkpoint for each in aside)
+    return [each for each in refs if each.sequence < oldest and not each.pinned]
 
 
 def _best(checkpoints: Sequence[CheckpointRef], policy: Retention) -> Sequence[CheckpointRef]:

@@ -7,6 +7,7 @@ from typing import TypeAlias, assert_never
 
 from prefect_tune.core.errors import IllegalTransition
 from prefect_tune.core.events import (
+    Aside,
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -21,8 +22,11 @@ from prefect_tune.core.events import (
     OneTrialsEvent,
     Paused,
     Pinned,
+    Pruned,
+    PutAside,
     Quarantined,
     Rebased,
+    Reinstated,
     Released,
     Reported,
     Requeued,
@@ -37,10 +41,12 @@ from prefect_tune.core.trial_value import (
     Status,
     Trial,
     is_acceptable,
+    is_aside,
     is_held,
     is_live,
     newest_checkpoint,
     newest_key,
+    reused_from,
 )
 from prefect_tune.core.values import StepReport
 
@@ -52,10 +58,12 @@ __all__ = [
     "Trial",
     "after",
     "is_acceptable",
+    "is_aside",
     "is_held",
     "is_live",
     "newest_checkpoint",
     "newest_key",
+    "reused_from",
     "with_adopted",
 ]
 
@@ -87,7 +95,9 @@ NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
 _ONLY_WHILE_RUNNING = (Reported, Committed)
 _ONLY_WHILE_WAITING = (Cloned,)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
-_OfCheckpoints: TypeAlias = Committed | Retired | Quarantined | Pinned | Inherited | Claimed | Released
+_OfCheckpoints: TypeAlias = (
+    Committed | Retired | Pruned | Quarantined | PutAside | Reinstated | Pinned | Inherited | Claimed | Released
+)
 _CHANGES_STATUS = frozenset(event for _, event in NEXT)
 
 
@@ -144,10 +154,14 @@ def _stored(trial: Trial, event: _OfCheckpoints, number: int) -> Trial:
     match event:
         case Committed():
             return _committed(trial, event, number)
-        case Retired():
+        case Retired() | Pruned():
             return _retired(trial, event.retires, number)
         case Quarantined():
             return _quarantined(trial, event, number)
+        case PutAside():
+            return _put_aside(trial, event, number)
+        case Reinstated():
+            return _reinstated(trial, event.sequence)
         case Pinned():
             return _pinned(trial, event)
         case Inherited(checkpoint=checkpoint):
@@ -184,7 +198,9 @@ def _reported(trial: Trial, report: StepReport) -> Trial:
 
 
 def _started(trial: Trial, event: Started) -> Trial:
-    start = next((each for each in trial.checkpoints if each.sequence == event.from_sequence), None)
+    unheard = (each.checkpoint for each in trial.aside if each.since > trial.collected_up_to)
+    known = (*trial.checkpoints, *unheard)  # a guest may have put it aside when it was restored already
+    start = next((each for each in known if each.sequence == event.from_sequence), None)
     _require_lawful(trial, event, start)
     again = event.from_sequence == trial.started_from
     return trial.model_copy(
@@ -242,6 +258,7 @@ def _rebased(trial: Trial, event: Rebased) -> Trial:
             "checkpoints": event.checkpoints,
             "absorbed": event.absorbed,
             "quarantined": (),
+            "aside": (),
             "lost_checkpoints": 0,
             "claims": (),
             "collected_up_to": 0,
@@ -281,20 +298,50 @@ def _require_acceptable(trial: Trial, checkpoint: CheckpointRef) -> None:
 
 
 def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
+    """One that was put aside is none for good then, and what is left of it is cleared away as of any other."""
     left = tuple(each for each in trial.checkpoints if each.sequence not in sequences)
-    return trial.model_copy(update={"checkpoints": left, "collected_up_to": number})
+    gone = {each.checkpoint.sequence for each in trial.aside} & set(sequences)
+    return trial.model_copy(
+        update={
+            "checkpoints": left,
+            "aside": tuple(each for each in trial.aside if each.checkpoint.sequence not in gone),
+            "quarantined": tuple(each for each in trial.quarantined if each not in gone),
+            "collected_up_to": number,
+        }
+    )
 
 
 def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
     """Its blobs are not reused either: one of them may be what is damaged."""
-    left = tuple(each for each in trial.checkpoints if each.sequence != event.sequence)
+    trial = _put_aside(trial, event, number)
+    blamed = trial.blamed_checkpoints + event.kills
+    return trial.model_copy(update={"blamed_checkpoints": blamed, "collected_up_to": number})
+
+
+def _put_aside(trial: Trial, event: Quarantined | PutAside, number: int) -> Trial:
+    """What was never committed is nothing that could be reinstated."""
+    found = [each for each in trial.checkpoints if each.sequence == event.sequence]
+    aside = (Aside(checkpoint=each, since=number, reason=event.reason) for each in found)
+    known = trial.quarantined if event.sequence in trial.quarantined else (*trial.quarantined, event.sequence)
     return trial.model_copy(
         update={
-            "checkpoints": left,
-            "quarantined": (*trial.quarantined, event.sequence),
-            "lost_checkpoints": trial.lost_checkpoints + (len(left) < len(trial.checkpoints)),
-            "blamed_checkpoints": trial.blamed_checkpoints + event.kills,
-            "collected_up_to": number,
+            "checkpoints": tuple(each for each in trial.checkpoints if each not in found),
+            "quarantined": known,
+            "aside": (*trial.aside, *aside),
+            "lost_checkpoints": trial.lost_checkpoints + len(found),
+        }
+    )
+
+
+def _reinstated(trial: Trial, sequence: int) -> Trial:
+    """It takes the place that it had; where it is the newest one, the next attempt goes on from it."""
+    back = [each.checkpoint for each in trial.aside if each.checkpoint.sequence == sequence]
+    return trial.model_copy(
+        update={
+            "checkpoints": tuple(sorted((*trial.checkpoints, *back), key=lambda each: each.sequence)),
+            "quarantined": tuple(each for each in trial.quarantined if not back or each != sequence),
+            "aside": tuple(each for each in trial.aside if each.checkpoint.sequence != sequence),
+            "lost_checkpoints": trial.lost_checkpoints - len(back),
         }
     )
 

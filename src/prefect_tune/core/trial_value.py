@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from prefect_tune.core.events import Cause, CheckpointRef, Claim
+from prefect_tune.core.events import Aside, Cause, CheckpointRef, Claim
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.schedulers.scheduler import Decision, Exploit
 from prefect_tune.core.values import StepReport, Value
@@ -19,10 +19,12 @@ __all__ = [
     "Status",
     "Trial",
     "is_acceptable",
+    "is_aside",
     "is_held",
     "is_live",
     "newest_checkpoint",
     "newest_key",
+    "reused_from",
 ]
 
 
@@ -73,6 +75,8 @@ class Trial(Value):
     """The live ones, oldest first."""
     quarantined: tuple[int, ...] = ()
     """Sequences of checkpoints that are not to be used."""
+    aside: tuple[Aside, ...] = ()
+    """Those of them that had been committed and are not retired: their bytes stay, and they can be reinstated."""
     lost_checkpoints: int = 0
     """How many of them had been committed: where these were all there were, a start from nothing is no resume."""
     collected_up_to: int = 0
@@ -123,6 +127,21 @@ def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
 def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
     """Return whether it is a checkpoint of `trial` now."""
     return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.checkpoints)
+
+
+def is_aside(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
+    """Return whether it is not to be used, and may be a checkpoint again one day."""
+    refs = (each.checkpoint for each in trial.aside)
+    return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in refs)
+
+
+def reused_from(trial: Trial) -> int:
+    """Return the entry since which blobs that no live checkpoint has may be reused by the next save.
+
+    Those of the last retirement and before may be deleted; one that was there when a checkpoint was put aside
+    may be what is damaged.
+    """
+    return max((trial.collected_up_to, *(each.since for each in trial.aside)))
 
 
 def is_held(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:

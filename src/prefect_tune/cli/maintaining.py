@@ -1,0 +1,54 @@
+"""`maintain`: the flow of this name, in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+import typer
+
+from prefect_tune.cli.app import BYTES, AsJson, Target, app
+from prefect_tune.core.errors import DamageFound
+
+__all__: list[str] = []
+
+_NEW_DAMAGE = 4
+
+
+@app.command(rich_help_panel=BYTES)
+def maintain(
+    target: Target,
+    experiments: Annotated[
+        list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Names or patterns.", show_default=False)
+    ] = None,
+    verify: Annotated[
+        Literal["sample", "all", "none"], typer.Option(help="Which checkpoints are read and checked.")
+    ] = "sample",
+    keep_last: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Prune finished experiments to the last N.", show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Look, and change nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Verify, put aside what is damaged, delete what nobody needs; beside running experiments too.
+
+    Ends with 4 where it found damage that no run before it told of.
+    """
+    import prefect_tune as pt
+
+    retention = None if keep_last is None else pt.Retention(last=keep_last)
+    alarm = ""
+    try:
+        report = pt.maintain(target, experiments=experiments, verify=verify, retention=retention, dry_run=dry_run)
+    except DamageFound as found:
+        alarm, report = str(found), found.report
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        print(report.summary)
+    if alarm:
+        print(f"prefect-tune: {alarm}", file=sys.stderr)
+        raise typer.Exit(_NEW_DAMAGE)

@@ -1,0 +1,23 @@
+"""Which experiments lie on a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.store import ObjectStore
+
+__all__ = ["experiment_names"]
+
+
+def experiment_names(store: ObjectStore) -> Sequence[str]:
+    """Return the names of the experiments on `store`, sorted: an experiment is what has a first entry."""
+    listed = {each.path for each in store.list("")}
+    names = []
+    for name in sorted({path.partition("/")[0] for path in listed if "/" in path}):
+        with suppress(InvalidInput):  # a foreign folder, which no experiment could be named like
+            if JournalKey(experiment=name).entry_path(1) in listed:
+                names.append(name)
+    return names

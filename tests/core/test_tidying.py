@@ -1,0 +1,372 @@
+"""Maintenance beside those whose checkpoints it looks after: whoever dies, is late, or does two things at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from prefect_tune.core import collect, trial
+from prefect_tune.core.aside import put_aside, reinstate
+from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt
+from prefect_tune.core.events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Committed,
+    Finished,
+    Pinned,
+    Reported,
+    Requeued,
+    Retired,
+)
+from prefect_tune.core.layout import CheckpointKey, JournalKey
+from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.retention import Retention
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.tidying import Collected, collect_from, look_for_garbage, prune
+from prefect_tune.core.trial import newest_key, reused_from
+from prefect_tune.core.values import StepReport
+from tests.core.driver import BACKBONE
+from tests.core.meetings import (
+    Act,
+    Scene,
+    clones,
+    die_everywhere,
+    late_writes,
+    meet_at_random,
+    meet_dying,
+    meet_in_every_order,
+    or_superseded,
+    saves,
+    takes_over,
+    with_a_clone,
+    with_a_clone_that_is_over,
+    without_a_clone,
+)
+from tests.core.mutate import break_lines
+from tests.core.population import Member, own, promises_broken, retried
+from tests.fakes.dying_store import WRITES, Way
+from tests.fakes.memory_files import restored
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+Record = Callable[[str, object], None]
+Before = Callable[[JournalKey, JournalKey], Scene]
+
+SOURCE, CLONE = own("e", "s"), own("e", "c")
+KEEPS = Retention(last=1)
+
+
+def newest(member: Member) -> CheckpointKey:
+    key = newest_key(member.key, member.trial)
+    assert key
+    return key
+
+
+def reopened(scene: Scene, name: str = "s") -> Member:
+    """The next owner, which knows what the journal says."""
+    scene.members[name].open()
+    return scene.members[name]
+
+
+# -------------------------------------------------------------------------------------------- what is done
+
+
+def collects(name: str = "s") -> Act:
+    """Maintenance deletes what nobody needs of a trial."""
+
+    def act(scene: Scene, store: ObjectStore) -> None:
+        key = scene.members[name].key
+        retried(lambda: collect_from(store, key, scene.chronicle.stamp(), side_by_side=map))
+
+    return act
+
+
+def prunes(scene: Scene, store: ObjectStore) -> None:
+    """Maintenance retires what a policy does not keep, and deletes it."""
+    key = scene.members["s"].key
+    retried(lambda: prune(store, key, KEEPS, scene.chronicle.stamp(), side_by_side=map))
+    collects()(scene, store)
+
+
+def doubts(scene: Scene, store: ObjectStore) -> None:
+    """Maintenance puts aside what it takes for damaged, and deletes what nobody needs then."""
+    member = scene.members["s"]
+    stamp = scene.chronicle.stamp()
+    retried(lambda: put_aside(store, member.key, {newest(member): "doubted"}, stamp, side_by_side=map))
+    collects()(scene, store)
+
+
+def doubts_and_trusts(scene: Scene, store: ObjectStore) -> None:
+    """The same, and it is found whole after all."""
+    doubts(scene, store)
+    member = scene.members["s"]
+    retried(lambda: reinstate(store, member.key, [newest(member)], scene.chronicle.stamp(), side_by_side=map))
+
+
+def goes_on(scene: Scene, store: ObjectStore) -> None:
+    """A trial that has ended is given more to do."""
+    member = scene.members["s"].on(store, scene.chronicle)
+    member.append([Requeued(trial="s", reason="more")])
+    member.start()
+    member.save()
+
+
+def resumes(scene: Scene, store: ObjectStore) -> None:
+    """The same, by another owner."""
+    old = scene.members["s"]
+    new = Member(store, scene.chronicle, old.journal, "s", owner=f"new {scene.chronicle.stamps}")
+    new.open()
+    new.append([Requeued(trial="s", reason="more")])
+    new.start()
+    new.save()
+
+
+# ------------------------------------------------------------------------------------------------- scenes
+
+
+def training(source: JournalKey, clone: JournalKey) -> Scene:
+    """A trial that trains; its last retirement is not carried out."""
+    return without_a_clone(source, clone)
+
+
+def ended(source: JournalKey, clone: JournalKey) -> Scene:
+    """A trial that has ended with two checkpoints, a retired one, and what a save that died left."""
+    scene = without_a_clone(source, clone)
+    member = scene.members["s"]
+    member.retention = Retention()
+    member.save()
+    stray = CheckpointKey(trial=member.key, step=9, sequence=member.experiment.number)
+    member._commit(stray, {"head": b"nobody's", "backbone": b"of its own, and of nobody else"}, member._about(9))
+    member.append([Finished(trial="s", reason="enough")])
+    member.retention = KEEPS
+    return scene
+
+
+def ended_and_cloned(source: JournalKey, clone: JournalKey) -> Scene:
+    """The same, and the older of its checkpoints was cloned."""
+    scene = with_a_clone(source, clone)
+    member = scene.members["s"]
+    member.retention = Retention()
+    member.save()
+    member.append([Finished(trial="s", reason="enough")])
+    member.retention = KEEPS
+    return scene
+
+
+STORIES: Mapping[str, tuple[Before, Act]] = {
+    "garbage of one that trains": (training, collects()),
+    "garbage of one that has ended": (ended, collects()),
+    "garbage that a clone needs": (with_a_clone, collects()),
+    "a clone that is over": (with_a_clone_that_is_over, collects("c")),
+    "one that has ended is pruned": (ended, prunes),
+    "one that was cloned is pruned": (ended_and_cloned, prunes),
+    "a checkpoint is put aside": (training, doubts),
+    "a checkpoint is reinstated": (training, doubts_and_trusts),
+}
+MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
+    "collects while it saves": (training, [collects(), saves("s", 2)]),
+    "collects while it is cloned": (training, [collects(), clones("c")]),
+    "collects while it is taken over": (with_a_clone, [collects(), takes_over("s")]),
+    "collects while another collects": (ended, [collects(), collects()]),
+    "prunes while it goes on": (ended, [prunes, goes_on]),
+    "prunes while it is resumed": (ended, [prunes, resumes]),
+    "prunes while it is cloned": (ended, [prunes, clones("c")]),
+    "puts aside while it saves": (training, [doubts, saves("s", 2)]),
+    "puts aside while it is taken over": (training, [doubts, takes_over("s"), or_superseded(saves("s"))]),
+    "reinstates while it saves": (training, [doubts_and_trusts, saves("s")]),
+    "reinstates while another collects": (with_a_clone, [doubts_and_trusts, collects()]),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("story", STORIES)
+def test_maintenance_killed_at_every_write_breaks_no_promise(story: str, record_property: Record) -> None:
+    before, act = STORIES[story]
+    explored = die_everywhere(before(SOURCE, CLONE), act, [Way.TORN, Way.REPLY_LOST], only=WRITES)
+    explored.tell(record_property, "points explored, maintenance")
+    assert explored.broken == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_maintenance_and_owners_in_drawn_orders_break_no_promise(meeting: str, record_property: Record) -> None:
+    before, acts = MEETINGS[meeting]
+    explored = meet_at_random(before(SOURCE, CLONE), acts, range(3))
+    explored.tell(record_property, "orders of maintenance and owners")
+    assert explored.broken == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_maintenance_and_owners_in_many_orders_and_dying_break_no_promise(
+    meeting: str, record_property: Record
+) -> None:
+    before, acts = MEETINGS[meeting]
+    scene = before(SOURCE, CLONE)
+    explored = meet_at_random(scene, acts, range(1000, 1400))
+    for more in (meet_dying(scene, acts, range(300)), meet_in_every_order(scene, acts, at_writes, limit=20_000)):
+        explored.points += more.points
+        explored.broken += more.broken
+    explored.tell(record_property, "orders of maintenance and owners")
+    assert explored.broken == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("story", STORIES)
+def test_maintenance_failing_in_every_way_or_late_breaks_no_promise(story: str, record_property: Record) -> None:
+    before, act = STORIES[story]
+    scene = before(SOURCE, CLONE)
+    explored = die_everywhere(scene, act)
+    late = late_writes(scene, act, [None, 0, 2, 10])
+    explored.points += late.points
+    explored.broken += late.broken
+    explored.tell(record_property, "points explored, maintenance")
+    assert explored.broken == []
+
+
+def at_writes(method: str, path: str) -> bool:
+    del path
+    return method in {"create", "delete"}
+
+
+# -------------------------------------------------------------------------------------------- what comes of it
+
+
+def test_what_a_look_finds_is_what_is_deleted_and_then_there_is_nothing_more() -> None:
+    scene = training(SOURCE, CLONE)
+    key = scene.members["s"].key
+    seen = look_for_garbage(scene.store, key, side_by_side=map)
+    before = dict(scene.store.objects)
+    assert seen.checkpoints == (1,)
+    assert seen.orphan_bytes > 0
+    assert scene.store.objects == before
+    assert collect_from(scene.store, key, scene.chronicle.stamp(), side_by_side=map) == seen
+    assert look_for_garbage(scene.store, key, side_by_side=map) == Collected("s")
+
+
+def test_what_a_save_that_died_left_goes_once_its_trial_has_ended_and_not_before() -> None:
+    scene = ended(SOURCE, CLONE)
+    key = scene.members["s"].key
+    strays = [path for path in scene.store.objects if "0000000009-" in path]
+    assert strays
+    collects()(scene, scene.store)
+    assert not [path for path in strays if path in scene.store.objects]
+    entries = len([path for path in scene.store.objects if "/journal/" in path])
+    collects()(scene, scene.store)
+    assert len([path for path in scene.store.objects if "/journal/" in path]) == entries, "no line without a reason"
+    assert look_for_garbage(scene.store, key, side_by_side=map) == Collected("s")
+
+
+def test_pruning_keeps_the_newest_and_what_is_pinned_or_cloned() -> None:
+    scene = ended_and_cloned(SOURCE, CLONE)
+    member = scene.members["s"]
+    assert len(member.trial.checkpoints) == 2
+    prunes(scene, scene.store)
+    assert [each.step for each in reopened(scene).trial.checkpoints] == [4]
+    assert promises_broken(scene.store, scene.chronicle, scene.journals) == []
+
+    scene = ended(SOURCE, CLONE)
+    member = scene.members["s"]
+    member.append([Pinned(trial="s", sequence=member.trial.checkpoints[0].sequence)])
+    prunes(scene, scene.store)
+    assert [each.step for each in reopened(scene).trial.checkpoints] == [2, 3]
+
+
+def test_a_trial_that_goes_on_is_not_pruned() -> None:
+    scene = ended(SOURCE, CLONE)
+    scene.members["s"].append([Requeued(trial="s", reason="more")])
+    assert prune(scene.store, scene.members["s"].key, KEEPS, scene.chronicle.stamp(), side_by_side=map) == []
+    assert len(reopened(scene).trial.checkpoints) == 2
+
+
+def test_what_was_put_aside_is_gone_on_from_by_nobody_and_its_bytes_stay() -> None:
+    scene = training(SOURCE, CLONE)
+    bad = newest(scene.members["s"])
+    blobs = {path for path in scene.store.objects if path in read_manifest(scene.store, bad).blob_paths()}
+    doubts(scene, scene.store)
+    member = reopened(scene)
+    assert member.trial.checkpoints == ()
+    assert member.trial.lost_checkpoints == 1
+    assert [each.reason for each in member.trial.aside] == ["doubted"]
+    assert blobs <= set(scene.store.objects)
+    assert reused_from(member.trial) > member.trial.collected_up_to
+
+
+def test_a_new_checkpoint_retires_what_was_put_aside_before_it() -> None:
+    scene = training(SOURCE, CLONE)
+    bad = newest(scene.members["s"])
+    doubts(scene, scene.store)
+    member = reopened(scene)
+    member.save_and_clear_all()
+    assert member.trial.aside == ()
+    assert scene.store.size(bad.manifest_path) is None
+
+
+def test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside() -> None:
+    scene = training(SOURCE, CLONE)
+    member = scene.members["s"]
+    member.append([AttemptEnded(trial="s", cause=Cause.MACHINE, message="x")])
+    doubts(scene, scene.store)
+    member.start()
+    assert member.trial.step == 2
+    member.save()
+    assert [each.step for each in member.trial.checkpoints] == [3]
+
+
+def test_of_what_is_aside_with_its_manifest_unreadable_all_that_it_may_name_stays() -> None:
+    scene = training(SOURCE, CLONE)
+    member = scene.members["s"]
+    bad = newest(member)
+    was = scene.store.objects[bad.manifest_path]
+    named = read_manifest(scene.store, bad).blob_paths()
+    scene.store.objects[bad.manifest_path] = b"torn"
+    doubts(scene, scene.store)
+    reopened(scene).append([Finished(trial="s", reason="enough")])
+    collects()(scene, scene.store)
+    assert named <= set(scene.store.objects)
+    scene.store.objects[bad.manifest_path] = was
+    reinstate(scene.store, member.key, [bad], scene.chronicle.stamp(), side_by_side=map)
+    assert newest(reopened(scene)) == bad
+    assert promises_broken(scene.store, scene.chronicle, scene.journals) == []
+
+
+def test_what_is_aside_is_not_deleted_whoever_asks() -> None:
+    scene = training(SOURCE, CLONE)
+    bad = newest(scene.members["s"])
+    doubts(scene, scene.store)
+    member = reopened(scene)
+    member.append([Retired(trial="s", retires=())])
+    before = dict(scene.store.objects)
+    assert collect.collect(scene.store, member.key, member.trial, [bad], side_by_side=map) == 0
+    assert collect.orphans(scene.store, member.key, member.trial, side_by_side=map) == []
+    assert scene.store.objects == before
+
+
+def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_put_aside() -> None:
+    scene = training(SOURCE, CLONE)
+    member = scene.members["s"]
+    new = CheckpointKey(trial=member.key, step=3, sequence=member.experiment.number)
+    files = {"backbone": BACKBONE, "head": b"new"}
+    member._commit(new, files, member._about(3))
+    doubts(scene, scene.store)
+    ref = CheckpointRef(step=3, sequence=new.sequence)
+    report = Reported(trial="s", report=StepReport(step=3, metrics={}))
+    member.append([report, Committed(trial="s", checkpoint=ref)])
+    assert newest(reopened(scene)) == new
+    assert restored(scene.store, read_manifest(scene.store, new)) == files
+
+
+def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_lines(monkeypatch, collect._aside, {"return read_manifest(store, key).blob_paths()": "return frozenset()"})
+    with pytest.raises(CheckpointCorrupt):
+        test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_put_aside()
+
+
+def test_the_suite_notices_when_an_owner_may_not_start_from_what_is_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_lines(monkeypatch, trial._started, {"(*trial.checkpoints, *unheard)": "trial.checkpoints"})
+    with pytest.raises(JournalCorrupt, match="cannot start"):
+        test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside()
