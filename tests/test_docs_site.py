@@ -9,8 +9,6 @@ from inspect import getsource, signature
 from pathlib import Path
 from typing import Any
 
-import click
-
 import pytest
 import typer
 

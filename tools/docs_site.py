@@ -1,8 +1,8 @@
 """Build the documentation site: the pages of docs/, and beside them what is made from the code, which cannot drift.
 
-`python -m tools.docs_site [FOLDER]` writes it into FOLDER (default: site). It exits with 1, and says why, at a link that
-leads nowhere, a page that nothing lists, a public name that no page of the API holds, and anything that a page would
-load from elsewhere.
+`python -m tools.docs_site [FOLDER]` writes it into FOLDER (default: site). It exits with 1, and says why, at a link
+that leads nowhere, a page that nothing lists, a public name that no page of the API holds, and anything that a page
+would load from elsewhere.
 """
 
 from __future__ import annotations
