@@ -13,7 +13,7 @@ ROOMS := src flows tasks blocks tests benchmarks tools
 CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/null),$(room)))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test check lint house layers types deep integrations bench lock format clean
+.PHONY: FORCE help demo test check lint house layers types docs deep integrations bench lock format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,6 +44,9 @@ $(LINKS): $(VENV)/.dev FORCE
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/prefect_tune
 	@ln -s $(CURDIR)/src/prefect_tune/* $(CURDIR)/flows $(CURDIR)/tasks $(CURDIR)/blocks $(LINKS)/prefect_tune/
 
+docs: $(VENV)/.dev  ## the site, in site/: every page, option and public name, every link looked at
+	$(BIN)/python -m tools.docs_site
+
 deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600
 
@@ -68,7 +71,7 @@ lock: $(VENV)/.venv  ## newest versions that fit, into requirements/
 	$(LOCK) --extra demo -c requirements/dev.txt -o requirements/demo.txt pyproject.toml requirements/build.in
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(VENV)-integrations build dist prefect_tune.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-integrations build dist site prefect_tune.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(ROOMS) -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.venv:

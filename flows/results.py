@@ -74,7 +74,9 @@ class Results:
 
     experiment: Experiment
     target: StorageTarget
+    """Where it lives."""
     objective: Objective | None
+    """What trials are compared by; None where nobody said."""
 
     @property
     def trials(self) -> Mapping[str, Trial]:

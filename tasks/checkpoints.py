@@ -67,6 +67,9 @@ def save_checkpoint(
     may write to `directory` meanwhile.
 
     Args:
+        target: where it goes.
+        key: experiment, trial, step and sequence: its name there.
+        directory: what is published: all of it.
         about: step, metrics, write id and the like. A try with the same write id is the same save.
         parent: the newest live checkpoint: what it holds already is not sent.
         collected_up_to: what `core.trial.reused_from` says of the trial; see `core.commit.reusable`.
@@ -155,6 +158,12 @@ def restore_checkpoint(
 ) -> Path:
     """Bring the checkpoint `key` into the new directory `destination`: every byte verified, all of it or nothing.
 
+    Args:
+        target: where it lies.
+        key: experiment, trial, step and sequence: its name there.
+        destination: a directory that is not there yet; it is returned.
+        timeout_seconds: by then it has ended, one way or the other.
+
     Raises:
         CheckpointNotFound: no such checkpoint is committed.
         CheckpointCorrupt: its bytes are missing or altered; not retried.
@@ -179,8 +188,17 @@ def delete_checkpoint(
 ) -> int:
     """Delete checkpoints that the journal has retired; blobs that a live one, or a clone, refers to stay.
 
-    `state` is the trial after the entry that retired them: whatever it lists as live is left alone.
-    Returns how many objects were deleted. Deleting twice is deleting once. See `prefect_tune.core.clone.clear`.
+    Deleting twice is deleting once. See `prefect_tune.core.clone.clear`.
+
+    Args:
+        target: where they lie.
+        trial: whose they are.
+        state: the trial after the entry that retired them: whatever it lists as live is left alone.
+        retired: which.
+        timeout_seconds: by then it has ended, one way or the other.
+
+    Returns:
+        int: how many objects were deleted.
 
     Raises:
         CheckpointCorrupt: a live manifest cannot be read, so that nothing may be deleted.

@@ -79,6 +79,14 @@ def restore_experiment_state(  # noqa: PLR0913 - the fifth saves reading again w
     A checkpoint whose save was killed between its manifest and its journal entry is taken over, and
     trials that were running are waiting again. An experiment that is not there yet is an empty one.
 
+    Args:
+        target: where it lives.
+        experiment: its name there.
+        owner: who opens it, for messages to others.
+        stamp: write id and time of the entry that says so.
+        known: the experiment as it was just read, which saves reading it again.
+        timeout_seconds: by then it has ended, one way or the other.
+
     Raises:
         ResumeFailed: it exists and cannot be read, whatever the number of tries. Nothing is started afresh.
         Superseded: others kept opening it first.
@@ -153,6 +161,13 @@ def sync_experiment_state(
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Experiment:
     """Write `events` as the next journal entry of `experiment`, and return the state after it: durable, and still ours.
+
+    Args:
+        target: where it lives.
+        experiment: its state after the entry before.
+        events: what happened, in order.
+        stamp: write id and time of the entry. A try with the same write id is the same entry.
+        timeout_seconds: by then it has ended, one way or the other.
 
     Raises:
         Superseded: somebody else owns the experiment now.

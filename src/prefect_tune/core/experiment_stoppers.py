@@ -149,6 +149,7 @@ class MaxFailures(ExperimentStopper):
     """
 
     failures: int
+    """How many, at least 1."""
 
     def __post_init__(self) -> None:
         if self.failures < 1:

@@ -29,6 +29,7 @@ class Pause(Value):
 
     type: Literal["pause"] = "pause"
     reason: str
+    """For the journal, and whoever reads it."""
 
 
 class Stop(Value):
@@ -36,12 +37,13 @@ class Stop(Value):
 
     type: Literal["stop"] = "stop"
     reason: str
+    """For the journal, and whoever reads it."""
     early: bool = True
     """Whether that is before its time; not where it has trained all the steps that there are."""
 
 
 class Exploit(Value):
-    """Go on from the newest checkpoint of `source`, with this configuration (Jaderberg et al. 2017).
+    """Go on from the newest checkpoint of `source`, with this `config` (Jaderberg et al. 2017).
 
     If that has none any more, the trial goes on from its own newest one, with this configuration all the same.
     """
@@ -50,6 +52,7 @@ class Exploit(Value):
     source: TrialId
     config: Mapping[str, object]
     reason: str
+    """For the journal, and whoever reads it."""
 
 
 Decision: TypeAlias = Annotated[Continue | Pause | Stop | Exploit, Field(discriminator="type")]

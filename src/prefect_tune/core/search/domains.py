@@ -153,12 +153,12 @@ def qlograndint(low: int, high: int, q: int = 1) -> Integer:
 
 
 def randn(mean: float = 0.0, sd: float = 1.0) -> Normal:
-    """Draw a normally distributed number."""
+    """Draw a normally distributed number, with this `mean` and the standard deviation `sd`."""
     return Normal(mean, sd)
 
 
 def qrandn(mean: float, sd: float, q: float) -> Normal:
-    """Draw a normally distributed number, rounded to a multiple of `q`."""
+    """Draw as `randn` with `mean` and `sd`, rounded to a multiple of `q`."""
     return Normal(mean, sd, _step(q, "qrandn"))
 
 

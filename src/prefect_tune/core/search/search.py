@@ -33,6 +33,7 @@ class Exhausted:
     """There will be nothing more."""
 
     reason: str
+    """For the log."""
 
 
 Suggestion: TypeAlias = Proposed | Wait | Exhausted

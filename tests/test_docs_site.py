@@ -1,0 +1,154 @@
+"""The site is built without a complaint, and the build complains of what would not work."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html import unescape
+from inspect import getsource, signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import prefect_tune as pt
+from prefect_tune.cli import app
+from tools import docs_site
+from tools.docs_links import broken
+from tools.docs_site import ROOT, api_names, build, linked_to_api, stage_pages, unlisted
+
+one_worker = pytest.mark.xdist_group("docs-site")  # built once
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    complaints = build(folder)
+    assert complaints == []
+    return folder
+
+
+def text_of(page: Path) -> str:
+    return " ".join(unescape(re.sub(r"<[^>]+>", "", page.read_text())).split())
+
+
+@one_worker
+def test_every_page_of_the_repository_is_a_page_of_the_site(site: Path) -> None:
+    pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if page.name != "index"} <= {
+        path.parent.relative_to(site) for path in site.rglob("index.html")
+    }
+
+
+@one_worker
+def test_every_public_name_has_its_place_in_the_api(site: Path) -> None:
+    homes = {name: page for page, names in api_names().items() for name in names}
+    assert set(homes) == set(pt.__all__) - {"__version__"}
+    for name, page in homes.items():
+        assert f'id="prefect_tune.{name}"' in (site / "api" / page / "index.html").read_text()
+
+
+@one_worker
+def test_a_block_is_shown_with_what_its_form_says_of_each_field(site: Path) -> None:
+    shown = text_of(site / "api" / "targets" / "index.html")
+    for name, field in pt.S3Target.model_fields.items():
+        if field.description:
+            assert field.description in shown, name
+
+
+@one_worker
+def test_every_command_is_shown_with_every_option(site: Path) -> None:
+    shown = text_of(site / "cli" / "index.html")
+
+    def options(command: Any) -> set[str]:
+        of_itself = {option for param in command.params for option in param.opts if option.startswith("--")}
+        return of_itself.union(*map(options, getattr(command, "commands", {}).values()))
+
+    assert {each for each in options(typer.main.get_command(app)) if each not in shown} == set()
+
+
+@one_worker
+def test_the_front_page_has_the_code_of_the_readme(site: Path) -> None:
+    assert "pt.tune(Net, {" in text_of(site / "index.html")
+
+
+@one_worker
+def test_the_drawing_takes_the_colours_of_the_theme(site: Path) -> None:
+    assert '<svg class="concepts"' in (site / "concepts" / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ('<a href="gone.html">', "nothing is there"),
+        ('<a href="other.html#gone">', "no such place"),
+        ('<a href="#gone">', "no such place"),
+        ('<img src="gone.png">', "nothing is there"),
+        ('<a href="http://plain.example.com">', "no https address"),
+        ('<a href="https://nowhere">', "no https address"),
+        ('<script src="https://cdn.example.com/x.js">', "loaded from elsewhere"),
+        ('<link rel="stylesheet" href="https://fonts.example.com/x.css">', "loaded from elsewhere"),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_a_complaint(body: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(body)
+    (tmp_path / "other.html").write_text('<p id="there">')
+    assert [complaint in each for each in broken(tmp_path)] == [True]
+
+
+def test_a_link_that_leads_somewhere_is_none(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "index.html").write_text('<p id="a b">')
+    links = ["folder/", "folder/#a%20b", "folder/index.html", "#here", "https://example.com/x#y", "data:image/png,"]
+    (tmp_path / "page.html").write_text('<p id="here">' + "".join(f'<a href="{link}">' for link in links))
+    assert list(broken(tmp_path)) == []
+
+
+def test_a_page_that_no_list_has_is_a_complaint(tmp_path: Path) -> None:
+    stage_pages(tmp_path)
+    assert list(unlisted(tmp_path)) == []
+    (tmp_path / "docs" / "more.md").write_text("# More\n")
+    (tmp_path / "docs" / "start.md").unlink()
+    assert [each.split(":")[1] for each in unlisted(tmp_path)] == [
+        " not in the nav of zensical.toml",
+        " there is no page start.md",
+    ]
+
+
+def test_a_public_name_that_has_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs_site, "public_names", lambda: {"New": "elsewhere.module"})
+    with pytest.raises(LookupError, match=r"pt.New of prefect_tune.elsewhere.module"):
+        api_names()
+
+
+def test_a_public_name_is_linked_where_prose_says_it_first() -> None:
+    page = "# `pt.tune`\n`pt.tune(x)`, `pt.tune`, [`pt.ASHA`](a.md), `pt.Unknown`\n```python\n`pt.ASHA`\n```\n"
+    linked = linked_to_api(page, {"tune": "api#tune", "ASHA": "api#ASHA"})
+    assert linked == page.replace("`pt.tune(x)`", "[`pt.tune(x)`](api#tune)")
+
+
+def test_every_public_name_says_what_it_is_and_what_each_argument_and_field_of_it_means() -> None:
+    names = sorted(set(pt.__all__) - {"__version__"})
+    assert {name: missing for name in names if (missing := left_out(getattr(pt, name), name))} == {}
+
+
+def left_out(value: object, name: str) -> list[str]:
+    """Return what the docstring of a public name does not say."""
+    value = getattr(value, "fn", value)  # of a flow or a task
+    docstring = (vars(value).get("__doc__") if isinstance(value, type) else value.__doc__) or ""
+    if len(docstring.split()) < 4 or docstring.startswith(f"{name}("):  # what `dataclass` makes up
+        return ["docstring"]
+    named = own_fields(value) if isinstance(value, type) else list(signature(value).parameters)
+    return [each for each in named if not re.search(rf"\b{each}\b", docstring)]
+
+
+def own_fields(kind: type) -> list[str]:
+    """Return the fields of `kind` that neither a description nor a docstring below them explains."""
+    source = getsource(sys.modules[kind.__module__])
+    described = {name for name, field in getattr(kind, "model_fields", {}).items() if field.description}
+    fields = [name for name in vars(kind).get("__annotations__", {}) if not name.startswith("_") and name != "type"]
+    return [name for name in fields if name not in described and not re.search(EXPLAINED % name, source, re.MULTILINE)]
+
+
+EXPLAINED = r'^    %s: .*\n    """'

@@ -1,0 +1,147 @@
+"""What the recipes show is taken by Prefect, and by the package, as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import boto3
+import prefect
+import pytest
+import yaml
+from jsonschema import validate
+
+import prefect_tune as pt
+from prefect_tune.flows.train_trial import train_trial
+from tests.fakes.moto_server import moto_server
+from tests.fakes.pages import ROOT, Block, blocks_of, run_blocks
+
+RECIPES = ROOT / "docs" / "recipes"
+KUBERNETES = RECIPES / "kubernetes.md"
+SPOT = RECIPES / "spot-instances.md"
+WORKERS = Path(prefect.__file__).parent / "server/api/collections_data/views/aggregate-worker-metadata.json"
+"""What Prefect's own server says of the workers of every integration: their templates for jobs among it."""
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    return [block for block in blocks_of(page) if block.language in languages]
+
+
+@pytest.mark.timeout(300)
+def test_the_recipes_for_object_stores_and_dask_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    stores, dask = RECIPES / "object-stores.md", RECIPES / "dask.md"
+    with moto_server() as url:
+        keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
+        boto3.client("s3", endpoint_url=url, **keys).create_bucket(Bucket="runs")
+        there = [
+            Block(each.language, each.code.replace("http://minio.example.com:9000", url))
+            for each in blocks(stores, "python", "bash")
+        ]
+        done = run_blocks([*there, *blocks(dask, "python")], tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_the_recipe_for_ray_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    pytest.importorskip("prefect_ray")  # pip install 'prefect-tune[ray]': a hundred megabytes
+    done = run_blocks(blocks(RECIPES / "ray.md", "python"), tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_command_for_dask_workers_is_one_that_dask_takes() -> None:
+    from distributed.cli.dask_worker import main
+
+    (block,) = blocks(RECIPES / "dask.md", "bash")
+    program, command, scheduler, *options = shlex.split(block.code)
+    assert (program, command) == ("dask", "worker")
+    asked = main.make_context("worker", [scheduler, *options]).params
+    assert (asked["nthreads"], asked["resources"]) == (4, "GPU=4")
+
+
+def test_the_policy_for_s3_lets_an_own_bucket_be_read_and_written_and_nothing_else() -> None:
+    (block,) = blocks(RECIPES / "object-stores.md", "json")
+    of_bucket, of_objects = json.loads(block.code)["Statement"]
+    assert of_bucket["Resource"] + "/*" == of_objects["Resource"]
+    assert {*of_bucket["Action"], *of_objects["Action"]} == {
+        "s3:ListBucket",
+        "s3:GetObject",
+        "s3:PutObject",
+        "s3:DeleteObject",
+    }
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> dict[str, Any]:
+    """The template for jobs of prefect-kubernetes, as the page changes it."""
+    default = json.loads(WORKERS.read_text())["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
+    (tmp_path / "kubernetes.json").write_text(json.dumps(default))
+    done = run_blocks(blocks(KUBERNETES, "python"), tmp_path, {})
+    assert done.returncode == 0, done.stdout
+    changed: dict[str, Any] = json.loads((tmp_path / "kubernetes.json").read_text())
+    return changed
+
+
+def test_every_word_that_the_changed_template_uses_is_one_of_its_variables(template: dict[str, Any]) -> None:
+    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
+    assert used <= set(template["variables"]["properties"])
+    assert {"gpu_limit", "termination_grace_period_seconds"} <= used
+
+
+def test_the_deployments_for_kubernetes_give_jobs_what_the_template_and_the_flows_take(
+    template: dict[str, Any],
+) -> None:
+    (block,) = blocks(KUBERNETES, "yaml")
+    search, trial = yaml.safe_load(block.code)["deployments"]
+    schema = {**template["variables"], "additionalProperties": False}
+    for variables in (
+        search["work_pool"]["job_variables"],
+        trial["work_pool"]["job_variables"],
+        search["parameters"]["trial_job_variables"],
+    ):
+        validate(variables, schema)
+    ours = {
+        each["name"]: each["entrypoint"] for each in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    }
+    assert {each["name"]: each["entrypoint"] for each in (search, trial)}.items() <= ours.items()
+    assert set(search["parameters"]) <= set(signature(pt.tune.fn).parameters)
+    pt.space_from_json(search["parameters"]["space"])
+    assert search["parameters"]["trials"] == "deployment"
+    assert train_trial.name == trial["name"]
+
+
+def test_the_commands_for_the_work_pool_are_ones_that_prefect_takes() -> None:
+    from prefect.cli._app import _app
+
+    lines = "".join(each.code for each in blocks(KUBERNETES, "bash")).splitlines()
+    for line in lines:
+        program, *words = shlex.split(line)
+        assert program == "prefect"
+        _app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_the_options_for_spot_instances_are_ones_that_a_search_and_a_training_take() -> None:
+    (python,), (variables,) = blocks(SPOT, "python"), blocks(SPOT, "yaml")
+    given: dict[str, Any] = {}
+    exec(compile(python.code, "<page>", "exec"), given)
+    for flow in (pt.tune, pt.durable_trainable):
+        assert set(given["options"]) <= set(signature(flow.fn).parameters)
+    from prefect.cli import flow_run
+
+    source = Path(flow_run.__file__).read_text()
+    for name, value in yaml.safe_load(variables.code)["job_variables"]["env"].items():
+        assert f'"{name}"' in source
+        assert f'"{value}"' in source
+    assert given["options"]["grace_period_seconds"] < 30 - 3  # the shortest notice, and the last words
+
+
+@pytest.mark.parametrize("name", ["lightning", "hugging-face"])
+def test_a_recipe_for_a_framework_shows_an_example_that_is_run(name: str) -> None:
+    page = (RECIPES / f"{name}.md").read_text()
+    example = {"lightning": "lightning_digits.py", "hugging-face": "transformers_digits.py"}[name]
+    assert f"<!-- the code of examples/{example} -->" in page
+    assert (ROOT / "examples" / example).is_file()
