@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from bisect import insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
@@ -23,14 +24,13 @@ from prefect_tune.core.events import (
     Owner,
     Paused,
     Reported,
-    Requeued,
     Resumed,
     Started,
     TrialAdded,
 )
 from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.schedulers.scheduler import Continue, Decision, Exploit, Pause, Stop
+from prefect_tune.core.schedulers.scheduler import Continue, Decision, Exploit, Stop
 from prefect_tune.core.values import StepReport
 from prefect_tune.report.chronicle import Chronicle
 from prefect_tune.report.material import Material, material
@@ -145,15 +145,16 @@ def _asha_trial(
 
 
 def _goes_on(told: Telling, trial: str, loss: float, before: list[float]) -> bool:
-    before.append(loss)
-    goes_on = loss <= sorted(before)[len(before) // 3]
+    insort(before, loss)
+    goes_on = loss <= before[len(before) // 3]
     told.decides(trial, Continue() if goes_on else Stop(reason="not good enough"))
     return goes_on
 
 
 def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> Telling:
     """Tell of a population in which the worst quarter goes on from the best."""
-    draw, told = random.Random(seed), Telling(name="population", settings={"metric": "score", "mode": "max"}, metrics=["score"])
+    draw = random.Random(seed)
+    told = Telling(name="population", settings={"metric": "score", "mode": "max"}, metrics=["score"])
     names = [f"{index:05}" for index in range(members)]
     scores = {}
     for name in names:
@@ -190,15 +191,14 @@ def _clone(told: Telling, name: str, best: str) -> None:
 def pareto(count: int = 40, *, seed: int = 0) -> Telling:
     """Tell of a search with two metrics."""
     draw = random.Random(seed)
-    told = Telling(
-        name="two", metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": ["min", "min"]}
-    )
+    told = Telling(name="two", metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": ["min", "min"]})
     for index in range(count):
         trial, width = f"{index:05}", draw.choice([8, 16, 32, 64, 128, 256])
         told.adds(trial, {"width": width, "lr": 10 ** draw.uniform(-3, 0)})
         told.starts(trial)
         for step in (1, 2, 3):
-            told.trains(trial, step, {"loss": 3 / math.log(width) / step + draw.random() / 3, "size": width * 1.5 + step})
+            loss = 3 / math.log(width) / step + draw.random() / 3
+            told.trains(trial, step, {"loss": loss, "size": width * 1.5 + step})
         told.tell(Finished(trial=trial, reason="enough"))
     return told
 
@@ -211,7 +211,8 @@ def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> Telling:
     step, left = 0, list(kills)
     while step < steps:
         step += 1
-        told.trains("trial", step, {"loss": 2 * math.exp(-step / 15) + 0.05 * math.sin(step), "accuracy": 1 - math.exp(-step / 9)})
+        loss = 2 * math.exp(-step / 15) + 0.05 * math.sin(step)
+        told.trains("trial", step, {"loss": loss, "accuracy": 1 - math.exp(-step / 9)})
         if step % 5 == 0:
             told.saves("trial")
         if left and step == left[0]:

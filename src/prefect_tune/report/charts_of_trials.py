@@ -157,9 +157,9 @@ def _draw_axis(drawing: Drawing, axis: _Axis, x: float, frame: Frame) -> None:
     drawing.text((x, frame.top - 22), axis.name[-22:], f'{SMALL} {MIDDLE} font-weight="600"')
     for y, said in axis.numbers.ticks(4) if axis.numbers else ():
         drawing.line([(x - 3, y), (x + 3, y)], Pen(GREY, 1, 0.7))
-        drawing.text((x - 6, y + 4), said, f'{_LABEL} {END}')
+        drawing.text((x - 6, y + 4), said, f"{_LABEL} {END}")
     for index, category in enumerate(axis.categories):
-        drawing.text((x, axis.place(index, frame) - 7), _label(category), f'{_LABEL} {MIDDLE}')
+        drawing.text((x, axis.place(index, frame) - 7), _label(category), f"{_LABEL} {MIDDLE}")
 
 
 def _label(category: str) -> str:
@@ -169,7 +169,7 @@ def _label(category: str) -> str:
         return category[:14]
 
 
-# ------------------------------------------------------------------------------------------------- importance
+# --------------------------------------------------------------------------------------------- what matters
 
 
 def importance_chart(material: Material) -> str | None:

@@ -17,7 +17,8 @@ _STYLE = """
 @media(prefers-color-scheme:dark){:root{--paper:#0e1116;--ink:#e6edf3;--soft:#9198a1;--line:#30363d;--wash:#161b22;
 --link:#58a6ff}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+body{margin:0;background:var(--paper);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:1000px;margin:0 auto;padding:32px 24px 64px}
 h1{font-size:28px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:18px;margin:36px 0 10px}
 p{margin:8px 0}.strong{font-size:17px;font-weight:600}.legend{color:var(--soft);font-size:13px;margin:2px 0 0}

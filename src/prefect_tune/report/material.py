@@ -71,9 +71,7 @@ class Material:
         return importances(parameters, [self.losses[self.trials[place].trial][0] for place in places])
 
 
-def material(
-    experiment: Experiment, tells: Tells, *, uri: str, now: datetime, expected: int | None = None
-) -> Material:
+def material(experiment: Experiment, tells: Tells, *, uri: str, now: datetime, expected: int | None = None) -> Material:
     """Return what a report of the experiment is made of."""
     objective = objective_in(experiment.settings)
     story = tells(_drawn(experiment, objective))
