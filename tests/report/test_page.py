@@ -139,7 +139,7 @@ def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> Non
     assert len(markdown(told.material())) < _BIG
 
 
-HOSTILE = '</summary><script>alert(1)</script>![x](http://evil/x.png)[y](javascript:z)|`a`\n# no *b* _c_ \x00\x1b &lt;'
+HOSTILE = "</summary><script>alert(1)</script>![x](http://evil/x.png)[y](javascript:z)|`a`\n# no *b* _c_ \x00\x1b &lt;"
 
 
 def hostile() -> Material:

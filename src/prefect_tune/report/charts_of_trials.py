@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from prefect_tune.core.schedulers.scheduler import Stop
 from prefect_tune.core.trial import Trial
 from prefect_tune.report.drawing import BLUE, GREY, INKS, ORANGE, Drawing, Pen, Point
 from prefect_tune.report.frames import END, GRID, MIDDLE, SMALL, Frame, framed
@@ -214,7 +215,7 @@ def rung_chart(material: Material) -> str | None:
 
 
 def _rungs(material: Material) -> Mapping[int, Sequence[tuple[float, bool]]]:
-    """At each step that was decided at: the metric there, and whether the trial went on."""
+    """At each step at which trials were compared: the metric there, and whether the trial went on."""
     metric = material.objective.metrics[0] if material.objective else ""
     rungs: dict[int, list[tuple[float, bool]]] = {}
     for trial in material.trials:
@@ -224,7 +225,9 @@ def _rungs(material: Material) -> Mapping[int, Sequence[tuple[float, bool]]]:
 
 
 def _judged(trial: Trial, metric: str) -> Mapping[int, float]:
-    reports = [each.report for each in trial.past if each.what == "decided" and each.report]
+    decided = [each for each in trial.past if each.what == "decided"]
+    compared = [each for each in decided if not (isinstance(each.decision, Stop) and not each.decision.early)]
+    reports = [each.report for each in compared if each.report]
     return {each.step: numbers_in(each.metrics)[metric] for each in reports if metric in numbers_in(each.metrics)}
 
 

@@ -17,7 +17,7 @@ __all__ = ["BLUE", "GREEN", "GREY", "INKS", "ORANGE", "RED", "VIOLET", "Drawing"
 
 Point = tuple[float, float]
 
-BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3f87e0", "#e07b1a", "#2f9e58", "#df4b4b", "#9a6ee8", "#848d97"
+BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3f87e0", "#e07b1a", "#2f9e58", "#df4b4b", "#9a6ee8", "#78808a"
 INKS = (BLUE, ORANGE, GREEN, VIOLET, "#c2529b", "#14949c", "#a98413", "#6b7fd7")
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

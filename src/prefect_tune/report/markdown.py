@@ -46,14 +46,14 @@ def _lines(block: Block) -> Iterator[str]:
 
 
 def _table(table: Table) -> Iterator[str]:
-    if not table.rows:
+    """Markdown knows no table without a head: where there is none, the first row is it."""
+    rows = [[_cell(cell) for cell in row] for row in table.rows]
+    if not rows:
         return
-    head = table.head or [""] * len(table.rows[0])
-    yield f"| {' | '.join(map(_escaped, head))} |"
-    yield f"| {' | '.join('---' for _ in head)} |"
-    for row in table.rows:
-        first = f"**{_cell(row[0])}**" if not table.head else _cell(row[0])
-        yield f"| {' | '.join([first, *map(_cell, row[1:])])} |"
+    if not table.head:
+        rows = [[f"**{row[0]}**", *row[1:]] for row in rows]
+    head, *body = [list(map(_escaped, table.head)), *rows] if table.head else rows
+    yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
 def _cell(cell: Cell) -> str:

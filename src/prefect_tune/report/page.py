@@ -25,8 +25,8 @@ from prefect_tune.terminal.printing import said, said_counts, said_span
 __all__ = ["page_of"]
 
 _SIGN = {"pending": "⏳", "running": "🏃", "paused": "⏸️", "finished": "✅", "errored": "❌"}
-_COLUMNS = 7
-_WIDEST = 26
+_COLUMNS = 5
+_WIDEST = 24
 _SETTINGS = 6000
 _CONFIG = 40
 _FIGURES = (
@@ -141,27 +141,28 @@ def _trials(facts: Facts) -> Iterator[Block]:
     if facts.kind == "training":
         return
     parameters = _telling(facts)
-    head = ("trial", "", "step", *facts.metric, *parameters, "attempts", "trained", "checkpoint")
+    has_retries = any(each.attempts > 1 for each in facts.trials)
+    head = ("trial", "status", "step", *facts.metric, *parameters, *["attempts"] * has_retries, "trained", "checkpoint")
     yield Heading("Trials")
-    yield Table(head, [_row(each, facts, parameters) for each in facts.trials])
-    below = f"{facts.where}/{facts.experiment}/trials"
+    yield Table(head, [_row(each, facts, parameters, has_retries=has_retries) for each in facts.trials])
+    below = f"{facts.where}/{facts.experiment}/trials/TRIAL/checkpoints"
     more = facts.trial_count - len(facts.trials)
-    also = f" The best {len(facts.trials)} are shown, and {more} more are in the journal." if more else ""
-    yield Text(["Checkpoints are paths below ", Verbatim(below), f".{also}"])
+    also = f" The best {len(facts.trials)} are shown; {more} more are in the journal." if more else ""
+    yield Text(["Checkpoints lie at ", Verbatim(below), f".{also}"])
 
 
-def _row(trial: TrialFacts, facts: Facts, parameters: Sequence[str]) -> Sequence[Cell]:
+def _row(trial: TrialFacts, facts: Facts, parameters: Sequence[str], *, has_retries: bool) -> Sequence[Cell]:
     config = flat(trial.config)
-    path = trial.checkpoint.partition("/trials/")[2] if trial.checkpoint else ""
+    name = trial.checkpoint.rpartition("/")[2] if trial.checkpoint else ""
     return (
         _linked(trial.trial, trial.run),
         f"{_SIGN[trial.status]} {trial.status}",
         str(trial.step),
-        *(_clipped(_value(trial.metrics.get(name))) for name in facts.metric),
-        *(_clipped(_value(config.get(name))) for name in parameters),
-        str(trial.attempts),
+        *(_clipped(_value(trial.metrics.get(metric))) for metric in facts.metric),
+        *(_clipped(_value(config.get(parameter))) for parameter in parameters),
+        *[str(trial.attempts)] * has_retries,
         _span(trial.trained_seconds),
-        Verbatim(path) if path else "",
+        Verbatim(name) if name else "",
     )
 
 
