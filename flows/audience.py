@@ -1,4 +1,4 @@
-"""Everybody who listens to a search: callbacks, progress, and whoever keeps the curves for its results."""
+"""Everybody who listens to a search: callbacks, progress, the report, and whoever keeps the curves of its results."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from datetime import timedelta
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.curves import Curves
-from prefect_tune.core.errors import TuneError
+from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.flows.callbacks import Callbacks
 from prefect_tune.flows.listening import Listener, Listeners
 from prefect_tune.flows.progress import progress
+from prefect_tune.flows.reporter import Reporter
 from prefect_tune.tasks import line
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.results import publish_results
@@ -26,6 +27,7 @@ from prefect_tune.terminal.watch import Outlook
 __all__ = ["Audience"]
 
 _PATIENCE = timedelta(seconds=30)
+_PATIENCE_OF_REPORT = timedelta(seconds=10)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 _MOST_REPORTS = 300_000
 
@@ -57,12 +59,17 @@ class Audience:
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
         keeper = _CurveKeeper(book.experiment)
         callbacks.start(book.experiment)
+        reporter = Reporter(self._target, book.experiment, self._outlook, log)
         try:
             with progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen:
-                yield Listeners([keeper, callbacks, seen])
+                yield Listeners([keeper, callbacks, seen, reporter])
             if not stop.is_set():
                 self._publish(book.experiment, keeper.curves, log)
+        except Superseded:
+            reporter.leave()
+            raise
         finally:
+            reporter.close(book.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE_OF_REPORT)
             callbacks.end(book.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
 
     def _publish(self, experiment: Experiment, curves: Curves | None, log: Log) -> None:

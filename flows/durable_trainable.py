@@ -14,7 +14,7 @@ from prefect.runtime import flow_run
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.checkpoint import Checkpoint
 from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.errors import InvalidInput, TrialFailed
+from prefect_tune.core.errors import InvalidInput, Superseded, TrialFailed
 from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.experiment_stoppers import of_experiment
@@ -27,21 +27,25 @@ from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.flows.agreement import require_goes_on
 from prefect_tune.flows.limits import has_had_enough, require_possible
 from prefect_tune.flows.own_server import flow_with_server
+from prefect_tune.flows.reporter import Reporter
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
 from prefect_tune.flows.resuming import read_known
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
-from prefect_tune.tasks.bulletin import show_once
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.line import SoloLine
 from prefect_tune.tasks.plan import Orders, TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp, this_owner
 from prefect_tune.tasks.transient import unseen
+from prefect_tune.terminal.watch import Outlook
 
 __all__ = ["TrialResult", "durable_trainable"]
 
 _TRIAL = "trial"
+_PATIENCE = timedelta(seconds=10)
+"""How long the end waits for the last of the report; a run that is told to stop has less time."""
+_PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 
 
 @dataclass(frozen=True)
@@ -135,11 +139,18 @@ def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, poli
         check_target(plan.target)
         known = _require_one_training(plan)
         state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp(), unseen(known))
-        state = _ready(plan, state, config, stopper, policy)
-        _say_where_it_stands(plan, state)
-        while state.trial(_TRIAL).status is Status.PENDING and not stop.is_set():
-            state = _attempt(plan, state, policy, stop)
-        show_once(state, state.trial(_TRIAL), plan.target.uri)
+        outlook = Outlook(state.name, trial_count=1, step_count=stopper.step_count)
+        reporter = Reporter(plan.target, state, outlook, get_run_logger())
+        try:
+            state = _ready(plan, state, config, stopper, policy)
+            _say_where_it_stands(plan, state)
+            while state.trial(_TRIAL).status is Status.PENDING and not stop.is_set():
+                state = _attempt(plan, state, policy, SoloLine(plan, stop, reporter))
+        except Superseded:
+            reporter.leave()
+            raise
+        finally:
+            reporter.close(state, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
         return state
 
     trial = interruptible(attempts, grace=plan.grace).trial(_TRIAL)
@@ -162,9 +173,9 @@ def _require_one_training(plan: TrialPlan) -> Loaded:
     return known
 
 
-def _attempt(plan: TrialPlan, state: Experiment, policy: FailurePolicy, stop: threading.Event) -> Experiment:
+def _attempt(plan: TrialPlan, state: Experiment, policy: FailurePolicy, line: SoloLine) -> Experiment:
     """Run one attempt, then decide what its end means."""
-    attempt = run_trial(plan, Orders(epoch=state.epoch), SoloLine(plan, stop))
+    attempt = run_trial(plan, Orders(epoch=state.epoch), line)
     outcome, after = attempt.outcome, attempt.experiment
     if not isinstance(outcome, Failed):
         return after

@@ -1,152 +1,152 @@
-"""What the Prefect UI shows of a trial: one markdown artifact, kept current off the training path."""
+"""What the Prefect UI shows beside the runs: artifacts, made once and then kept current, off the training path."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
+from typing import Literal
+from uuid import UUID
 
-from httpx import HTTPError
-from prefect.artifacts import MarkdownArtifact
-from prefect.exceptions import PrefectException
+from httpx import HTTPError, HTTPStatusError
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.runtime import flow_run
 
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.trial import Status, Trial
-from prefect_tune.core.values import digest_of, shown_size
+from prefect_tune.core.values import digest_of
+from prefect_tune.tasks.trial_output import Log
 
-__all__ = ["Bulletin", "show_once", "trial_markdown"]
+__all__ = ["Bulletin", "Sheet", "artifact_key"]
 
-_DESCRIPTION = "The trial, as the journal tells it"
+_FIRST = timedelta(seconds=2)
 _PERIOD = timedelta(seconds=15)
-_GOODBYE = timedelta(seconds=10)
-_SHOWN_CHECKPOINTS = 20
-_SHOWN_METRICS = 6
-_SIGN = {Status.PENDING: "⏸️", Status.RUNNING: "🏃", Status.FINISHED: "✅", Status.ERRORED: "❌"}
+_LONGEST_PERIOD = timedelta(minutes=10)
+_SHARE = 50
+"""Between two rounds is at least so many times what the last one took: they cost no more than 2 % of the time."""
+_ANSWERS_WITHIN = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """An artifact as it is to be shown from now on."""
+
+    key: str
+    kind: Literal["markdown", "progress"]
+    data: str | float
+    description: str
+    task_run: str | None = None
+    """Under which it is shown, too."""
 
 
 class Bulletin:
-    """Publishes the newest text it was given, at most every 15 s. Best effort: without an API training goes on."""
+    """Shows what `render` returns: after 2 s, then every 15 s at most, and in the end. Best effort.
 
-    def __init__(self, experiment: str) -> None:
-        self._key = _key(experiment)
-        self._newest: str | None = None
-        self._guard = threading.Lock()
-        self._changed = threading.Event()
+    An artifact is made once in each run of a flow, and changed in place: no version is added each time, as
+    `create_markdown_artifact` would, and no event with all of its text is sent, as by the client's `update_artifact`.
+    Without an API everything goes on, and it is shown when there is one again.
+    """
+
+    def __init__(self, render: Callable[[], Sequence[Sheet]], log: Log) -> None:
+        self._render = render
+        self._log = log
+        self._flow_run = flow_run.id
+        self._made: dict[str, UUID] = {}
+        self._shown: dict[str, Sheet] = {}
+        self._news = threading.Event()
         self._closing = threading.Event()
+        self._is_left = False
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="bulletin", daemon=True)
         self._thread.start()
 
-    def post(self, markdown: str) -> None:
-        """Show this from now on."""
-        with self._guard:
-            self._newest = markdown
-        self._changed.set()
+    def stir(self) -> None:
+        """Take note that there is something new to be shown."""
+        if not self._news.is_set():
+            self._news.set()
 
-    def close(self) -> None:
-        """Publish what is still to be published, or give up after 10 s."""
+    def close(self, patience: timedelta) -> None:
+        """Show the last of it, or give up after so long."""
         self._closing.set()
-        self._changed.set()
-        self._thread.join(_GOODBYE.total_seconds())
+        self._news.set()
+        self._thread.join(patience.total_seconds())
+
+    def leave(self) -> None:
+        """Show nothing more: what is shown from now on is somebody else's."""
+        self._is_left = True
+        self._closing.set()
+        self._news.set()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            self._changed.wait()
-            self._changed.clear()
-            self._publish()
-            self._closing.wait(_PERIOD.total_seconds())
-        self._publish()
+        pause = _FIRST
+        while not self._closing.wait(pause.total_seconds()):
+            self._news.wait()
+            self._news.clear()
+            if self._closing.is_set():
+                break
+            began = time.monotonic()
+            is_shown = self._round()
+            cost = timedelta(seconds=time.monotonic() - began) if is_shown else timedelta(0)
+            pause = max(_PERIOD, min(_LONGEST_PERIOD, cost * _SHARE))
+        if not self._is_left:
+            self._round()
 
-    def _publish(self) -> None:
-        with self._guard:
-            markdown, self._newest = self._newest, None
-        if markdown is None:
-            return
+    def _round(self) -> bool:
         try:
-            MarkdownArtifact(
-                key=self._key, markdown=markdown, description="The trial, as the journal tells it"
-            ).create()
+            sheets = self._render()
+        except Exception:  # noqa: BLE001  what is only looked at must not end what it shows; the next round tries again
+            self._log.exception("the report cannot be drawn")
+            return False
+        try:
+            with get_client(sync_client=True, httpx_settings={"timeout": _ANSWERS_WITHIN.total_seconds()}) as client:
+                for sheet in sheets:
+                    self._show(client, sheet)
+            return True
         except (PrefectException, HTTPError, OSError):
-            self._put_back(markdown)  # the API is away: the next round tries again
+            self._news.set()  # the API is away: the next round tries again
         except RuntimeError:
             if not self._closing.is_set():
                 raise
             # The flow gave up waiting for this thread, ended, and closed its client.
+        return False
 
-    def _put_back(self, markdown: str) -> None:
-        with self._guard:
-            if self._newest is None:
-                self._newest = markdown
+    def _show(self, client: SyncPrefectClient, sheet: Sheet) -> None:
+        if self._shown.get(sheet.key) == sheet:
+            return
+        if sheet.key not in self._made or not self._changed(client, sheet):
+            self._made[sheet.key] = self._make(client, sheet)
+        self._shown[sheet.key] = sheet
 
+    def _make(self, client: SyncPrefectClient, sheet: Sheet) -> UUID:
+        made = ArtifactCreate(
+            key=sheet.key,
+            type=sheet.kind,
+            description=sheet.description,
+            data=sheet.data,
+            flow_run_id=UUID(self._flow_run) if self._flow_run else None,
+            task_run_id=UUID(sheet.task_run) if sheet.task_run else None,
+        )
+        return client.create_artifact(made).id
 
-def _key(experiment: str) -> str:
-    """Keys know small letters, digits and dashes only: a name that has others is told apart by its digest."""
-    plain = re.sub(r"[^a-z0-9-]+", "-", experiment.lower()).strip("-")
-    return f"trial-{plain}" if plain == experiment else f"trial-{plain}-{digest_of(experiment.encode())[:6]}"
-
-
-def show_once(experiment: Experiment, trial: Trial, uri: str) -> None:
-    """Publish the trial as it stands now, for what happens outside an attempt."""
-    bulletin = Bulletin(experiment.name)
-    bulletin.post(trial_markdown(experiment, trial, uri))
-    bulletin.close()
-
-
-def trial_markdown(experiment: Experiment, trial: Trial, uri: str) -> str:
-    """Return a page on the trial: how it stands, its metrics, its checkpoints, its attempts."""
-    facts = {
-        "status": f"{_SIGN[trial.status]} {trial.status}{f': {trial.reason}' if trial.reason else ''}",
-        "step": f"{trial.step}{f', and {trial.wasted_steps} done again after failures' if trial.wasted_steps else ''}",
-        "trained for": str(timedelta(seconds=round(trial.trained_seconds))),
-        "attempts": f"{trial.attempt}, epoch {experiment.epoch}, owner {experiment.owner}",
-        "target": f"{uri}/{experiment.name}",
-    }
-    return "\n".join(
-        [
-            f"# {experiment.name}",
-            "",
-            _table(("trial", trial.trial), [(f"**{name}**", _cell(value)) for name, value in facts.items()]),
-            "",
-            *_section("Metrics of the last step", ("metric", "value"), _shown(trial.metrics).items()),
-            *_section("Configuration", ("name", "value"), _shown(trial.config, 50).items()),
-            *_checkpoints(trial),
-        ]
-    )
+    def _changed(self, client: SyncPrefectClient, sheet: Sheet) -> bool:
+        """False where somebody has deleted it."""
+        content = {"data": sheet.data, "description": sheet.description}
+        try:
+            client.request("PATCH", "/artifacts/{id}", path_params={"id": self._made[sheet.key]}, json=content)
+        except ObjectNotFound:
+            return False
+        except HTTPStatusError as error:
+            if error.response.status_code != 404:
+                raise
+            return False
+        return True
 
 
-def _checkpoints(trial: Trial) -> list[str]:
-    names = list(islice(trial.checkpoints[-1].metrics, _SHOWN_METRICS)) if trial.checkpoints else []
-    rows = [
-        (str(each.step), shown_size(each.size_bytes), *(_value(each.metrics.get(name)) for name in names))
-        for each in reversed(trial.checkpoints[-_SHOWN_CHECKPOINTS:])
-    ]
-    count = len(trial.checkpoints)
-    lines = _section(f"Committed checkpoints ({count})", ("step", "size", *map(_cell, names)), rows)
-    if trial.quarantined:
-        lines.append(f"⚠️ {len(trial.quarantined)} more were put aside: damaged, or they kill the trainable.")
-    return lines
-
-
-def _section(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    filled = list(rows)
-    return [f"## {title}", "", _table(head, filled), ""] if filled else []
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, tuple("---" for _ in head), *rows))
-
-
-def _shown(values: Mapping[str, object], most: int = 50) -> dict[str, str]:
-    return {_cell(name): _value(value) for name, value in islice(values.items(), most)}
-
-
-def _value(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else _cell(str(value))
-
-
-def _cell(text: str) -> str:
-    """Text is somebody's: it must not end the cell, or start markup."""
-    line = " ".join(text.split())
-    return re.sub(r"([|<>\[\]`])", r"\\\1", line if len(line) <= 200 else f"{line[:199]}…")
+def artifact_key(*names: str) -> str:
+    """Return a key, which knows small letters, digits and dashes only: other names are told apart by their digest."""
+    wanted = "-".join(names)
+    plain = re.sub(r"[^a-z0-9-]+", "-", wanted.lower()).strip("-")
+    return plain if plain == wanted else f"{plain}-{digest_of(wanted.encode())[:6]}"

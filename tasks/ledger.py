@@ -157,6 +157,7 @@ class Ledger:
     def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
         reports = self._take_reports(handed_over.report.step)
         key = CheckpointKey(trial=self._plan.trial, step=handed_over.report.step, sequence=self.experiment.number)
+        began = time.monotonic()
         saved = save_checkpoint(
             self._plan.target,
             key,
@@ -166,7 +167,7 @@ class Ledger:
             collected_up_to=reused_from(self._trial),
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
-        doomed = self._commit(saved, handed_over.report, reports)
+        doomed = self._commit(saved, handed_over.report, reports, time.monotonic() - began)
         committed(handed_over.report.step)
         self._tell(saved)
         self._artifacts.after_commit()
@@ -175,7 +176,7 @@ class Ledger:
         self._delete(doomed)
 
     def _commit(
-        self, saved: SavedCheckpoint, report: StepReport, reports: Sequence[StepReport]
+        self, saved: SavedCheckpoint, report: StepReport, reports: Sequence[StepReport], upload_seconds: float
     ) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
         key = saved.key
@@ -190,7 +191,14 @@ class Ledger:
         aside = retired_aside(self._trial.aside, live, policy)
         going = (*retired(live, policy), *(each.sequence for each in aside))
         trial = self._plan.trial.trial
-        self._write((Committed(trial=trial, checkpoint=new, retires=going),), reports)
+        committed = Committed(
+            trial=trial,
+            checkpoint=new,
+            retires=going,
+            sent_bytes=saved.sent_bytes,
+            upload_seconds=round(upload_seconds, 3),
+        )
+        self._write((committed,), reports)
         steps = {each.sequence: each.step for each in (*live, *aside)}
         return [CheckpointKey(trial=key.trial, step=steps[sequence], sequence=sequence) for sequence in going]
 

@@ -12,13 +12,12 @@ from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave, Start
-from prefect_tune.tasks.bulletin import Bulletin, trial_markdown
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.trial_channel import TrialChannel, trial_process
 from prefect_tune.tasks.trial_output import Log
 
-__all__ = ["Answer", "DirectLine", "Heard", "Line", "SoloLine", "Told", "Wrote"]
+__all__ = ["Answer", "DirectLine", "Heard", "Line", "Onlooker", "SoloLine", "Told", "Wrote"]
 
 Answer: TypeAlias = GoOn | Leave
 
@@ -115,27 +114,38 @@ class DirectLine:
         """Nothing to let go of."""
 
 
-class SoloLine:
-    """The line of a trial that is all there is: nobody is asked, and what is written is shown in the UI."""
+class Onlooker(Protocol):
+    """Who sees a trial that is all there is. Never blocks."""
 
-    def __init__(self, plan: TrialPlan, stop: threading.Event) -> None:
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        """Hear of something that was written, and the state after it."""
+        ...
+
+    def saw(self, trial: str, report: StepReport) -> None:
+        """Hear of a step as soon as it is trained."""
+        ...
+
+
+class SoloLine:
+    """The line of a trial that is all there is: nobody is asked, and somebody looks on."""
+
+    def __init__(self, plan: TrialPlan, stop: threading.Event, onlooker: Onlooker) -> None:
         self.stop = stop
         self.reads_journal = False
         self.process = trial_process
-        self._plan = plan
-        self._bulletin = Bulletin(plan.trial.experiment)
+        self._trial = plan.trial.trial
+        self._onlooker = onlooker
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         del tell
 
     def told(self, report: StepReport, *, asks: bool) -> None:
-        del report, asks
+        del asks
+        self._onlooker.saw(self._trial, report)
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        del events
-        trial = experiment.trial(self._plan.trial.trial)
-        self._bulletin.post(trial_markdown(experiment, trial, self._plan.target.uri))
+        for event in events:
+            self._onlooker.happened(event, experiment)
 
     def close(self) -> None:
-        """Show what is still to be shown."""
-        self._bulletin.close()
+        """Nothing to let go of."""

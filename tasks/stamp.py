@@ -7,7 +7,7 @@ import socket
 from datetime import UTC, datetime
 from uuid import uuid4
 
-from prefect.runtime import flow_run
+from prefect.runtime import flow_run, task_run
 
 from prefect_tune.core.events import Owner
 from prefect_tune.core.values import Stamp
@@ -22,4 +22,10 @@ def new_stamp() -> Stamp:
 
 def this_owner() -> Owner:
     """Say who this process is, for the messages of whoever it supersedes."""
-    return Owner(name=flow_run.name or "a script", host=socket.gethostname(), pid=os.getpid(), flow_run=flow_run.id)
+    return Owner(
+        name=flow_run.name or "a script",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        flow_run=flow_run.id,
+        task_run=task_run.id,
+    )

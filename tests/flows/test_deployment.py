@@ -65,9 +65,7 @@ def _shows_what_one_would_want(client: SyncPrefectClient, flow_run: UUID) -> Non
     assert any(name.startswith("restore trial step") for name in names)
     assert any(name.startswith("save trial step") for name in names)
     artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(), flow_run_filter=only)
-    assert any(
-        artifact.key == "trial-deployed" and "Committed checkpoints" in str(artifact.data) for artifact in artifacts
-    )
+    assert any(artifact.key == "report-deployed" and "committed, " in str(artifact.data) for artifact in artifacts)
 
     def logged() -> str:
         logs = client.read_logs(

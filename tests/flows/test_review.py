@@ -19,10 +19,10 @@ def _shown_in_the_ui(experiment: str) -> str:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
-    only = ArtifactFilter(key=ArtifactFilterKey(any_=[f"trial-{experiment}"]))
+    only = ArtifactFilter(key=ArtifactFilterKey(any_=[f"report-{experiment}"]))
     with get_client(sync_client=True) as client:
         newest = max(client.read_artifacts(artifact_filter=only, limit=200), key=lambda each: str(each.created))
-    return next(line for line in str(newest.data).splitlines() if "**status**" in line)
+    return next(line for line in str(newest.data).splitlines() if line.startswith("**"))
 
 
 def test_a_directory_that_cannot_be_saved_spends_the_trainables_budget_and_the_ui_shows_the_trial_errored(

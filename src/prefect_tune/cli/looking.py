@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.standing import best_first, best_of, counted, is_search, objective_in
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
     from prefect_tune.core.experiment import Experiment
-    from prefect_tune.core.objective import Objective
     from prefect_tune.core.store import ObjectStore
     from prefect_tune.core.trial import Trial
 
@@ -65,11 +64,6 @@ def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experime
         yield store, state
 
 
-def is_search(state: Experiment) -> bool:
-    """Return whether it is one of many trials; `durable_trainable` makes those of one, and keeps no settings."""
-    return bool(state.settings) or len(state.trials) > 1
-
-
 def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
     """Return the trial that was named, or all.
 
@@ -81,35 +75,6 @@ def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
     if trial not in state.trials:
         raise InvalidInput(f"experiment {state.name!r}: there is no trial {trial!r} among its {len(state.trials)}")
     return [state.trials[trial]]
-
-
-def counted(state: Experiment) -> Mapping[str, int]:
-    """Return how many trials have which status, in the order in which a trial comes to them."""
-    from prefect_tune.core.trial import Status
-
-    found = Counter(each.status for each in state.trials.values())
-    return {str(status): found[status] for status in Status if found[status]}
-
-
-def objective_in(settings: Mapping[str, object]) -> Objective | None:
-    """Return what an experiment with these settings compares its trials by."""
-    from prefect_tune.core.standing import objective_in as found
-
-    return found(settings)
-
-
-def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
-    """Return the trials by their last reports, the best first, those that cannot be compared last."""
-    from prefect_tune.core.standing import best_first as sorted_trials
-
-    return sorted_trials(trials, objective)
-
-
-def best_of(state: Experiment) -> Trial | None:
-    """Return the trial whose last report is the best; None where nothing can be compared."""
-    from prefect_tune.core.standing import best_of as found
-
-    return found(state)
 
 
 def written_at(store: ObjectStore, state: Experiment) -> str:

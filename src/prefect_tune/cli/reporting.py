@@ -3,107 +3,72 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import LOOK, ExperimentName, Target, app
-from prefect_tune.cli.looking import best_first, best_of, counted, objective_in, opened, place_at, written_at
+from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, app
+from prefect_tune.cli.looking import objective_in, opened, place_at
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.terminal.printing import said, said_counts, said_time
-from prefect_tune.terminal.trials_table import cells_of
 
 if TYPE_CHECKING:
-    from prefect_tune.core.experiment import Experiment
-    from prefect_tune.core.trial import Trial
+    from prefect_tune.report.material import Material
 
 __all__: list[str] = []
 
-_TRIALS_SHOWN = 50
-_WIDE = 160
+_HTML = {".html", ".htm"}
 
 
 @app.command(rich_help_panel=LOOK)
 def report(
     target: Target,
     experiment: ExperimentName,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: stdout.", show_default=False)] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A .html or .md file. Default: Markdown to stdout.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write one page about an experiment, in Markdown: the best trial, all trials, errors, what was asked for."""
-    from prefect_tune.core.journal import next_entry
+    """Write one page about an experiment, as in the Prefect UI: the best trial, charts, all trials, errors, cost.
 
-    with opened(target, experiment) as (store, state):
-        first = next_entry(store, state.key, 0)
-        times = f"{said_time(first.at if first else '')} to {said_time(written_at(store, state))}"
-    page = "\n".join(_page(state, place_at(target).uri, times)) + "\n"
+    A file that ends in .html holds everything in itself, and is light or dark as its reader likes it.
+    """
+    found = _material(target, experiment)
     if output is None:
-        print(page, end="")
+        print(_written(found, as_json=as_json, as_html=False), end="")
         return
     try:
-        output.write_text(page, encoding="utf-8")
+        output.write_text(_written(found, as_json=as_json, as_html=output.suffix.lower() in _HTML), encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{output}: {error.strerror}") from error
 
 
-def _page(state: Experiment, uri: str, times: str) -> Iterator[str]:
-    trials = list(state.trials.values())
-    yield f"# {_escaped(state.name)}"
-    yield ""
-    yield f"- **where**: {_escaped(uri)}"
-    yield f"- **when**: {times}"
-    yield f"- **trials**: {said_counts(counted(state))}"
-    trained, attempts = sum(each.trained_seconds for each in trials), sum(each.attempt for each in trials)
-    redone = sum(each.wasted_steps for each in trials)
-    yield f"- **training**: {trained:.1f} s in {attempts} attempts; {redone} steps redone"
-    if best := best_of(state):
-        yield from _best(state, best)
-    yield from _trials(state, trials)
-    yield from _errors(trials)
-    if state.settings:
-        yield from ("", "## Asked for", "", "```json", json.dumps(dict(state.settings), indent=2), "```")
+def _written(found: Material, *, as_json: bool, as_html: bool) -> str:
+    from prefect_tune.flows.reporter import link_to
+    from prefect_tune.report.facts import facts_of
+    from prefect_tune.report.html_page import as_html as html
+    from prefect_tune.report.markdown import as_markdown
+    from prefect_tune.report.page import page_of
+
+    if as_json:
+        return json.dumps(asdict(facts_of(found, link_to)), indent=2, default=str) + "\n"
+    page = page_of(found, link_to)
+    return html(page) if as_html else as_markdown(page)
 
 
-def _best(state: Experiment, best: Trial) -> Iterator[str]:
-    yield from ("", f"## Best: trial {best.trial}", "")
-    yield f"- **metrics**: {_escaped(said(best.metrics))}"
-    yield f"- **step**: {best.step}"
-    if best.checkpoints:
-        newest = best.checkpoints[-1]
-        command = f"prefect-tune export TARGET {state.name} DIRECTORY --trial {best.trial}"
-        yield f"- **checkpoint**: step {newest.step}; `{command}`"
-    yield from ("", "```json", json.dumps(dict(best.config), indent=2), "```")
+def _material(target: str, experiment: str) -> Material:
+    from prefect_tune.core.journal import history
+    from prefect_tune.report.chronicle import told
+    from prefect_tune.report.material import material
+    from prefect_tune.stores.staging import side_by_side
 
-
-def _trials(state: Experiment, trials: Sequence[Trial]) -> Iterator[str]:
+    with opened(target, experiment) as (store, state), side_by_side() as transfers:
+        entries = history(store, experiment, side_by_side=transfers)
     objective = objective_in(state.settings)
-    metrics = objective.metrics if objective else tuple(_common(trials))
-    names, rows = cells_of(best_first(trials, objective)[:_TRIALS_SHOWN], metrics, _WIDE)
-    yield from ("", "## Trials", "", _line(names), _line(["---"] * len(names)))
-    yield from map(_line, rows)
-    if len(trials) > _TRIALS_SHOWN:
-        yield from ("", f"and {len(trials) - _TRIALS_SHOWN} more.")
-
-
-def _common(trials: Sequence[Trial]) -> Mapping[str, object]:
-    return trials[0].metrics if trials else {}
-
-
-def _errors(trials: Sequence[Trial]) -> Iterator[str]:
-    errors = [each for each in trials if each.status == "errored"]
-    if errors:
-        yield from ("", "## Errors", "")
-    for each in errors:
-        first = each.reason.strip().partition("\n")[0]
-        yield f"- {each.trial}, step {each.step}: {_escaped(first)}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(_escaped, cells))} |"
-
-
-def _escaped(text: str) -> str:
-    """Text is text, whatever a user named: no markup, no row that breaks."""
-    one_line = " ".join(text.split())
-    return "".join(f"\\{each}" if each in "\\`*_[]<>|#" else each for each in one_line)
+    chronicle = told((each for each in entries if each.number <= state.number), objective.metrics if objective else ())
+    newest = max((each.at for each in entries), default="")
+    now = datetime.fromisoformat(newest) if newest else datetime.now(UTC)
+    return material(state, chronicle.story, uri=place_at(target).uri, now=now)

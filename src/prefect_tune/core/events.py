@@ -10,7 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.particulars import Aside, Cause, CheckpointRef, Claim, ForkOrigin, Lesson, Owner
 from prefect_tune.core.schedulers.scheduler import Decision
-from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value
+from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value, without_none
 
 __all__ = [
     "Absorbed",
@@ -178,6 +178,15 @@ class Committed(TrialEvent):
     type: Literal["committed"] = "committed"
     checkpoint: CheckpointRef
     retires: tuple[int, ...] = ()
+    sent_bytes: int | None = None
+    """What of it was not on the target yet; None where that is not known."""
+    upload_seconds: float | None = None
+    """How long publishing it took; None where that is not known."""
+
+    @model_serializer(mode="wrap")
+    def _says_what_is_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Without the cost it is written as it was before there was any."""
+        return without_none(dump(self), "sent_bytes", "upload_seconds")
 
 
 class Retired(TrialEvent):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.layout import CheckpointKey, JournalKey
-from prefect_tune.core.values import Digest, ExperimentName, StepReport, TrialId, Value
+from prefect_tune.core.values import Digest, ExperimentName, StepReport, TrialId, Value, without_none
 
 __all__ = ["Aside", "Cause", "CheckpointRef", "Claim", "ForkOrigin", "Lesson", "Owner"]
 
@@ -37,6 +37,13 @@ class Owner(Value):
     host: str
     pid: int
     flow_run: str | None = None
+    task_run: str | None = None
+    """Of an attempt that is a task run."""
+
+    @model_serializer(mode="wrap")
+    def _says_what_it_is(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Who is no task run is written as before there were any."""
+        return without_none(dump(self), "task_run")
 
     def __str__(self) -> str:
         run = f", flow run {self.flow_run}" if self.flow_run else ""

@@ -1,26 +1,44 @@
-"""How the trials of an experiment stand among themselves, by their last reports."""
+"""How the trials of an experiment stand, and which is the best. What is heavy is imported when it is used."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.objective import Mode, Objective, objective_of
-from prefect_tune.core.ranking import losses_in
-from prefect_tune.core.trial import Trial
+if TYPE_CHECKING:
+    from prefect_tune.core.experiment import Experiment
+    from prefect_tune.core.objective import Objective
+    from prefect_tune.core.trial import Trial
 
-__all__ = ["best_first", "best_of", "objective_in"]
+__all__ = ["best_first", "best_of", "counted", "is_search", "objective_in"]
+
+
+def is_search(state: Experiment) -> bool:
+    """Return whether it is one of many trials; `durable_trainable` makes those of one, and keeps no settings."""
+    return bool(state.settings) or len(state.trials) > 1
+
+
+def counted(state: Experiment) -> Mapping[str, int]:
+    """Return how many trials have which status, in the order in which a trial comes to them."""
+    from prefect_tune.core.trial import Status
+
+    found = Counter(each.status for each in state.trials.values())
+    return {str(status): found[status] for status in Status if found[status]}
 
 
 def objective_in(settings: Mapping[str, object]) -> Objective | None:
     """Return what an experiment with these settings compares its trials by."""
+    from prefect_tune.core.objective import Mode, objective_of
+
     metric = cast("str | list[str] | None", settings.get("metric"))
     return objective_of(metric, cast("Mode | list[Mode]", settings.get("mode", "min")))
 
 
 def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Return the trials by their last reports, the best first, those that cannot be compared last."""
+    from prefect_tune.core.ranking import losses_in
+
     if objective is None:
         return trials
     losses = {each.trial: losses_in(each.metrics, objective) for each in trials}
@@ -29,6 +47,8 @@ def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence
 
 def best_of(state: Experiment) -> Trial | None:
     """Return the trial whose last report is the best; None where nothing can be compared."""
+    from prefect_tune.core.ranking import losses_in
+
     objective = objective_in(state.settings)
     first = next(iter(best_first(list(state.trials.values()), objective)), None)
     is_comparable = first and objective and losses_in(first.metrics, objective)

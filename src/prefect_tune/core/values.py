@@ -27,6 +27,7 @@ __all__ = [
     "parse",
     "shown_size",
     "valid_name",
+    "without_none",
 ]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -77,6 +78,11 @@ class StepReport(Value):
     step: int
     metrics: Mapping[str, object]
     trained_seconds: float = 0.0
+
+
+def without_none(dumped: dict[str, object], *names: str) -> dict[str, object]:
+    """Return a dumped value without those of its fields that are None, for those that came later than it did."""
+    return {name: value for name, value in dumped.items() if value is not None or name not in names}
 
 
 def valid_name(name: str) -> str:

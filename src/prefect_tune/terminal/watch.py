@@ -28,7 +28,7 @@ from prefect_tune.core.schedulers.scheduler import Exploit
 from prefect_tune.core.trial import ENDED, Status, Trial
 from prefect_tune.core.values import StepReport
 
-__all__ = ["Noted", "Outlook", "Sight", "Watch"]
+__all__ = ["Noted", "Outlook", "Sight", "Watch", "share_of_trial", "share_of_trials"]
 
 _NOTES = 50
 _RATE_OVER = timedelta(seconds=15)
@@ -112,7 +112,7 @@ class Watch:
         )
         self._notes: deque[Noted] = deque(maxlen=_NOTES)
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
-        self._done_before = _done(experiment.trials.values(), {}, outlook)
+        self._done_before = share_of_trials(experiment.trials.values(), {}, outlook)
 
     # ------------------------------------------------------------------------------------------------ to be told
 
@@ -171,7 +171,7 @@ class Watch:
             elapsed=elapsed,
             counts=Counter(each.status for each in trials),
             reports_per_second=self._rate(now, reports),
-            left=self._left(elapsed, _done(trials, live, self._outlook)),
+            left=self._left(elapsed, share_of_trials(trials, live, self._outlook)),
             rungs=dict(sorted(rungs.items())),
             running=running,
             others=others,
@@ -210,12 +210,13 @@ def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequenc
     return [each for _, each in sorted(compared, key=lambda pair: pair[0])]
 
 
-def _done(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: Outlook) -> float:
-    """How many trials' worth of training is done; a paused one seldom goes on."""
-    return sum(_done_of(each, live.get(each.trial), outlook) for each in trials)
+def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: Outlook) -> float:
+    """Return how many trials' worth of training is done; a paused one seldom goes on."""
+    return sum(share_of_trial(each, live.get(each.trial), outlook) for each in trials)
 
 
-def _done_of(trial: Trial, report: StepReport | None, outlook: Outlook) -> float:
+def share_of_trial(trial: Trial, report: StepReport | None, outlook: Outlook) -> float:
+    """Return how much of its training is done, from 0 to 1."""
     if trial.status in ENDED or trial.status is Status.PAUSED:
         return 1.0
     step = max(trial.step, report.step if report else 0)

@@ -1,0 +1,201 @@
+"""The report of a running experiment, and how far it is: listens, and has a bulletin show it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+from prefect.utilities.urls import url_for
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import TuneError
+from prefect_tune.core.events import Event, Owner
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import entries_beyond
+from prefect_tune.core.standing import objective_in
+from prefect_tune.core.trial import Status, Trial
+from prefect_tune.core.values import StepReport
+from prefect_tune.report.chronicle import Chronicle, Story, told
+from prefect_tune.report.markdown import as_markdown
+from prefect_tune.report.material import material
+from prefect_tune.report.page import page_of
+from prefect_tune.stores.staging import side_by_side
+from prefect_tune.tasks import line
+from prefect_tune.tasks.bulletin import Bulletin, Sheet, artifact_key
+from prefect_tune.tasks.transient import retrying
+from prefect_tune.tasks.trial_channel import Log
+from prefect_tune.terminal.watch import Outlook, share_of_trial, share_of_trials
+
+__all__ = ["Reporter", "link_to"]
+
+_TIMEOUT = timedelta(minutes=5)
+_LONGEST_HISTORY = 20_000
+"""Entries. Of a longer journal what came before this run is not read: it would take a minute of a processor."""
+_MOST_EARLY = 100_000
+_TRIALS = 10
+"""Trials that have a progress artifact at a time; each costs the server some 15 ms a round."""
+
+
+class Reporter:
+    """A listener. What it is told it notes in some microseconds; everything else happens in the bulletin's thread."""
+
+    def __init__(self, target: StorageTarget, experiment: Experiment, outlook: Outlook, log: Log) -> None:
+        self._target = target
+        self._outlook = outlook
+        self._log = log
+        self._guard = threading.Lock()
+        self._experiment = experiment
+        self._begun_at = experiment.number
+        self._metrics = _metrics_of(experiment)
+        self._early: list[tuple[Event | line.Told, datetime]] | None = None
+        self._chronicle = self._fresh(experiment)
+        if experiment.trials:
+            self._early = []  # until what was before this run is read
+        self._followed: dict[str, Sheet] = {}
+        self._bulletin = Bulletin(self._sheets, log)
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        self._note(event, experiment)
+
+    def told(self, told: line.Told, experiment: Experiment) -> None:
+        self._note(told, experiment)
+
+    def wrote(self, experiment: Experiment) -> None:
+        with self._guard:
+            if experiment.number >= self._experiment.number:
+                self._experiment = experiment
+        self._bulletin.stir()
+
+    def saw(self, trial: str, report: StepReport) -> None:
+        """Hear of a step as soon as it is trained."""
+        self._note(line.Told(trial, report, asks=False), None)
+
+    def close(self, experiment: Experiment, patience: timedelta) -> None:
+        """Show how it stands in the end, within so long."""
+        self.wrote(experiment)
+        self._bulletin.close(patience)
+
+    def leave(self) -> None:
+        """Show nothing more: the experiment is somebody else's now, and so is its report."""
+        self._bulletin.leave()
+
+    def _note(self, news: Event | line.Told, experiment: Experiment | None) -> None:
+        now = datetime.now(UTC)
+        with self._guard:
+            self._experiment = experiment or self._experiment
+            if self._early is not None and len(self._early) < _MOST_EARLY:
+                self._early.append((news, now))
+            else:
+                _tell(self._chronicle, news, now)
+        self._bulletin.stir()
+
+    # ---------------------------------------------------------------------------------- in the bulletin's thread
+
+    def _sheets(self) -> Sequence[Sheet]:
+        if self._early is not None:
+            self._catch_up()
+        with self._guard:
+            experiment = self._experiment
+        now = datetime.now(UTC)
+        uri, expected = self._target.uri, self._outlook.trial_count
+        page = page_of(material(experiment, self._story, uri=uri, now=now, expected=expected), link_to)
+        key, said = artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
+        report = Sheet(key, "markdown", as_markdown(page), said)
+        return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]
+
+    def _story(self, trials: Collection[str]) -> Story:
+        with self._guard:
+            return self._chronicle.story(trials)
+
+    def _catch_up(self) -> None:
+        """Read what was before this run, and tell what has happened since after it."""
+        before = self._before()
+        with self._guard:
+            self._chronicle = before or self._fresh(self._experiment, is_whole=False)
+            for news, at in self._early or ():
+                _tell(self._chronicle, news, at)
+            self._early = None
+
+    def _before(self) -> Chronicle | None:
+        if self._begun_at > _LONGEST_HISTORY:
+            return None
+        try:
+            with self._target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+                entries = retrying(lambda: entries_beyond(store, self._experiment.key, 0, side_by_side=transfers))
+        except TuneError as error:
+            self._log.warning("the report begins with this run: %s", error)
+            return None
+        return told((each for each in entries if each.number <= self._begun_at), self._metrics)
+
+    def _fresh(self, experiment: Experiment, *, is_whole: bool = True) -> Chronicle:
+        chronicle = Chronicle(self._metrics, is_whole=is_whole)
+        if experiment.owner is not None:
+            chronicle.owner_is(experiment.owner, experiment.epoch, datetime.now(UTC))
+        return chronicle
+
+    # ------------------------------------------------------------------------------------------------- progress
+
+    def _progress(self, experiment: Experiment) -> Iterator[Sheet]:
+        """How far it is, where it is known how far there is to go."""
+        expected = self._outlook.trial_count
+        if expected is None or not experiment.trials:
+            return
+        newest = self._story(()).newest
+        done = share_of_trials(experiment.trials.values(), newest, self._outlook)
+        over = sum(each.status in (Status.FINISHED, Status.ERRORED) for each in experiment.trials.values())
+        said = f"Experiment {experiment.name}: {over} of {expected} trials done"
+        if expected == 1:
+            trial = next(iter(experiment.trials.values()))
+            said = f"Experiment {experiment.name}: {_said(trial, newest.get(trial.trial), self._outlook)}"
+        share = min(100.0, 100 * done / max(expected, len(experiment.trials)))
+        yield Sheet(artifact_key("progress", experiment.name), "progress", round(share, 1), said)
+
+    def _progress_of_trials(self, experiment: Experiment) -> Iterator[Sheet]:
+        """Of those that run, and one last time of those that did. A trial that is over sooner has none."""
+        if self._outlook.step_count is None or self._outlook.trial_count == 1:
+            return
+        story = self._story(())
+        running = [name for name in story.newest if experiment.trial(name).status is Status.RUNNING]
+        runs = {each.trial: each.owner for each in story.stints}
+        followed = [*self._followed, *(name for name in running if name not in self._followed)][:_TRIALS]
+        for name in followed:
+            sheet = self._sheet_of(experiment, name, (story.newest, runs.get(name)))
+            yield sheet
+            self._followed[name] = sheet
+        for name in [each for each in self._followed if each not in running]:
+            del self._followed[name]
+
+    def _sheet_of(
+        self, experiment: Experiment, name: str, known: tuple[Mapping[str, StepReport], Owner | None]
+    ) -> Sheet:
+        newest, owner = known
+        trial, report = experiment.trial(name), newest.get(name)
+        said = f"Trial {name} of {experiment.name}: {_said(trial, report, self._outlook)}"
+        share = round(100 * share_of_trial(trial, report, self._outlook), 1)
+        key = artifact_key("progress", experiment.name, name)
+        return Sheet(key, "progress", share, said, owner.task_run if owner else None)
+
+
+def _metrics_of(experiment: Experiment) -> Sequence[str]:
+    objective = objective_in(experiment.settings)
+    return objective.metrics if objective else ()
+
+
+def _tell(chronicle: Chronicle, news: Event | line.Told, at: datetime) -> None:
+    if isinstance(news, line.Told):
+        chronicle.tell_report(news.trial, news.report)
+    else:
+        chronicle.tell_event(news, at)
+
+
+def _said(trial: Trial, report: StepReport | None, outlook: Outlook) -> str:
+    step = max(trial.step, report.step if report else 0)
+    return f"step {step}{f' of {outlook.step_count}' if outlook.step_count else ''}, {trial.status}"
+
+
+def link_to(owner: Owner) -> str | None:
+    """Return where a run is shown in the Prefect UI, where it is known where that is."""
+    if owner.task_run is not None:
+        return url_for("task-run", owner.task_run)
+    return url_for("flow-run", owner.flow_run) if owner.flow_run is not None else None

@@ -1,0 +1,301 @@
+"""What a journal tells over time: who owned the experiment when, every attempt, curves, and what it all cost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from prefect_tune.core.events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    Cloned,
+    Committed,
+    Event,
+    Finished,
+    GaveUp,
+    Opened,
+    Owner,
+    Paused,
+    Reported,
+    Requeued,
+    Resumed,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment import Entry
+from prefect_tune.core.values import StepReport
+from prefect_tune.report.series import Series, numbers_in
+
+__all__ = ["Chronicle", "Clone", "Costs", "End", "Reign", "Stint", "Story", "moment", "told"]
+
+_METRICS = 4
+_ENDS_OF = {Cause.MACHINE: "lost", Cause.PREEMPTED: "told to stop"}
+
+
+class End(StrEnum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"
+    PAUSED = "paused"
+    STOPPED = "told to stop"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Reign:
+    """One owner's time with the experiment."""
+
+    epoch: int
+    owner: Owner
+    began: datetime
+    last: datetime
+    """When it was last heard of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stint:
+    """One attempt of a trial, in time."""
+
+    trial: str
+    attempt: int
+    began: datetime
+    from_step: int
+    step: int
+    """The newest that it reported."""
+    owner: Owner | None
+    ended: datetime | None = None
+    end: End | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Clone:
+    """A trial went on from a copy of another one's checkpoint."""
+
+    trial: str
+    at_step: int
+    """Where it stood before."""
+    source: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What was sent to the target. Of commits that an earlier version journaled it is not known."""
+
+    commits: int = 0
+    committed_bytes: int = 0
+    measured_bytes: int = 0
+    """Of them those of which the next two are known."""
+    sent_bytes: int = 0
+    upload_seconds: float = 0.0
+    cloned_bytes: int = 0
+    """Of checkpoints that are copies of others', and cost no byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """An extract, which changes no more."""
+
+    metrics: tuple[str, ...] = ()
+    curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
+    """By trial, by metric; thinned."""
+    stints: Sequence[Stint] = ()
+    reigns: Sequence[Reign] = ()
+    clones: Sequence[Clone] = ()
+    costs: Costs = Costs()
+    newest: Mapping[str, StepReport] = field(default_factory=dict)
+    """Of the attempts that go on, whose last steps the journal may not know yet."""
+    is_whole: bool = True
+    """Whether it begins with the first entry."""
+
+
+class Chronicle:
+    """Is told the events in their order, and keeps about a KiB for each trial, however long it trains.
+
+    Not for two threads at once.
+    """
+
+    def __init__(self, metrics: Sequence[str] = (), *, is_whole: bool = True) -> None:
+        """Args: metrics: whose curves are kept. Default: the first four numbers that are reported."""
+        self._metrics = tuple(metrics)
+        self._is_whole = is_whole
+        self._curves: dict[str, dict[str, Series]] = {}
+        self._stints: list[Stint] = []
+        self._open: dict[str, int] = {}  # where in the list a trial's attempt stands that has not ended
+        self._due: dict[str, datetime] = {}  # when a trial was given a slot
+        self._owners: dict[str, Owner] = {}
+        self._heard: dict[str, int] = {}  # in which epoch a trial was last heard of
+        self._reigns: list[Reign] = []
+        self._clones: list[Clone] = []
+        self._steps: dict[str, int] = {}  # the newest of each trial
+        self._newest: dict[str, StepReport] = {}  # of the attempts that go on
+        self._costs = Costs()
+
+    def tell(self, entry: Entry) -> None:
+        """Take in the next entry."""
+        at = moment(entry.at)
+        for event in entry.events:
+            self.tell_event(event, at)
+
+    def tell_event(self, event: Event, at: datetime) -> None:
+        """Take in the next event, which was written, or is about to be, then."""
+        if isinstance(event, Opened) and event.trial is None:
+            self._reigns.append(Reign(event.epoch, event.owner, at, at))
+        elif isinstance(event, Absorbed):
+            for each in event.events:
+                self._tell(each, event.trial, at)
+        else:
+            self._tell(event, getattr(event, "trial", None), at)
+        if self._reigns:
+            self._reigns[-1] = replace(self._reigns[-1], last=at)
+
+    def tell_report(self, trial: str, report: StepReport) -> None:
+        """Take in a step that the journal will tell of later."""
+        if trial in self._open:
+            self._report(trial, report)
+
+    def owner_is(self, owner: Owner, epoch: int, at: datetime) -> None:
+        """Take note of who owns it, where the entry that says so was not told."""
+        if not self._reigns or self._reigns[-1].epoch != epoch:
+            self._reigns.append(Reign(epoch, owner, at, at))
+
+    def story(self, trials: Collection[str]) -> Story:
+        """Return all of it, with the curves of these trials."""
+        drawn = {trial: self._curves[trial] for trial in trials if trial in self._curves}
+        return Story(
+            metrics=self._metrics,
+            curves={
+                trial: {name: each.points() for name, each in curves.items() if name in self._metrics}
+                for trial, curves in drawn.items()
+            },
+            stints=tuple(
+                each if each.ended else replace(each, step=self._steps.get(each.trial, each.step))
+                for each in self._stints
+            ),
+            reigns=tuple(self._reigns),
+            clones=tuple(self._clones),
+            costs=self._costs,
+            newest=dict(self._newest),
+            is_whole=self._is_whole,
+        )
+
+    # -------------------------------------------------------------------------------------------- one event
+
+    def _tell(self, event: object, trial: str | None, at: datetime) -> None:
+        match event:
+            case Opened(owner=owner) if trial is not None:
+                self._owners[trial] = owner
+            case TrialAdded() | Resumed() | Requeued():
+                self._due.setdefault(event.trial, at)
+            case Started():
+                self._started(event, at)
+            case Reported():
+                self._report(event.trial, event.report)
+            case Committed():
+                self._committed(event)
+            case Cloned():
+                self._cloned(event)
+            case AttemptEnded(cause=cause):
+                self._ended(event.trial, End(_ENDS_OF.get(cause, "failed")), at)
+            case Finished() | Paused() | GaveUp():
+                self._ended(event.trial, _end_of(event), at)
+            case _:
+                return
+        if trial is not None:
+            self._heard[trial] = self._epoch
+
+    @property
+    def _epoch(self) -> int:
+        return self._reigns[-1].epoch if self._reigns else 0
+
+    def _started(self, event: Started, at: datetime) -> None:
+        """The journal hears of a start later than it gives the slot."""
+        trial = event.trial
+        self._ended(trial, End.LOST, at)
+        owner = self._owners.get(trial) or (self._reigns[-1].owner if self._reigns else None)
+        began = self._due.pop(trial, at)
+        if self._reigns and began < self._reigns[-1].began:
+            began = at  # it was given to an attempt of an earlier owner
+        self._open[trial] = len(self._stints)
+        self._stints.append(Stint(trial, event.attempt, began, event.from_step, event.from_step, owner))
+        for series in self._curves.get(trial, {}).values():
+            series.cut(event.from_step)
+        self._steps[trial] = event.from_step
+        self._newest.pop(trial, None)
+
+    def _report(self, trial: str, report: StepReport) -> None:
+        if report.step <= self._steps.get(trial, 0):
+            return
+        numbers = numbers_in(report.metrics)
+        if not self._metrics:
+            self._metrics = tuple(numbers)[:_METRICS]
+        curves = self._curves.setdefault(trial, {})
+        for name in self._metrics:
+            if name in numbers:
+                curves.setdefault(name, Series()).add(report.step, numbers[name])
+        self._steps[trial] = report.step
+        self._newest[trial] = report
+
+    def _committed(self, event: Committed) -> None:
+        costs, size_bytes = self._costs, event.checkpoint.size_bytes
+        costs = replace(costs, commits=costs.commits + 1, committed_bytes=costs.committed_bytes + size_bytes)
+        if event.sent_bytes is not None:
+            costs = replace(
+                costs,
+                measured_bytes=costs.measured_bytes + size_bytes,
+                sent_bytes=costs.sent_bytes + event.sent_bytes,
+                upload_seconds=costs.upload_seconds + (event.upload_seconds or 0.0),
+            )
+        self._costs = costs
+
+    def _cloned(self, event: Cloned) -> None:
+        copy = event.checkpoint
+        self._costs = replace(self._costs, cloned_bytes=self._costs.cloned_bytes + copy.size_bytes)
+        self._clones.append(Clone(event.trial, self._steps.get(event.trial, 0), event.source.trial.trial, copy.step))
+        self._steps[event.trial] = copy.step
+        self._curves.pop(event.trial, None)
+        for name, number in numbers_in(copy.metrics).items():
+            if name in self._metrics:
+                self._curves.setdefault(event.trial, {})[name] = Series([(copy.step, number)])
+
+    def _ended(self, trial: str, end: End, at: datetime) -> None:
+        """An attempt that died with its owner was over when that was last heard of, and not when another found it."""
+        place = self._open.pop(trial, None)
+        self._newest.pop(trial, None)
+        if place is None:
+            return
+        stint = self._stints[place]
+        is_old = self._heard.get(trial) != self._epoch and len(self._reigns) > 1
+        ended = max(stint.began, self._reigns[-2].last) if is_old else at
+        self._stints[place] = replace(stint, step=self._steps.get(trial, stint.step), ended=ended, end=end)
+
+
+def moment(at: str) -> datetime:
+    """Return the time that an entry carries; the beginning of all times where it is none."""
+    try:
+        found = datetime.fromisoformat(at)
+    except ValueError:
+        return datetime.fromtimestamp(0, UTC)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _end_of(event: Finished | Paused | GaveUp) -> End:
+    match event:
+        case Finished():
+            return End.FINISHED
+        case Paused():
+            return End.PAUSED
+        case GaveUp():
+            return End.FAILED
+
+
+def told(entries: Iterable[Entry], metrics: Sequence[str] = ()) -> Chronicle:
+    """Return the chronicle of these entries, the first of a journal first."""
+    chronicle = Chronicle(metrics)
+    for entry in entries:
+        chronicle.tell(entry)
+    return chronicle

@@ -1,0 +1,118 @@
+"""What a report is made of: the trials as they stand now, compared, with the values in which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from typing import Protocol
+
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.ranking import Losses, front, losses_in
+from prefect_tune.core.standing import objective_in
+from prefect_tune.core.trial import Trial
+from prefect_tune.core.values import StepReport
+from prefect_tune.report.chronicle import Story
+from prefect_tune.report.importance import importances
+from prefect_tune.tables import flat
+
+__all__ = ["DRAWN", "Material", "material", "spread"]
+
+DRAWN = 60
+"""How many learning curves are drawn."""
+_MOST_PARAMETERS = 200
+
+
+class Tells(Protocol):
+    """A chronicle, or what asks one in another thread."""
+
+    def __call__(self, trials: Collection[str], /) -> Story: ...
+
+
+@dataclass(frozen=True)
+class Material:
+    """An experiment at one moment."""
+
+    experiment: Experiment
+    uri: str
+    now: datetime
+    objective: Objective | None
+    story: Story
+    trials: Sequence[Trial]
+    """In the order in which they were added, with their newest reports."""
+    losses: Mapping[str, Losses]
+    """Of the trials that can be compared."""
+    expected: int | None = None
+    """How many trials there are to be."""
+    cells: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    """The parameters in which the trials differ, by the trials' order; None where one has it not."""
+
+    @cached_property
+    def ranking(self) -> Sequence[Trial]:
+        """Those that can be compared, the best first."""
+        compared = [each for each in self.trials if each.trial in self.losses]
+        return sorted(compared, key=lambda each: self.losses[each.trial])
+
+    @cached_property
+    def best(self) -> Sequence[Trial]:
+        """The best one; with several metrics those of the Pareto front; nobody where nothing can be compared."""
+        if self.objective is None or len(self.objective.metrics) == 1:
+            return self.ranking[:1]
+        known = {each.trial: each for each in self.trials}
+        return [known[name] for name in front(self.losses.items())]
+
+    @cached_property
+    def importances(self) -> Mapping[str, float]:
+        """How much each parameter matters to the first metric, the largest first."""
+        places = [place for place, each in enumerate(self.trials) if each.trial in self.losses]
+        parameters = {name: [values[place] for place in places] for name, values in self.cells.items()}
+        return importances(parameters, [self.losses[self.trials[place].trial][0] for place in places])
+
+
+def material(experiment: Experiment, tells: Tells, *, uri: str, now: datetime, expected: int | None = None) -> Material:
+    """Return what a report of the experiment is made of."""
+    objective = objective_in(experiment.settings)
+    story = tells(_drawn(experiment, objective))
+    trials = [_with(each, story.newest.get(each.trial)) for each in experiment.trials.values()]
+    losses = _losses(trials, objective)
+    return Material(experiment, uri, now, objective, story, trials, losses, expected, _cells(trials))
+
+
+def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:
+    """Return at most so many: the first half of them, which is the better one, and a few of all the others."""
+    if len(items) <= most:
+        return items
+    best, others = items[: most // 2], items[most // 2 :]
+    room = most - len(best)
+    return [*best, *(others[index * len(others) // room] for index in range(room))]
+
+
+def _drawn(experiment: Experiment, objective: Objective | None) -> Sequence[str]:
+    trials = list(experiment.trials.values())
+    losses = _losses(trials, objective)
+    rest = [each for each in trials if each.trial not in losses]
+    compared = sorted((each for each in trials if each.trial in losses), key=lambda each: losses[each.trial])
+    return [each.trial for each in spread([*compared, *rest], DRAWN)]
+
+
+def _losses(trials: Sequence[Trial], objective: Objective | None) -> Mapping[str, Losses]:
+    if objective is None:
+        return {}
+    found = ((each.trial, losses_in(each.metrics, objective)) for each in trials)
+    return {trial: losses for trial, losses in found if losses is not None}
+
+
+def _with(trial: Trial, report: StepReport | None) -> Trial:
+    if report is None or report.step <= trial.step:
+        return trial
+    newest = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
+    return trial.model_copy(update=newest)
+
+
+def _cells(trials: Sequence[Trial]) -> Mapping[str, Sequence[object]]:
+    configs = [flat(each.config) for each in trials]
+    names = list(dict.fromkeys(name for config in configs for name in config))[:_MOST_PARAMETERS]
+    columns = {name: [config.get(name) for config in configs] for name in names}
+    return {name: column for name, column in columns.items() if len(set(map(str, column))) > 1}

@@ -1,0 +1,248 @@
+"""An experiment as a page: what is on it, in which order, and how much of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+from prefect_tune.core.values import shown_size
+from prefect_tune.report.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.report.charts_of_time import lineage_chart, timeline
+from prefect_tune.report.charts_of_trials import (
+    front_chart,
+    importance_chart,
+    learning_curves,
+    parallel_coordinates,
+    rung_chart,
+)
+from prefect_tune.report.facts import Facts, Links, TrialFacts, facts_of
+from prefect_tune.report.material import Material
+from prefect_tune.report.scales import said_number
+from prefect_tune.tables import flat
+from prefect_tune.terminal.printing import said, said_counts, said_span
+
+__all__ = ["page_of"]
+
+_SIGN = {"pending": "⏳", "running": "🏃", "paused": "⏸️", "finished": "✅", "errored": "❌"}
+_COLUMNS = 5
+_WIDEST = 24
+_SETTINGS = 6000
+_CONFIG = 40
+_FIGURES = (
+    ("Pareto front", front_chart, "Orange: no other trial beats it in one metric without being beaten in another."),
+    ("Learning curves", learning_curves, "Orange: the best. Blue: the next ones, by name; paler: the others."),
+    ("Parameters", parallel_coordinates, "A line is a trial. Orange: the best; blue: the best fifth."),
+    (
+        "What matters",
+        importance_chart,
+        "The share of the differences between trials that goes with one parameter alone (ε² of the ranks).",
+    ),
+    ("Rungs", rung_chart, "Trials at each step at which the scheduler compared them. Orange: those that went on."),
+    (
+        "Lineage",
+        lineage_chart,
+        "Each member in the color of the member whose weights it trains. Red: it went on from a copy of another's.",
+    ),
+    (
+        "Timeline",
+        timeline,
+        (
+            "Above, who ran the experiment; below, every attempt. Green: finished; amber: told to stop; blue: paused, "
+            "lost, or it still runs; a red ✕: killed, lost or failed."
+        ),
+    ),
+)
+
+
+def page_of(material: Material, links: Links) -> Sequence[Block]:
+    """Return the page: at most some 300 KB, however many trials there are."""
+    facts = facts_of(material, links)
+    return [*_top(facts), *_best(facts), *_figures(material), *_trials(facts), *_errors(facts), *_end(facts)]
+
+
+def _top(facts: Facts) -> Iterator[Block]:
+    yield Heading(facts.experiment, 1)
+    yield Text([_headline(facts)], strong=True)
+    by = ", ".join(f"{mode} {name}" for name, mode in zip(facts.metric, facts.mode, strict=True))
+    run = facts.runs[-1] if facts.runs else None
+    rows: list[tuple[str, Cell]] = [
+        ("trials", said_counts(facts.trials_by_status)),
+        ("compared by", by),
+        ("target", Verbatim(f"{facts.where}/{facts.experiment}")),
+        ("owner", _linked(f"{run.owner}, run {run.epoch}", run.link) if run else ""),
+        ("time", f"{_time(facts.began_at)} to {_time(facts.told_at)} UTC" if facts.began_at else ""),
+    ]
+    yield Table((), [row for row in rows if row[1]])
+    if not facts.is_whole:
+        yield Text(["Curves, times and costs are of this run only; `prefect-tune report` tells all."])
+
+
+def _headline(facts: Facts) -> str:
+    """In one line: how good, how far, what is wrong."""
+    parts = []
+    if len(facts.best) == 1 and facts.metric:
+        name = facts.metric[0]
+        parts.append(f"Best {name}: {said(facts.best[0].metrics.get(name))} (trial {facts.best[0].trial})")
+    elif facts.best:
+        parts.append(f"{len(facts.best)} trials on the Pareto front")
+    if facts.kind == "training" and facts.trials:
+        trial = facts.trials[0]
+        parts.append(f"{_SIGN[trial.status]} {trial.status} at step {trial.step}")
+        if trial.reason:
+            parts.append(_first_line(trial.reason))
+        return " · ".join(parts)
+    of = f" of {facts.expected_trial_count}" if facts.expected_trial_count else ""
+    parts.append(f"{facts.ended_count}{of or f' of {facts.trial_count}'} trials done")
+    parts += [f"{_SIGN[name]} {count} {name}" for name, count in facts.trials_by_status.items() if name != "finished"]
+    return " · ".join(parts)
+
+
+def _best(facts: Facts) -> Iterator[Block]:
+    if len(facts.best) == 1:
+        best = facts.best[0]
+    elif facts.kind == "training" and facts.trials:
+        best = facts.trials[0]
+    else:
+        return
+    yield Heading(f"Best: trial {best.trial}" if facts.best else "The trial")
+    rows: list[tuple[str, Cell]] = [
+        ("metrics", _clipped(said(best.metrics), 300)),
+        ("step", f"{best.step}, after {_span(best.trained_seconds)} of training, attempts: {best.attempts}"),
+    ]
+    if best.checkpoint:
+        rows.append(("checkpoint", Verbatim(f"{facts.where}/{best.checkpoint}")))
+        rows.append(("to have it", Verbatim(_export(facts, best))))
+    if best.run:
+        rows.append(("run", Link("in the Prefect UI", best.run)))
+    yield Table((), rows)
+    if config := list(flat(best.config).items()):
+        shown = [(name, _clipped(_value(value), 60)) for name, value in config[:_CONFIG]]
+        yield Table(("parameter", "value"), shown)
+
+
+def _export(facts: Facts, best: TrialFacts) -> str:
+    which = f" --trial {best.trial}" if facts.kind == "search" else ""
+    return f"prefect-tune export {facts.where} {facts.experiment} DIRECTORY{which}"
+
+
+def _figures(material: Material) -> Iterator[Block]:
+    for title, draw, legend in _FIGURES:
+        if (svg := draw(material)) is not None:
+            yield Heading(title)
+            is_clear = draw is learning_curves and material.objective is None
+            yield Figure(svg, f"{title} of {material.experiment.name}", "" if is_clear else legend)
+
+
+# ------------------------------------------------------------------------------------------------- the trials
+
+
+def _trials(facts: Facts) -> Iterator[Block]:
+    if facts.kind == "training":
+        return
+    parameters = _telling(facts)
+    has_retries = any(each.attempts > 1 for each in facts.trials)
+    head = ("trial", "status", "step", *facts.metric, *parameters, *["attempts"] * has_retries, "trained", "checkpoint")
+    yield Heading("Trials")
+    yield Table(head, [_row(each, facts, parameters, has_retries=has_retries) for each in facts.trials])
+    below = f"{facts.where}/{facts.experiment}/trials/TRIAL/checkpoints"
+    more = facts.trial_count - len(facts.trials)
+    also = f" The best {len(facts.trials)} are shown; {more} more are in the journal." if more else ""
+    yield Text(["Checkpoints lie at ", Verbatim(below), f".{also}"])
+
+
+def _row(trial: TrialFacts, facts: Facts, parameters: Sequence[str], *, has_retries: bool) -> Sequence[Cell]:
+    config = flat(trial.config)
+    name = trial.checkpoint.rpartition("/")[2] if trial.checkpoint else ""
+    return (
+        _linked(trial.trial, trial.run),
+        f"{_SIGN[trial.status]} {trial.status}",
+        str(trial.step),
+        *(_clipped(_value(trial.metrics.get(metric))) for metric in facts.metric),
+        *(_clipped(_value(config.get(parameter))) for parameter in parameters),
+        *[str(trial.attempts)] * has_retries,
+        _span(trial.trained_seconds),
+        Verbatim(name) if name else "",
+    )
+
+
+def _telling(facts: Facts) -> Sequence[str]:
+    """The parameters that differ, first those that matter."""
+    configs = [flat(each.config) for each in facts.trials]
+    names = dict.fromkeys([*facts.importance, *(name for config in configs for name in config)])
+    differ = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
+    return differ[:_COLUMNS]
+
+
+def _errors(facts: Facts) -> Iterator[Block]:
+    if not facts.errors:
+        return
+    count = facts.trials_by_status.get("errored", 0)
+    yield Heading(f"Errors ({count})")
+    rows = [
+        (_linked(each.trial, each.run), str(each.step), _clipped(_first_line(each.reason), 200))
+        for each in facts.errors
+    ]
+    yield Table(("trial", "step", "because"), rows)
+    if count > len(rows):
+        yield Text([f"And {count - len(rows)} more."])
+
+
+# ---------------------------------------------------------------------------------------------------- the end
+
+
+def _end(facts: Facts) -> Iterator[Block]:
+    yield Heading("Cost")
+    yield Table((), _cost(facts))
+    if len(facts.runs) > 1:
+        yield Heading("Runs")
+        rows = [
+            (_linked(str(each.epoch), each.link), each.owner, _time(each.began_at), _time(each.last_heard_at))
+            for each in facts.runs
+        ]
+        yield Table(("run", "owner", "began", "last heard of"), rows)
+    if facts.settings:
+        asked = json.dumps(dict(facts.settings), indent=2, ensure_ascii=False)
+        yield Details("What was asked for", [Code(_clipped(asked, _SETTINGS))])
+
+
+def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
+    cost = facts.cost
+    ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
+    bad = "".join(f", {count} {how}" for how, count in ends.items() if count)
+    steps = f"{cost.wasted_steps} steps done again, about {_span(cost.wasted_seconds)}"
+    rows: list[tuple[str, Cell]] = [
+        ("training", f"{_span(cost.trained_seconds)} in {cost.attempts} attempts{bad}"),
+        ("wasted", steps if cost.wasted_steps else "nothing: no step was done again"),
+    ]
+    if cost.checkpoints_committed:
+        share = cost.saved_bytes / max(1, cost.saved_bytes + cost.sent_bytes)
+        size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
+        rows.append(("checkpoints", f"{cost.checkpoints_committed} committed, {size} in all"))
+        rows.append(("upload", f"{sent} sent in {_span(cost.upload_seconds)}"))
+        rows.append(("deduplication", f"{saved} not sent, {share:.0%}: they were on the target already"))
+    return rows
+
+
+def _linked(text: str, address: str | None) -> Cell:
+    return Link(text, address) if address else text
+
+
+def _span(seconds: float) -> str:
+    return said_span(timedelta(seconds=seconds)) if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def _time(iso: str) -> str:
+    return iso.replace("T", " ")[:19]
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _value(value: object) -> str:
+    return said_number(value) if isinstance(value, float) else said(value)
+
+
+def _clipped(text: str, most: int = _WIDEST) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,98 @@
+"""From numbers to places on a page, and the ticks between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Scale", "fitted", "said_number"]
+
+_LOG_FROM = 50.0
+"""A range of positive numbers that spans this factor is drawn by orders of magnitude."""
+_FAR = 8.0
+"""Outliers further away than this many times the range of the middle 90 % are drawn at the edge."""
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Numbers from `low` to `high` lie from `begin` to `end`; what is beyond lies at the edge."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    is_log: bool = False
+
+    def at(self, value: float) -> float:
+        """Return where `value` lies."""
+        low, high = self._on_axis(self.low), self._on_axis(self.high)
+        share = (self._on_axis(value) - low) / (high - low)
+        return self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin)
+
+    def ticks(self, most: int = 6) -> Sequence[tuple[float, str]]:
+        """Return at most so many places, and what is written there."""
+        values = self._decades(most) if self.is_log else self._round_numbers(most)
+        return [(self.at(value), said_number(value)) for value in values]
+
+    def _on_axis(self, value: float) -> float:
+        return math.log10(max(value, self.low * 1e-3)) if self.is_log else value
+
+    def _round_numbers(self, most: int) -> Sequence[float]:
+        rough = (self.high - self.low) / max(1, most - 1)
+        size = 10.0 ** math.floor(math.log10(rough))
+        step = next(each * size for each in _STEPS if each * size >= rough * 0.999)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [index * step for index in range(first, last + 1)]
+
+    def _decades(self, most: int) -> Sequence[float]:
+        low, high = math.log10(self.low), math.log10(self.high)
+        first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
+        every = max(1, math.ceil((last - first + 1) / most))
+        decades = [10.0**each for each in range(first, last + 1, every)]
+        if len(decades) >= 3 or (len(decades) == 2 and most <= 3):
+            return decades
+        factors = (factor * 10.0**each for each in range(first - 1, last + 1) for factor in (1, 2, 5))
+        within = [each for each in factors if self.low * 0.999 <= each <= self.high * 1.001]
+        return within[:: max(1, math.ceil(len(within) / most))] or [self.low, self.high]
+
+
+def fitted(values: Sequence[float], begin: float, end: float, *, may_be_log: bool = True, room: float = 0.0) -> Scale:
+    """Return the scale on which these numbers can be told apart; there may be none.
+
+    Args:
+        values: what lies on it.
+        begin: where the smallest lies.
+        end: where the largest lies.
+        may_be_log: whether it may go by orders of magnitude, where the numbers do.
+        room: how much of the range is free on both sides.
+    """
+    ordered = sorted(values) or [0.0, 1.0]
+    low, high = _without_outliers(ordered)
+    if low == high:
+        beside = abs(low) * 0.1 or 1.0
+        return Scale(low - beside, high + beside, begin, end)
+    if may_be_log and low > 0 and high / low >= _LOG_FROM:
+        beside = (high / low) ** room
+        return Scale(low / beside, high * beside, begin, end, is_log=True)
+    beside = (high - low) * room
+    return Scale(low - beside, high + beside, begin, end)
+
+
+def _without_outliers(ordered: Sequence[float]) -> tuple[float, float]:
+    """All of them, unless a few are so far away that the others would be one line."""
+    low, high = ordered[0], ordered[-1]
+    if len(ordered) < 20 or low > 0:  # positive ones have room on a logarithmic axis
+        return low, high
+    near, far = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
+    room = (far - near) * _FAR or high - low
+    return max(low, near - room), min(high, far + room)
+
+
+def said_number(value: float) -> str:
+    """Return a number in few characters."""
+    if value and (abs(value) >= 100_000 or abs(value) < 0.001):
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:.4g}"

@@ -1,0 +1,66 @@
+"""A learning curve in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["Series", "numbers_in"]
+
+_MOST = 96
+
+
+class Series:
+    """Numbers by step, the first and the last among them; of very many every second, fourth, ... is kept."""
+
+    __slots__ = ("_since", "_steps", "_stride", "_values")
+
+    def __init__(self, points: Iterable[tuple[float, float]] = ()) -> None:
+        self._steps = array("d")
+        self._values = array("d")
+        self._stride = 1
+        self._since = 1
+        for step, value in points:
+            self.add(step, value)
+
+    def add(self, step: float, value: float) -> None:
+        """Add the next number; one of a step that was there is told again. What is done again was `cut` before."""
+        if self._steps and step <= self._steps[-1]:
+            return
+        if self._since < self._stride and len(self._steps) > 1:
+            self._since += 1
+            self._steps[-1], self._values[-1] = step, value
+            return
+        self._since = 1
+        self._steps.append(step)
+        self._values.append(value)
+        if len(self._steps) > _MOST:
+            self._thin()
+
+    def cut(self, step: float) -> None:
+        """Forget what comes after `step`."""
+        kept = bisect_right(self._steps, step)
+        if kept < len(self._steps):
+            del self._steps[kept:], self._values[kept:]
+            self._since = self._stride
+
+    def points(self) -> Sequence[tuple[float, float]]:
+        """Return what is kept, by step."""
+        return list(zip(self._steps, self._values, strict=True))
+
+    def _thin(self) -> None:
+        """An odd number of points, so that the last one stays as the first does."""
+        self._steps, self._values = self._steps[::2], self._values[::2]
+        self._stride *= 2
+        self._since = self._stride
+
+
+def numbers_in(metrics: Mapping[str, object]) -> Mapping[str, float]:
+    """Return what can be drawn of them."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }

@@ -1,0 +1,160 @@
+"""What is drawn, counted by its marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import pytest
+
+from prefect_tune.report.charts_of_time import lineage_chart, timeline
+from prefect_tune.report.charts_of_trials import (
+    front_chart,
+    importance_chart,
+    learning_curves,
+    parallel_coordinates,
+    rung_chart,
+)
+from prefect_tune.report.material import DRAWN, Material
+from tests.fakes.told_searches import Telling, asha, pareto, population, single
+
+Chart = Callable[[Material], str | None]
+CHARTS: list[Chart] = [
+    front_chart,
+    importance_chart,
+    learning_curves,
+    lineage_chart,
+    parallel_coordinates,
+    rung_chart,
+    timeline,
+]
+
+
+def marks(svg: str | None, kind: str) -> int:
+    """How many elements of a class there are; of dots, how many dots."""
+    assert svg is not None
+    found = [each for each in ElementTree.fromstring(svg).iter() if each.get("class") == kind]
+    return sum(str(each.get("d")).count("h0") for each in found) if kind == "dots" else len(found)
+
+
+def said(svg: str | None) -> list[str]:
+    assert svg is not None
+    return [each.text or "" for each in ElementTree.fromstring(svg).iter() if each.tag.endswith("text")]
+
+
+def thick(svg: str | None, ink: str) -> int:
+    """How many lines the groups of this ink hold."""
+    assert svg is not None
+    groups = [each for each in ElementTree.fromstring(svg).iter() if each.get("stroke") == ink]
+    return sum(len(each.findall("{http://www.w3.org/2000/svg}path")) for each in groups)
+
+
+def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> None:
+    found = asha(12, kills=False)
+    frame = 1 + 2 * 0
+    svg = learning_curves(found.material())
+    assert thick(svg, "#e07b1a") == 1
+    assert marks(svg, "line") >= 12 + frame
+
+
+def test_of_many_trials_no_more_curves_are_drawn_than_can_be_seen() -> None:
+    material = asha(200).material()
+    assert len(material.story.curves) == DRAWN
+    best = material.best[0].trial
+    assert best in material.story.curves
+    assert best in said(learning_curves(material))
+
+
+def test_one_training_has_a_panel_for_each_metric() -> None:
+    texts = said(learning_curves(single().material()))
+    assert {"loss", "accuracy"} <= set(texts)
+
+
+def test_a_line_through_the_parameters_for_each_trial() -> None:
+    found = asha(30, kills=False)
+    svg = parallel_coordinates(found.material())
+    assert thick(svg, "#e07b1a") == 1
+    assert thick(svg, "#3f87e0") == len(found.material().ranking) - 1
+    assert {"lr", "dropout", "model/act", "model/depth", "seed", "loss"} <= set(said(svg))
+
+
+def test_a_bar_for_each_parameter() -> None:
+    assert marks(importance_chart(asha(100).material()), "bar") == 2 * 5
+
+
+def test_each_rung_shows_everybody_who_was_compared_there() -> None:
+    told = asha(50, kills=False)
+    svg = rung_chart(told.material())
+    judged = [each for trial in told.material().trials for each in trial.past if each.what == "decided"]
+    assert marks(svg, "dots") == len(judged)
+    assert f"50 compared, {sum(each.step > 1 for each in told.material().trials)} on" in said(svg)
+
+
+def test_the_front_holds_whom_nobody_beats() -> None:
+    material = pareto(40).material()
+    assert len(material.best) > 1
+    assert marks(front_chart(material), "dots") == 40
+
+
+def test_a_population_has_its_lineage_and_no_rungs() -> None:
+    material = population(8, 6).material()
+    clones = material.story.clones
+    svg = lineage_chart(material)
+    assert clones
+    assert marks(svg, "dots") == len(clones)
+    assert rung_chart(material) is None
+
+
+def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out() -> None:
+    told = single(60, kills=(23, 41))
+    svg = timeline(told.material())
+    assert marks(svg, "bar") == 3 + 3  # runs, attempts
+    assert marks(svg, "cross") == 2
+    assert [each for each in said(svg) if each.endswith("later")] == ["1 h later", "1 h later"]
+
+
+def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_found() -> None:
+    stints = single(60, kills=(23,)).material().story.stints
+    reigns = single(60, kills=(23,)).material().story.reigns
+    assert stints[0].ended == reigns[0].last
+    assert stints[0].end == "lost"
+    assert (stints[1].attempt, stints[1].from_step) == (2, 20)
+
+
+def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once() -> None:
+    svg = timeline(asha(700).material())
+    assert marks(svg, "bar") == 3
+
+
+@pytest.mark.parametrize("chart", CHARTS)
+def test_nothing_is_drawn_of_nothing(chart: Chart) -> None:
+    nothing = Telling()
+    nothing.chronicle = type(nothing.chronicle)(("loss",))
+    assert chart(nothing.material()) is None
+
+
+@pytest.mark.parametrize("chart", CHARTS)
+def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> None:
+    for value in (0.0, -3.0, 1e-300, 1e300, 5):
+        told = Telling()
+        for index in range(9):
+            told.adds(str(index), {"x": index, "y": value, "z": "same" if index else None})
+            told.starts(str(index))
+            told.trains(str(index), 1, {"loss": value})
+            told.trains(str(index), 2, {"loss": value if index else -1e12})
+        if (svg := chart(told.material())) is not None:
+            ElementTree.fromstring(svg)
+            assert not re.search(r"nan|inf", svg.partition(">")[2].replace("font-family", ""))
+
+
+@pytest.mark.parametrize("chart", CHARTS)
+def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
+    told = Telling(settings={"metric": '<b>&"\x00', "mode": "min"}, metrics=['<b>&"\x00'])
+    for index in range(12):
+        told.adds(str(index), {"</text><script>": f"<i>{index % 2}\x1b", "lr": index})
+        told.starts(str(index))
+        told.trains(str(index), 1, {'<b>&"\x00': float(index % 5)})
+    if (svg := chart(told.material())) is not None:
+        assert "<script" not in svg
+        ElementTree.fromstring(svg)

@@ -1,0 +1,189 @@
+"""The page: what it says, that it is safe, and that it stays small."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import asdict
+from html.parser import HTMLParser
+
+import pytest
+from markdown_it import MarkdownIt
+
+from prefect_tune.core.events import Cause, GaveUp, Owner
+from prefect_tune.report.facts import facts_of
+from prefect_tune.report.html_page import as_html
+from prefect_tune.report.markdown import as_markdown
+from prefect_tune.report.material import Material
+from prefect_tune.report.page import page_of
+from tests.fakes.told_searches import Telling, asha, pareto, population, single
+
+_BIG = 300_000
+
+
+def linked(owner: Owner) -> str | None:
+    return f"http://ui/runs/flow-run/{owner.flow_run}" if owner.flow_run else None
+
+
+def markdown(material: Material) -> str:
+    return as_markdown(page_of(material, linked))
+
+
+def headings(page: str) -> list[str]:
+    return [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
+
+
+def rendered(page: str) -> str:
+    """As whoever shows Markdown reads it, tables included; HTML in it as it is."""
+    reader = MarkdownIt("commonmark", {"html": True}).enable("table")
+    reader.validateLink = lambda _: True  # the worst that there is
+    return reader.render(page)
+
+
+def test_a_search_has_everything_in_its_order() -> None:
+    page = markdown(asha(40).material(expected=50))
+    best = asha(40).material().best[0]
+    assert headings(page) == [
+        f"Best: trial {best.trial}",
+        "Learning curves",
+        "Parameters",
+        "What matters",
+        "Rungs",
+        "Timeline",
+        "Trials",
+        "Errors (1)",
+        "Cost",
+        "Runs",
+    ]
+    assert f"**Best loss: {best.metrics['loss']:.6g} (trial {best.trial}) · 40 of 50 trials done" in page
+    assert page.count("](http://ui/runs/flow-run/run-") >= 40
+    assert f"prefect-tune export s3://bucket/runs rates DIRECTORY --trial {best.trial}" in page
+
+
+def test_one_training_is_told_of_without_a_table_of_trials() -> None:
+    page = markdown(single().material())
+    assert headings(page) == ["The trial", "Learning curves", "Timeline", "Cost", "Runs"]
+    assert "**✅ finished at step 60" in page
+
+
+def test_with_several_metrics_the_front_stands_in_for_the_best() -> None:
+    page = markdown(pareto(40).material())
+    assert headings(page)[0] == "Pareto front"
+    assert re.search(r"\*\*\d+ trials on the Pareto front · 40 of 40 trials done\*\*", page)
+
+
+def test_a_population_has_its_lineage() -> None:
+    assert "Lineage" in headings(markdown(population().material()))
+
+
+def test_without_a_metric_the_trials_are_told_of_and_none_is_the_best() -> None:
+    told = Telling(settings={"num_samples": 2}, metrics=())
+    for name in ("0", "1"):
+        told.adds(name, {"x": int(name)})
+        told.starts(name)
+        told.trains(name, 1, {"loss": 1.0, "text": "not a number"})
+    page = markdown(told.material())
+    assert headings(page) == ["Learning curves", "Timeline", "Trials", "Cost"]
+
+
+def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:
+    told = Telling()
+    for index in range(30):
+        told.adds(str(index), {"x": index})
+        told.starts(str(index))
+        told.tell(GaveUp(trial=str(index), cause=Cause.USER, message=f"ValueError: {index}\ntrace"))
+    page = markdown(told.material())
+    assert headings(page) == ["Timeline", "Trials", "Errors (30)", "Cost"]
+    assert page.count("ValueError") == 10
+    assert "And 20 more." in page
+
+
+def test_before_the_first_trial_there_is_a_page_too() -> None:
+    assert "**0 of 9 trials done**" in markdown(Telling().material(expected=9))
+
+
+def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
+    material = single(60, kills=(23, 41)).material()
+    cost = facts_of(material, linked).cost
+    assert (cost.attempts, cost.attempts_lost, cost.wasted_steps) == (3, 2, 3 + 1)
+    assert cost.checkpoints_committed == 12
+    assert (cost.committed_bytes, cost.sent_bytes) == (60_000_000, 10_500_000)
+    assert cost.saved_bytes == 49_500_000
+    assert cost.upload_seconds == pytest.approx(3.0)
+
+
+def test_the_same_facts_are_json() -> None:
+    told = json.loads(json.dumps(asdict(facts_of(asha(20).material(), linked))))
+    assert told["trials_by_status"] == {"finished": 19, "errored": 1}
+    assert [run["epoch"] for run in told["runs"]] == [1, 2, 3]
+    assert told["best"][0]["trial"] == told["trials"][0]["trial"]
+
+
+@pytest.mark.parametrize("count", [1, 100, 1_000])
+def test_it_stays_small_however_many_trials_there_are(count: int) -> None:
+    material = asha(count).material()
+    page = page_of(material, linked)
+    assert len(as_markdown(page)) < _BIG
+    assert len(as_html(page)) < _BIG
+    assert as_markdown(page).count("\n| [") <= 50 + 10 + 3
+
+
+def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> None:
+    told = Telling(settings={"metric": "loss", "mode": "min", "space": "x" * 500_000})
+    for index in range(60):
+        told.adds(str(index), {f"{'p' * 500}{each}": f"{'v' * 500}{index}{each}" for each in range(300)})
+        told.starts(str(index))
+        told.trains(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{each}": 1.0 for each in range(300)}})
+        told.tell(GaveUp(trial=str(index), cause=Cause.USER, message="e" * 100_000))
+    assert len(markdown(told.material())) < _BIG
+
+
+HOSTILE = "</summary><script>alert(1)</script>![x](http://evil/x.png)[y](javascript:z)|`a`\n# no *b* _c_ \x00\x1b &lt;"
+
+
+def hostile() -> Material:
+    told = Telling(settings={"metric": HOSTILE, "mode": "min", "note": f"{HOSTILE}\n```\n# no"}, metrics=[HOSTILE])
+    for index in range(12):
+        told.adds(str(index), {HOSTILE: f"{HOSTILE}{index % 3}", "lr": index})
+        told.starts(str(index))
+        told.trains(str(index), 1, {HOSTILE: float(index)})
+    told.tell(GaveUp(trial="3", cause=Cause.USER, message=HOSTILE))
+    return told.material()
+
+
+def test_what_a_user_named_is_text_in_markdown() -> None:
+    html = rendered(markdown(hostile()))
+    assert "<script" not in html
+    assert set(re.findall(r'(?:src|href)="([a-z]+:)', html)) == {"data:", "http:"}
+    assert "evil/x.png" not in "".join(re.findall(r'(?:src|href)="[^"]*"', html))
+    assert len(re.findall("<h1>", html)) == 1
+    rows = re.findall(r"<tr>(.*?)</tr>", html.partition("<h2>Trials")[2].partition("</table>")[0], re.DOTALL)
+    assert {row.count("<t") for row in rows} == {rows[0].count("<t")}
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_what_a_user_named_is_text_in_html_and_nothing_is_fetched() -> None:
+    tags = _Tags()
+    tags.feed(as_html(page_of(hostile(), linked)))
+    assert "script" not in {tag for tag, _ in tags.found}
+    assert all(str(known["src"]).startswith("data:image/svg+xml;base64,") for tag, known in tags.found if tag == "img")
+    assert all(str(known["href"]).startswith("http://ui/") for tag, known in tags.found if "href" in known)
+    assert not [known for _, known in tags.found if any(name.startswith("on") for name in known)]
+
+
+def test_pictures_have_no_background_and_ask_nobody() -> None:
+    pictures = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", markdown(asha(40).material()))
+    drawn = [base64.b64decode(each).decode() for each in pictures]
+    assert len(drawn) == 5
+    for svg in drawn:
+        assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r'fill="(#000|#fff"[^>]*width="100%)', svg)
