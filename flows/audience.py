@@ -1,4 +1,4 @@
-"""Everybody who listens to a search: callbacks, progress, and whoever keeps the curves for its results."""
+"""Everybody who listens to a search: callbacks, progress, events, and whoever keeps the curves for its results."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from prefect_tune.core.errors import TuneError
 from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.flows.callbacks import Callbacks
+from prefect_tune.flows.dispatches import Subject
+from prefect_tune.flows.herald import Herald, heralded
 from prefect_tune.flows.listening import Listener, Listeners
 from prefect_tune.flows.progress import progress
 from prefect_tune.tasks import line
@@ -41,11 +43,13 @@ class Audience:
         outlook: Outlook,
         *,
         in_terminal: bool,
+        news: Subject,
     ) -> None:
         self._target = target
         self._outlook = outlook
         self._in_terminal = in_terminal
         self._search = search
+        self._news = news
         self._callbacks = callbacks
 
     @contextmanager
@@ -58,8 +62,11 @@ class Audience:
         keeper = _CurveKeeper(book.experiment)
         callbacks.start(book.experiment)
         try:
-            with progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen:
-                yield Listeners([keeper, callbacks, seen])
+            with (
+                heralded(Herald(self._news, book.experiment, log), stop) as herald,
+                progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
+            ):
+                yield Listeners([keeper, callbacks, herald, seen])
             if not stop.is_set():
                 self._publish(book.experiment, keeper.curves, log)
         finally:

@@ -18,7 +18,7 @@ from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.trial_channel import TrialChannel, trial_process
 from prefect_tune.tasks.trial_output import Log
 
-__all__ = ["Answer", "DirectLine", "Heard", "Line", "SoloLine", "Told", "Wrote"]
+__all__ = ["Answer", "DirectLine", "Heard", "Hearer", "Line", "SoloLine", "Told", "Wrote"]
 
 Answer: TypeAlias = GoOn | Leave
 
@@ -115,24 +115,35 @@ class DirectLine:
         """Nothing to let go of."""
 
 
+class Hearer(Protocol):
+    """Who listens to a trial that is all there is. Both return at once."""
+
+    def told(self, told: Told) -> None: ...
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None: ...
+
+
 class SoloLine:
     """The line of a trial that is all there is: nobody is asked, and what is written is shown in the UI."""
 
-    def __init__(self, plan: TrialPlan, stop: threading.Event) -> None:
+    def __init__(self, plan: TrialPlan, stop: threading.Event, hearer: Hearer | None = None) -> None:
         self.stop = stop
         self.reads_journal = False
         self.process = trial_process
         self._plan = plan
         self._bulletin = Bulletin(plan.trial.experiment)
+        self._hearer = hearer
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         del tell
 
     def told(self, report: StepReport, *, asks: bool) -> None:
-        del report, asks
+        if self._hearer is not None:
+            self._hearer.told(Told(self._plan.trial.trial, report, asks))
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        del events
+        if self._hearer is not None:
+            self._hearer.wrote(events, experiment)
         trial = experiment.trial(self._plan.trial.trial)
         self._bulletin.post(trial_markdown(experiment, trial, self._plan.target.uri))
 
