@@ -45,7 +45,7 @@ class Place:
     @property
     def uri(self) -> str:
         """Where it is."""
-        return f"{self.target}/{self.experiment}"
+        return _within(self.target, self.experiment)
 
     @property
     def resource(self) -> Mapping[str, str]:
@@ -73,7 +73,7 @@ class Place:
 
     def best_of(self, source: str) -> str:
         """Return that of another experiment: `name` on the same target, or `target/name`."""
-        return f"{_plain(source)}/best" if "/" in source else f"{self.target}/{source}/best"
+        return f"{_plain(source) if '/' in source else _within(self.target, source)}/best"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,14 @@ def referenced(asset: Asset) -> Notice:
     return Notice("prefect.asset.referenced", AssetContext.asset_as_resource(asset))
 
 
+def _within(target: str, experiment: str) -> str:
+    return f"{target if target.endswith('/') else f'{target}/'}{experiment}"
+
+
 def _plain(uri: str) -> str:
-    place = uri.partition("?")[0].partition("#")[0].rstrip("/")
+    place = uri.partition("?")[0].partition("#")[0]
     scheme, separator, rest = place.partition("://")
+    rest = rest.rstrip("/") or rest
     authority, slash, path = rest.partition("/")
     user, at, host = authority.rpartition("@")
     return f"{scheme}{separator}{user.partition(':')[0]}{at}{host}{slash}{path}"
