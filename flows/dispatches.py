@@ -97,7 +97,7 @@ class Dispatches:
         self._count(was, trial)
         for index, news in enumerate(news_of(event, after.name, was, trial)):
             self._look_after(news, trial, now)
-            if news.is_urgent or self._allowance.take(now):
+            if news.is_urgent or self._allowance.take(_cost(news), now):
                 yield self._notice(news, self._id_of(event, index))
                 yield from self._made(news, trial)
             else:
@@ -202,6 +202,11 @@ def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | N
     found = [Budget("training-time", each.time.total_seconds()) for each in stoppers if isinstance(each, TimeBudget)]
     found += [] if time is None else [Budget("time", time.total_seconds())]
     return [*found, *([] if most is None else [Budget("trials", most)])]
+
+
+def _cost(news: TrialNews) -> int:
+    """With the materialization that follows."""
+    return 2 if isinstance(news, CheckpointCommitted | TrialExploited) else 1
 
 
 def _counts(experiment: Experiment) -> Mapping[str, int]:

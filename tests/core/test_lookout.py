@@ -106,7 +106,8 @@ def test_patience_grows_with_what_was_seen() -> None:
 
 def test_an_allowance_is_spent_at_once_and_comes_back_with_time() -> None:
     allowance = Allowance(3, 2)
-    assert [allowance.take(10.0) for _ in range(4)] == [True, True, True, False]
-    assert [allowance.take(10.5), allowance.take(10.6)] == [True, False]
-    assert [allowance.take(1000.0) for _ in range(4)] == [True, True, True, False]
-    assert allowance.take(999.0) is False  # time never goes back
+    assert [allowance.take(1, 10.0) for _ in range(4)] == [True, True, True, False]
+    assert [allowance.take(1, 10.5), allowance.take(1, 10.6)] == [True, False]
+    assert [allowance.take(1, 1000.0) for _ in range(4)] == [True, True, True, False]
+    assert allowance.take(1, 999.0) is False  # time never goes back
+    assert [allowance.take(2, 1000.5), allowance.take(2, 1001.0)] == [False, True]

@@ -110,7 +110,8 @@ def upstream(notice: Notice) -> list[str]:
             "abfss://container@account.dfs.core.windows.net/runs/first",
         ),
         ("file:///data/runs", "file:///data/runs/first"),
-        ("memory://", "memory:/first"),
+        ("file:///", "file:///first"),
+        ("memory://", "memory://first"),
     ],
 )
 def test_an_experiment_is_named_by_its_place_without_secrets(uri: str, named: str) -> None:

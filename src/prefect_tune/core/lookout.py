@@ -184,11 +184,11 @@ class Allowance:
     def __post_init__(self) -> None:
         self._left = self.most
 
-    def take(self, now: float) -> bool:
-        """Return whether one more may be told now, and count it if so."""
+    def take(self, count: int, now: float) -> bool:
+        """Return whether `count` more may be told now, and count them if so."""
         self._left = min(self.most, self._left + max(0.0, now - self._at) * self.per_second)
-        self._at = now
-        if self._left < 1:
+        self._at = max(self._at, now)
+        if self._left < count:
             return False
-        self._left -= 1
+        self._left -= count
         return True

@@ -377,8 +377,9 @@ def _put_aside(event: Quarantined, before: Trial | None) -> TrialNews:
 
 
 def short(text: str) -> str:
-    """Return the text, or the beginning of one that is long."""
-    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
+    """Return the first line of a text, or the beginning of one that is long: not all of a traceback."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= _TEXT else f"{line[: _TEXT - 1]}…"
 
 
 def few(metrics: Metrics) -> Metrics:
