@@ -1,4 +1,4 @@
-"""Everybody who listens to a search: callbacks, progress, the report, and whoever keeps the curves of its results."""
+"""Everybody who listens to a search: callbacks, progress, events, the report, and who keeps its curves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from datetime import timedelta
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.curves import Curves
-from prefect_tune.core.errors import Superseded, TuneError
+from prefect_tune.core.errors import TuneError
 from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.flows.callbacks import Callbacks
+from prefect_tune.flows.dispatches import Subject
+from prefect_tune.flows.herald import Herald, heralded
 from prefect_tune.flows.listening import Listener, Listeners
 from prefect_tune.flows.progress import progress
-from prefect_tune.flows.reporter import Reporter
+from prefect_tune.flows.reporter import Reporter, reported
 from prefect_tune.tasks import line
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.results import publish_results
@@ -27,7 +29,6 @@ from prefect_tune.terminal.watch import Outlook
 __all__ = ["Audience"]
 
 _PATIENCE = timedelta(seconds=30)
-_PATIENCE_OF_REPORT = timedelta(seconds=10)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 _MOST_REPORTS = 300_000
 
@@ -43,11 +44,13 @@ class Audience:
         outlook: Outlook,
         *,
         in_terminal: bool,
+        news: Subject,
     ) -> None:
         self._target = target
         self._outlook = outlook
         self._in_terminal = in_terminal
         self._search = search
+        self._news = news
         self._callbacks = callbacks
 
     @contextmanager
@@ -59,17 +62,16 @@ class Audience:
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
         keeper = _CurveKeeper(book.experiment)
         callbacks.start(book.experiment)
-        reporter = Reporter(self._target, book.experiment, self._outlook, log)
         try:
-            with progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen:
-                yield Listeners([keeper, callbacks, seen, reporter])
+            with (
+                reported(Reporter(self._target, book.experiment, self._outlook, log), stop) as reporter,
+                heralded(Herald(self._news, book.experiment, log), stop) as herald,
+                progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
+            ):
+                yield Listeners([keeper, callbacks, herald, seen, reporter])
             if not stop.is_set():
                 self._publish(book.experiment, keeper.curves, log)
-        except Superseded:
-            reporter.leave()
-            raise
         finally:
-            reporter.close(book.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE_OF_REPORT)
             callbacks.end(book.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
 
     def _publish(self, experiment: Experiment, curves: Curves | None, log: Log) -> None:

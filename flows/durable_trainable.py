@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, assert_never
@@ -14,7 +15,7 @@ from prefect.runtime import flow_run
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.checkpoint import Checkpoint
 from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.errors import InvalidInput, Superseded, TrialFailed
+from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.experiment_stoppers import of_experiment
@@ -25,9 +26,13 @@ from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.flows.agreement import require_goes_on
+from prefect_tune.flows.assets import Place
+from prefect_tune.flows.dispatches import Subject
+from prefect_tune.flows.herald import Herald, heralded, this_run
 from prefect_tune.flows.limits import has_had_enough, require_possible
+from prefect_tune.flows.listening import Listeners, SoloListener
 from prefect_tune.flows.own_server import flow_with_server
-from prefect_tune.flows.reporter import Reporter
+from prefect_tune.flows.reporter import Reporter, reported
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
 from prefect_tune.flows.resuming import read_known
 from prefect_tune.tasks import restore_experiment_state, run_trial
@@ -43,9 +48,6 @@ from prefect_tune.terminal.watch import Outlook
 __all__ = ["TrialResult", "durable_trainable"]
 
 _TRIAL = "trial"
-_PATIENCE = timedelta(seconds=10)
-"""How long the end waits for the last of the report; a run that is told to stop has less time."""
-_PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 
 
 @dataclass(frozen=True)
@@ -139,18 +141,18 @@ def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, poli
         check_target(plan.target)
         known = _require_one_training(plan)
         state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp(), unseen(known))
+        herald = Herald(_subject(plan), known.experiment, get_run_logger())
+        herald.opened(state)
         outlook = Outlook(state.name, trial_count=1, step_count=stopper.step_count)
         reporter = Reporter(plan.target, state, outlook, get_run_logger())
-        try:
-            state = _ready(plan, state, config, stopper, policy)
+        news = SoloListener(Listeners([herald, reporter]), state)
+        with reported(reporter, stop):
+            state = _ready(plan, news, state, config, stopper, policy)
             _say_where_it_stands(plan, state)
-            while state.trial(_TRIAL).status is Status.PENDING and not stop.is_set():
-                state = _attempt(plan, state, policy, SoloLine(plan, stop, reporter))
-        except Superseded:
-            reporter.leave()
-            raise
-        finally:
-            reporter.close(state, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+            is_done = state.trial(_TRIAL).status is Status.FINISHED
+            with nullcontext() if is_done else heralded(herald, stop):
+                while state.trial(_TRIAL).status is Status.PENDING and not stop.is_set():
+                    state = _attempt(plan, news, state, policy, stop)
         return state
 
     trial = interruptible(attempts, grace=plan.grace).trial(_TRIAL)
@@ -173,43 +175,50 @@ def _require_one_training(plan: TrialPlan) -> Loaded:
     return known
 
 
-def _attempt(plan: TrialPlan, state: Experiment, policy: FailurePolicy, line: SoloLine) -> Experiment:
+def _attempt(
+    plan: TrialPlan, news: SoloListener, state: Experiment, policy: FailurePolicy, stop: threading.Event
+) -> Experiment:
     """Run one attempt, then decide what its end means."""
-    attempt = run_trial(plan, Orders(epoch=state.epoch), line)
+    attempt = run_trial(plan, Orders(epoch=state.epoch), SoloLine(plan, stop, news))
     outcome, after = attempt.outcome, attempt.experiment
     if not isinstance(outcome, Failed):
         return after
     get_run_logger().warning("attempt %d: %s: %s", after.trial(_TRIAL).attempt, outcome.cause, outcome.message)
-    return _judge(plan, after, outcome.cause, policy)
+    return _judge(plan, news, after, outcome.cause, policy)
 
 
-def _judge(plan: TrialPlan, state: Experiment, cause: Cause, policy: FailurePolicy) -> Experiment:
+def _judge(plan: TrialPlan, news: SoloListener, state: Experiment, cause: Cause, policy: FailurePolicy) -> Experiment:
     match verdict(state.trial(_TRIAL), cause, policy):
         case TryAgain() | Resumable():
             return state
         case Quarantine(sequence=sequence, reason=reason):
             get_run_logger().error("a checkpoint is put aside: %s", reason)
-            return _write(plan, state, Quarantined(trial=_TRIAL, sequence=sequence, reason=reason, kills=True))
+            return _write(plan, news, state, Quarantined(trial=_TRIAL, sequence=sequence, reason=reason, kills=True))
         case GiveUp(message=message):
-            return _write(plan, state, GaveUp(trial=_TRIAL, cause=cause, message=message))
+            return _write(plan, news, state, GaveUp(trial=_TRIAL, cause=cause, message=message))
         case never:
             assert_never(never)
 
 
 def _ready(
-    plan: TrialPlan, state: Experiment, config: Mapping[str, object], stopper: Stopper, policy: FailurePolicy
+    plan: TrialPlan,
+    news: SoloListener,
+    state: Experiment,
+    config: Mapping[str, object],
+    stopper: Stopper,
+    policy: FailurePolicy,
 ) -> Experiment:
     """Bring the trial into a state in which it can be started, or that is final. A fresh start is the empty case."""
     trial = state.trials.get(_TRIAL)
     if trial is None:
-        return _write(plan, state, TrialAdded(trial=_TRIAL, config=config, fingerprint=plan.fingerprint))
+        return _write(plan, news, state, TrialAdded(trial=_TRIAL, config=config, fingerprint=plan.fingerprint))
     _require_same(plan, trial, config)
     if trial.status is Status.ERRORED:
-        return _write(plan, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
+        return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
     if trial.status is Status.FINISHED and not has_had_enough(plan, trial, stopper):
-        return _write(plan, state, Requeued(trial=_TRIAL, reason=f"extended beyond step {trial.step}"))
+        return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"extended beyond step {trial.step}"))
     if trial.status is Status.PENDING and trial.cause is not None:
-        return _judge(plan, state, trial.cause, policy)
+        return _judge(plan, news, state, trial.cause, policy)
     return state
 
 
@@ -228,8 +237,15 @@ def _require_same(plan: TrialPlan, trial: Trial, config: Mapping[str, object]) -
         )
 
 
-def _write(plan: TrialPlan, state: Experiment, event: Event) -> Experiment:
-    return write_entry(plan.target, state, [event])
+def _write(plan: TrialPlan, news: SoloListener, state: Experiment, event: Event) -> Experiment:
+    after = write_entry(plan.target, state, [event])
+    news.wrote([event], after)
+    return after
+
+
+def _subject(plan: TrialPlan) -> Subject:
+    place = Place(plan.target.uri, plan.trial.experiment)
+    return Subject(place, sync_period=plan.sync.sync_period, run=this_run())
 
 
 def _say_where_it_stands(plan: TrialPlan, state: Experiment) -> None:

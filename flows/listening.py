@@ -9,7 +9,7 @@ from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.tasks.line import Told
 
-__all__ = ["Listener", "Listeners"]
+__all__ = ["Listener", "Listeners", "SoloListener"]
 
 
 class Listener(Protocol):
@@ -45,3 +45,20 @@ class Listeners:
     def wrote(self, experiment: Experiment) -> None:
         for each in self._listeners:
             each.wrote(experiment)
+
+
+class SoloListener:
+    """Has a listener hear what the only trial of an experiment tells, and the flow around it."""
+
+    def __init__(self, listener: Listener, experiment: Experiment) -> None:
+        self._listener = listener
+        self._experiment = experiment
+
+    def told(self, told: Told) -> None:
+        self._listener.told(told, self._experiment)
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        self._experiment = experiment
+        for each in events:
+            self._listener.happened(each, experiment)
+        self._listener.wrote(experiment)

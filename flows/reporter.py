@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 from prefect.utilities.urls import url_for
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.errors import TuneError
+from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.events import Event, Owner
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import entries_beyond
@@ -27,9 +28,11 @@ from prefect_tune.tasks.transient import retrying
 from prefect_tune.tasks.trial_channel import Log
 from prefect_tune.terminal.watch import Outlook, share_of_trial, share_of_trials
 
-__all__ = ["Reporter", "link_to"]
+__all__ = ["Reporter", "link_to", "reported"]
 
 _TIMEOUT = timedelta(minutes=5)
+_PATIENCE = timedelta(seconds=10)
+_PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 _LONGEST_HISTORY = 20_000
 """Entries. Of a longer journal what came before this run is not read: it would take a minute of a processor."""
 _MOST_EARLY = 100_000
@@ -67,23 +70,19 @@ class Reporter:
                 self._experiment = experiment
         self._bulletin.stir()
 
-    def saw(self, trial: str, report: StepReport) -> None:
-        """Hear of a step as soon as it is trained."""
-        self._note(line.Told(trial, report, asks=False), None)
-
-    def close(self, experiment: Experiment, patience: timedelta) -> None:
+    def close(self, patience: timedelta) -> None:
         """Show how it stands in the end, within so long."""
-        self.wrote(experiment)
+        self._bulletin.stir()
         self._bulletin.close(patience)
 
     def leave(self) -> None:
         """Show nothing more: the experiment is somebody else's now, and so is its report."""
         self._bulletin.leave()
 
-    def _note(self, news: Event | line.Told, experiment: Experiment | None) -> None:
+    def _note(self, news: Event | line.Told, experiment: Experiment) -> None:
         now = datetime.now(UTC)
         with self._guard:
-            self._experiment = experiment or self._experiment
+            self._experiment = experiment
             if self._early is not None and len(self._early) < _MOST_EARLY:
                 self._early.append((news, now))
             else:
@@ -175,6 +174,18 @@ class Reporter:
         share = round(100 * share_of_trial(trial, report, self._outlook), 1)
         key = artifact_key("progress", experiment.name, name)
         return Sheet(key, "progress", share, said, owner.task_run if owner else None)
+
+
+@contextmanager
+def reported(reporter: Reporter, stop: threading.Event) -> Iterator[Reporter]:
+    """Lend the reporter of a run, which has some time at the end to show how it ended; less where it is to stop."""
+    try:
+        yield reporter
+    except Superseded:
+        reporter.leave()
+        raise
+    finally:
+        reporter.close(_PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
 
 
 def _metrics_of(experiment: Experiment) -> Sequence[str]:

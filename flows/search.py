@@ -31,12 +31,15 @@ from prefect_tune.core.search.search import Search
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.flows.agreement import require_code, require_same, say_code, settings_today
 from prefect_tune.flows.asked import Asked, space_of
+from prefect_tune.flows.assets import Place
 from prefect_tune.flows.audience import Audience
 from prefect_tune.flows.callbacks import callbacks_for
 from prefect_tune.flows.council import Council
 from prefect_tune.flows.crew import Crew, LocalCrew
+from prefect_tune.flows.dispatches import Subject, budgets_of
 from prefect_tune.flows.driver import Driver
 from prefect_tune.flows.elsewhere import OnDeployment, OnTaskRunner
+from prefect_tune.flows.herald import this_run
 from prefect_tune.flows.lessons import lessons_known, new_lessons, source_names
 from prefect_tune.flows.limits import Limits, has_had_enough, require_possible
 from prefect_tune.flows.remote_crew import RemoteCrew
@@ -77,8 +80,9 @@ def searched(asked: Asked, known: Loaded | None = None) -> Results:
         plan.target,
         SearchInfo(name, plan.target.uri, objective),
         callbacks_for(asked.callbacks),
-        _outlook(asked, name, objective, stopper),
+        outlook := _outlook(asked, name, objective, stopper),
         in_terminal=asked.isolation == "process",  # elsewhere the terminal is the debugger's
+        news=_subject(plan, outlook, whole),
     )
 
     known = require_presence(plan.target, name, resuming(asked.resume), known)
@@ -179,6 +183,12 @@ def _outlook(asked: Asked, experiment: str, objective: Objective | None, stopper
         step_count=stopper.step_count,
         time=None if budget is None else timedelta(seconds=budget),
     )
+
+
+def _subject(plan: TrialPlan, outlook: Outlook, stopper: Stopper) -> Subject:
+    budgets = budgets_of(stopper, time=outlook.time, trial_count=outlook.trial_count)
+    place = Place(plan.target.uri, plan.trial.experiment)
+    return Subject(place, outlook.objective, budgets, plan.sync.sync_period, this_run())
 
 
 def _begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:

@@ -17,7 +17,7 @@ from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.trial_channel import TrialChannel, trial_process
 from prefect_tune.tasks.trial_output import Log
 
-__all__ = ["Answer", "DirectLine", "Heard", "Line", "Onlooker", "SoloLine", "Told", "Wrote"]
+__all__ = ["Answer", "DirectLine", "Heard", "Hearer", "Line", "SoloLine", "Told", "Wrote"]
 
 Answer: TypeAlias = GoOn | Leave
 
@@ -114,38 +114,32 @@ class DirectLine:
         """Nothing to let go of."""
 
 
-class Onlooker(Protocol):
-    """Who sees a trial that is all there is. Never blocks."""
+class Hearer(Protocol):
+    """Who listens to a trial that is all there is. Both return at once."""
 
-    def happened(self, event: Event, experiment: Experiment) -> None:
-        """Hear of something that was written, and the state after it."""
-        ...
+    def told(self, told: Told) -> None: ...
 
-    def saw(self, trial: str, report: StepReport) -> None:
-        """Hear of a step as soon as it is trained."""
-        ...
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None: ...
 
 
 class SoloLine:
     """The line of a trial that is all there is: nobody is asked, and somebody looks on."""
 
-    def __init__(self, plan: TrialPlan, stop: threading.Event, onlooker: Onlooker) -> None:
+    def __init__(self, plan: TrialPlan, stop: threading.Event, hearer: Hearer) -> None:
         self.stop = stop
         self.reads_journal = False
         self.process = trial_process
         self._trial = plan.trial.trial
-        self._onlooker = onlooker
+        self._hearer = hearer
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         del tell
 
     def told(self, report: StepReport, *, asks: bool) -> None:
-        del asks
-        self._onlooker.saw(self._trial, report)
+        self._hearer.told(Told(self._trial, report, asks))
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        for event in events:
-            self._onlooker.happened(event, experiment)
+        self._hearer.wrote(events, experiment)
 
     def close(self) -> None:
         """Nothing to let go of."""

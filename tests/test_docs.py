@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection
+from datetime import timedelta
 from inspect import signature
 from pathlib import Path
 from typing import get_args
@@ -26,9 +27,12 @@ from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search import space_json
+from prefect_tune.flows.automations import uninstall_automations
 from prefect_tune.flows.request import stopper_for
+from prefect_tune.flows.shipped import shipped
 from prefect_tune.flows.tune import tune
 from tests.fakes.checkpoints import files_in, write
+from tests.fakes.event_table import events_table
 from tests.fakes.experiments import write_experiment
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 
@@ -44,6 +48,8 @@ RESULTS = ROOT / "docs" / "results.md"
 CLI = ROOT / "docs" / "cli.md"
 SEARCHES = ROOT / "docs" / "searches.md"
 INTEGRATIONS = ROOT / "docs" / "integrations.md"
+EVENTS = ROOT / "docs" / "events.md"
+AUTOMATIONS = ROOT / "docs" / "automations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
 MAINTAIN = ROOT / "docs" / "maintain.md"
 TESTED = {
@@ -65,6 +71,7 @@ TESTED = {
     RECIPES / "spot-instances.md": {"python", "yaml"},
     RECIPES / "dask.md": {"python", "bash"},
     RECIPES / "ray.md": {"python"},
+    AUTOMATIONS: {"python"},
 }
 UNTESTED = {
     (START, "text"): "what a command prints",
@@ -111,6 +118,21 @@ def test_the_pages_on_searches_and_results_work_from_top_to_bottom(
 ) -> None:
     done = run_blocks(blocks_of(page), tmp_path, {"PREFECT_API_URL": prefect_server})
     assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_automations_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    done = run_blocks(blocks_of(AUTOMATIONS), tmp_path, {"PREFECT_API_URL": prefect_server})
+    uninstall_automations()
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_page_on_automations_names_each() -> None:
+    named = re.findall(r"^\| `(prefect-tune: [^`]*)`", AUTOMATIONS.read_text(), re.MULTILINE)
+    assert named == list(shipped(timedelta(seconds=90)))
+
+
+def test_the_page_on_events_has_every_event_with_all_that_it_says() -> None:
+    assert events_table() in EVENTS.read_text()
 
 
 def test_the_page_on_results_names_every_hook_and_every_logger() -> None:

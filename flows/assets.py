@@ -1,0 +1,123 @@
+"""Checkpoints as Prefect's assets: a trial's checkpoints are one, the experiment's best model is another.
+
+A commit is a materialization. It is told by the event that Prefect tells one by, without a task run for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from prefect.assets import Asset, AssetProperties
+from prefect.context import AssetContext
+from pydantic import ValidationError
+
+__all__ = ["Materialized", "Notice", "Place", "asset_of", "referenced"]
+
+_BY = "prefect-tune"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """An event to be emitted."""
+
+    event: str
+    resource: Mapping[str, str]
+    related: Sequence[Mapping[str, str]] = ()
+    payload: Mapping[str, object] = field(default_factory=dict)
+    identity: UUID | None = None
+    """Where it could be told twice: two with the same identity are one event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An experiment, and how events and assets name it and what is in it: always alike, and without secrets."""
+
+    target_uri: str
+    experiment: str
+
+    @property
+    def target(self) -> str:
+        """The target's URI, without the options and the password that it may carry."""
+        return _plain(self.target_uri)
+
+    @property
+    def uri(self) -> str:
+        """Where it is."""
+        return _within(self.target, self.experiment)
+
+    @property
+    def resource(self) -> Mapping[str, str]:
+        """The experiment, as a resource of events."""
+        return {"prefect.resource.id": f"prefect-tune.experiment.{self.uri}", "prefect.resource.name": self.experiment}
+
+    def trial_resource(self, trial: str) -> Mapping[str, str]:
+        """Return a trial of it, as a resource of events."""
+        name = f"{self.experiment}/{trial}"
+        return {"prefect.resource.id": f"prefect-tune.trial.{self.uri}/{trial}", "prefect.resource.name": name}
+
+    @property
+    def related(self) -> Mapping[str, str]:
+        """The experiment, as what is related to an event of a trial."""
+        return {**self.resource, "prefect.resource.role": "experiment"}
+
+    def checkpoints(self, trial: str) -> str:
+        """Return where the checkpoints of a trial lie: the key of their asset."""
+        return f"{self.uri}/trials/{trial}/checkpoints"
+
+    @property
+    def best(self) -> str:
+        """The key of the asset that the best model is: a name, and no folder."""
+        return f"{self.uri}/best"
+
+    def best_of(self, source: str) -> str:
+        """Return that of another experiment: `name` on the same target, or `target/name`."""
+        return f"{_plain(source) if '/' in source else _within(self.target, source)}/best"
+
+
+@dataclass(frozen=True, slots=True)
+class Materialized:
+    """An asset has new content."""
+
+    asset: Asset
+    upstream: Sequence[Asset]
+    """What it was made from."""
+    metadata: Mapping[str, object]
+
+    def notice(self) -> Notice:
+        """Return the event, as Prefect's own materializing tasks emit it."""
+        made_from = [AssetContext.asset_as_related(each) for each in self.upstream]
+        return Notice(
+            "prefect.asset.materialization.succeeded",
+            AssetContext.asset_as_resource(self.asset),
+            [*made_from, AssetContext.related_materialized_by(_BY)],
+            self.metadata,
+        )
+
+
+def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:
+    """Return the asset with this key; None where Prefect takes no such key, for a blank in it or its length."""
+    properties = AssetProperties(name=name, description=description) if name else None
+    try:
+        return Asset(key=key, properties=properties)
+    except ValidationError:
+        return None
+
+
+def referenced(asset: Asset) -> Notice:
+    """Return the event by which Prefect takes note of an asset that others are made from."""
+    return Notice("prefect.asset.referenced", AssetContext.asset_as_resource(asset))
+
+
+def _within(target: str, experiment: str) -> str:
+    return f"{target if target.endswith('/') else f'{target}/'}{experiment}"
+
+
+def _plain(uri: str) -> str:
+    place = uri.partition("?")[0].partition("#")[0]
+    scheme, separator, rest = place.partition("://")
+    rest = rest.rstrip("/") or rest
+    authority, slash, path = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    return f"{scheme}{separator}{user.partition(':')[0]}{at}{host}{slash}{path}"

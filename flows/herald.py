@@ -1,0 +1,179 @@
+"""Tells Prefect's events of an experiment: off the path on which anything trains or is decided, and best effort.
+
+The journal is the truth, and events are news of it: where the Prefect API is away for long, or a process dies, some
+are never told. Each is told once in a run, by the run that owns the experiment; what was journaled before it began is
+no news. `prefect_tune.core.news` is what there is to tell.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+from uuid import UUID
+
+from prefect.events import emit_event
+from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
+
+from prefect_tune.core.errors import Superseded
+from prefect_tune.core.events import AttemptEnded, Cause, Event
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.news import ExperimentFailed, ExperimentSuperseded, News, short
+from prefect_tune.core.trial import Status
+from prefect_tune.flows.assets import Notice
+from prefect_tune.flows.dispatches import Dispatches, Subject
+from prefect_tune.tasks.line import Told
+from prefect_tune.tasks.trial_channel import Log
+
+__all__ = ["Herald", "emit", "heralded", "this_run"]
+
+_MOST_WAITING = 10_000
+_LOOK_EVERY = timedelta(seconds=1)
+_PATIENCE = timedelta(seconds=5)
+
+Emit: TypeAlias = Callable[[Notice], None]
+
+
+def emit(notice: Notice) -> None:
+    """Give an event to Prefect's own thread, which sends it when it can; without an API there is nobody to tell."""
+    if get_current_settings().api.url is None:
+        return
+    emit_event(
+        notice.event,
+        resource=dict(notice.resource),
+        related=[dict(each) for each in notice.related],
+        payload=dict(notice.payload),
+        id=notice.identity,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Happened:
+    event: Event
+    before: Experiment
+    after: Experiment
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    ending: News | None
+    reason: str
+
+
+class Herald:
+    """A listener whose methods return at once; a thread of its own tells what they heard, in the flow's context."""
+
+    def __init__(self, subject: Subject, experiment: Experiment, log: Log, emit: Emit = emit) -> None:
+        """Args: experiment: as this run finds it, before it has written anything."""
+        self._experiment = experiment
+        self._log = log
+        self._emit = emit
+        self._items: queue.SimpleQueue[_Happened | _Over] = queue.SimpleQueue()
+        self._dispatches = Dispatches(subject, experiment, time.monotonic())
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="herald", daemon=True)
+
+    @property
+    def experiment(self) -> Experiment:
+        """As it was heard of last."""
+        return self._experiment
+
+    def start(self) -> None:
+        """Begin to tell."""
+        self._thread.start()
+
+    def opened(self, experiment: Experiment) -> None:
+        """Hear of what became of the attempts that an earlier owner left running."""
+        before, self._experiment = self._experiment, experiment
+        for trial in experiment.trials.values():
+            was = before.trials.get(trial.trial)
+            if was is not None and was.status is Status.RUNNING and trial.status is Status.PENDING:
+                cause = trial.cause or Cause.MACHINE
+                ended = AttemptEnded(trial=trial.trial, cause=cause, message=trial.reason)
+                self._put(_Happened(ended, before, experiment))
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        before, self._experiment = self._experiment, experiment
+        self._dispatches.lookout.happened(time.monotonic())
+        self._put(_Happened(event, before, experiment))
+
+    def told(self, told: Told, experiment: Experiment) -> None:
+        del experiment
+        self._dispatches.lookout.reported(told.trial, told.report.step, time.monotonic())
+
+    def wrote(self, experiment: Experiment) -> None:
+        del experiment
+        self._dispatches.lookout.wrote()
+
+    def end(self, ending: News | None, reason: str) -> None:
+        """Tell what is left, and how it ended; who cannot be told within 5 s is not."""
+        self._items.put(_Over(ending, reason))
+        self._thread.join(_PATIENCE.total_seconds())
+
+    def _put(self, happened: _Happened) -> None:
+        if self._items.qsize() < _MOST_WAITING:
+            self._items.put(happened)
+
+    # -------------------------------------------------------------------------------------- the thread's own
+
+    def _run(self) -> None:
+        self._tell(self._dispatches.begun(self._experiment))
+        looked_at = time.monotonic()
+        while True:
+            item, now = self._next(), time.monotonic()
+            match item:
+                case _Happened(event=event, before=before, after=after):
+                    self._tell(self._dispatches.heard(event, before, after, now))
+                case _Over(ending=ending, reason=reason):
+                    self._tell(self._dispatches.over(ending, self._experiment, reason))
+                    return
+                case None:
+                    pass
+            if now - looked_at >= _LOOK_EVERY.total_seconds():
+                looked_at = now
+                self._tell(self._dispatches.looked(now))
+
+    def _next(self) -> _Happened | _Over | None:
+        try:
+            return self._items.get(timeout=_LOOK_EVERY.total_seconds())
+        except queue.Empty:
+            return None
+
+    def _tell(self, notices: Iterable[Notice]) -> None:
+        try:
+            for each in notices:
+                self._emit(each)
+        except Exception:  # noqa: BLE001  whatever it is, no training ends for news
+            self._log.exception("an event of this experiment is not told")
+
+
+@contextmanager
+def heralded(herald: Herald, stop: threading.Event) -> Iterator[Herald]:
+    """Lend the herald of a run, which tells at the end how the run ended.
+
+    Args:
+        herald: one that has not started.
+        stop: set where the run was asked to end before its time.
+    """
+    herald.start()
+    try:
+        yield herald
+    except Superseded as error:
+        herald.end(ExperimentSuperseded(message=short(str(error))), "")
+        raise
+    except BaseException as error:
+        herald.end(ExperimentFailed(message=short(f"{type(error).__name__}: {error}")), "")
+        raise
+    else:
+        herald.end(None, herald.experiment.ends or ("asked to stop" if stop.is_set() else ""))
+
+
+def this_run() -> UUID | None:
+    """Return the flow run that this is, if it is one."""
+    return UUID(flow_run.id) if flow_run.id else None

@@ -1,0 +1,76 @@
+"""What checkpoints were made from, as Prefect shows it: other trials' checkpoints, other experiments' models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from prefect.assets import Asset
+from prefect.context import AssetContext
+
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.news import BestImproved, CheckpointCommitted, TrialNews, key_of
+from prefect_tune.core.trial import Trial, newest_checkpoint
+from prefect_tune.flows.assets import Materialized, Notice, Place, asset_of, referenced
+
+__all__ = ["Lineage"]
+
+_MOST_SOURCES = 20
+_OF_A_TRIAL = "The checkpoints of one trial; each commit is a materialization."
+_OF_AN_EXPERIMENT = "The best model of an experiment; each better one is a materialization."
+
+
+class Lineage:
+    """The assets of one experiment. Where Prefect takes no key of its place, there are none."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._exploited: dict[str, str] = {}
+        self._known: set[str] = set()
+        self.is_possible = asset_of(place.best) is not None
+        """Whether the target's URI can be the key of an asset."""
+
+    def committed(self, news: CheckpointCommitted) -> Iterator[Notice]:
+        """Return the events of a commit."""
+        source = self._exploited.get(news.trial)
+        upstream = [self._place.checkpoints(source)] if source else []
+        yield from self._of_trial(news.trial, news.payload() | {"exploited": source}, upstream)
+
+    def exploited(self, trial: Trial, source: str) -> Iterator[Notice]:
+        """Return the events of a clone, which is a new checkpoint of the trial, made from another one's."""
+        self._exploited[trial.trial] = source
+        if (clone := newest_checkpoint(trial)) is None:
+            return
+        key = key_of(self._place.experiment, trial.trial, clone)
+        metadata = {"step": clone.step, "manifest": key.manifest_path, "exploited": source}
+        yield from self._of_trial(trial.trial, metadata, [self._place.checkpoints(source)])
+
+    def related(self, news: TrialNews) -> Sequence[Mapping[str, str]]:
+        """Return the asset that news of a trial are about, as what is related to its event."""
+        asset = asset_of(self._place.checkpoints(news.trial)) if isinstance(news, CheckpointCommitted) else None
+        return [AssetContext.asset_as_related(asset)] if asset else []
+
+    def best(self, news: BestImproved, experiment: Experiment) -> Iterator[Notice]:
+        """Return the events of a better model that is saved: made by a trial, by what its search has learned from."""
+        if news.manifest is None:
+            return
+        sources = [*islice(experiment.learned, _MOST_SOURCES)]
+        origin = experiment.origin.experiment if experiment.origin else None
+        upstream = [self._place.best_of(each) for each in (*([origin] if origin else []), *sources)]
+        metadata = {**news.payload(), "warm_start": sources, "forked_from": origin}
+        best = asset_of(self._place.best, f"{self._place.experiment}: best model", _OF_AN_EXPERIMENT)
+        yield from self._made(best, [self._place.checkpoints(news.trial), *upstream], metadata)
+
+    def _of_trial(self, trial: str, metadata: Mapping[str, object], upstream: Sequence[str]) -> Iterator[Notice]:
+        name = f"{self._place.experiment}/{trial}: checkpoints"
+        yield from self._made(asset_of(self._place.checkpoints(trial), name, _OF_A_TRIAL), upstream, metadata)
+
+    def _made(self, asset: Asset | None, upstream: Sequence[str], metadata: Mapping[str, object]) -> Iterator[Notice]:
+        if asset is None:
+            return
+        sources = [found for key in upstream if (found := asset_of(key)) is not None]
+        for source in sources:
+            if source.key not in self._known:
+                self._known.add(source.key)
+                yield referenced(source)
+        yield Materialized(asset, sources, metadata).notice()

@@ -1,0 +1,61 @@
+"""The best model of an experiment so far: the best of what was committed, and of what trials ended with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.news import BestImproved, few, key_of
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.ranking import Losses, losses_in
+from prefect_tune.core.trial import ENDED, Trial, newest_checkpoint
+from prefect_tune.core.values import Metrics
+
+__all__ = ["BestSoFar"]
+
+
+class BestSoFar:
+    """Is told what could be better; of several metrics the first decides. Without an objective nothing is better."""
+
+    def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
+        """Args: experiment: as it stands before anything is told."""
+        self._objective = objective
+        self._experiment = experiment.name
+        found = (losses for trial in experiment.trials.values() for losses in self._all_of(trial))
+        self._losses: Losses | None = min(found, default=None)
+        self.trial: str | None = None
+        """Whose model it is, where it was told of."""
+
+    def committed(self, trial: Trial) -> BestImproved | None:
+        """Return how the trial's newest checkpoint is better than all before; None where it is not."""
+        newest = newest_checkpoint(trial)
+        if newest is None or not self._improves(trial.trial, newest.metrics):
+            return None
+        manifest = key_of(self._experiment, trial.trial, newest).manifest_path
+        return self._improved(trial.trial, newest.step, newest.metrics, manifest)
+
+    def ended(self, trial: Trial) -> BestImproved | None:
+        """The same of a trial's last step, which may not be saved."""
+        if not self._improves(trial.trial, trial.metrics):
+            return None
+        return self._improved(trial.trial, trial.step, trial.metrics, None)
+
+    def _all_of(self, trial: Trial) -> Iterator[Losses]:
+        if self._objective is None:
+            return
+        told = [each.metrics for each in trial.checkpoints] + ([trial.metrics] if trial.status in ENDED else [])
+        for metrics in told:
+            if (losses := losses_in(metrics, self._objective)) is not None:
+                yield losses
+
+    def _improves(self, trial: str, metrics: Metrics) -> bool:
+        losses = None if self._objective is None else losses_in(metrics, self._objective)
+        if losses is None or (self._losses is not None and losses[0] >= self._losses[0]):
+            return False
+        self._losses, self.trial = losses, trial
+        return True
+
+    def _improved(self, trial: str, step: int, metrics: Metrics, manifest: str | None) -> BestImproved:
+        compared = () if self._objective is None else self._objective.metrics
+        first = {name: metrics[name] for name in compared}
+        return BestImproved(trial=trial, step=step, metrics=few({**first, **metrics}), manifest=manifest)

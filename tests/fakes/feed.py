@@ -1,0 +1,48 @@
+"""The event feed of a Prefect server, as its UI reads it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+__all__ = ["Feed"]
+
+_PERSISTED_SECONDS = 90.0
+_OURS = ("prefect-tune.", "prefect.asset.")
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Events about one experiment, or about anything whose resource begins so."""
+
+    api_url: str
+    about: str
+    """What a resource of each event contains."""
+
+    def read(self, *prefixes: str) -> list[dict[str, Any]]:
+        """Return the events so far, oldest first."""
+        wanted = {"event": {"prefix": list(prefixes or _OURS)}, "order": "ASC"}
+        page = httpx.post(f"{self.api_url}/events/filter", json={"filter": wanted, "limit": 50}, timeout=30).json()
+        found = list(page["events"])
+        while page.get("next_page"):
+            page = httpx.get(page["next_page"], timeout=30).json()
+            found += page["events"]
+        return [each for each in found if self._concerns(each)]
+
+    def names(self, *prefixes: str) -> list[str]:
+        return [each["event"] for each in self.read(*prefixes)]
+
+    def until(self, holds: Callable[[Sequence[dict[str, Any]]], object], *prefixes: str) -> list[dict[str, Any]]:
+        """Return the events once they are as they should be: the server writes them down every few seconds."""
+        end = time.monotonic() + _PERSISTED_SECONDS
+        while not holds(found := self.read(*prefixes)):
+            assert time.monotonic() < end, [each["event"] for each in found]
+            time.sleep(0.3)
+        return found
+
+    def _concerns(self, event: dict[str, Any]) -> bool:
+        return any(self.about in each["prefect.resource.id"] for each in (event["resource"], *event["related"]))

@@ -1,0 +1,313 @@
+"""The automations as code: installed once, by their names; that they fire; and that they bring back what was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import flow
+from prefect.automations import Automation, DoNothing, EventTrigger, SendNotification
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import InvalidInput, StoreUnavailable
+from prefect_tune.core.trial import Status
+from prefect_tune.flows.automations import automation_names, install_automations, uninstall_automations
+from prefect_tune.flows.shipped import shipped
+from prefect_tune.prefect_server import start_prefect_server
+from tests.fakes.feed import Feed
+from tests.flows.driver import until
+from tests.flows.training import trial_at
+from tests.trainables.moody import Moody
+
+CORRUPT, BEST = "prefect-tune: corrupt checkpoint", "prefect-tune: new best"
+REPOSITORY = Path(__file__).parents[2]
+POOL = "comes-back"
+
+
+def found() -> dict[str, Any]:
+    """All automations on the server, by name."""
+    with get_client(sync_client=True) as client:
+        every = client.request("POST", "/automations/filter", json={"limit": 200}).json()
+    return {each["name"]: each for each in every}
+
+
+def actions_of(name: str) -> list[str]:
+    return [each["type"] for each in found()[name]["actions"]]
+
+
+@pytest.fixture
+def clean(prefect_server: str) -> Iterator[str]:
+    uninstall_automations()
+    yield prefect_server
+    uninstall_automations()
+
+
+# --------------------------------------------------------------------------------------------------- installing
+
+
+@pytest.mark.usefixtures("clean")
+class TestInstalled:
+    """What is on the server afterwards."""
+
+    def test_all_are_installed_by_their_names_and_taken_away_again_and_nobody_elses_are_touched(self) -> None:
+        trigger = EventTrigger(expect={"prefect-tune.trial.finished"}, posture="Reactive", threshold=1)
+        own = Automation(name="prefect-tune: the user's own", trigger=trigger, actions=[DoNothing()]).create()
+        before = found()
+        assert install_automations() == automation_names()
+        assert set(found()) == {*before, *automation_names()}
+        assert set(uninstall_automations()) == set(automation_names())
+        assert uninstall_automations() == []
+        assert found() == before
+        own.delete()
+
+    def test_installing_twice_changes_nothing_and_another_window_is_brought_up_to_date(self) -> None:
+        install_automations(heartbeat_window_seconds=90)
+        first = found()
+        install_automations(heartbeat_window_seconds=90)
+        assert found() == first
+        install_automations(heartbeat_window_seconds=120)
+        changed = {name for name, each in found().items() if each["updated"] != first[name]["updated"]}
+        assert changed == {"prefect-tune: take a silent run for crashed"}
+        assert found()[changed.pop()]["trigger"]["within"] == 120
+
+    def test_one_that_was_installed_twice_at_the_same_time_is_there_once(self) -> None:
+        install_automations(names=[BEST])
+        twin = Automation.read(name=BEST)
+        Automation(**twin.model_dump(exclude={"id"})).create()
+        install_automations(names=[BEST])
+        with get_client(sync_client=True) as client:
+            assert len(client.read_automations_by_name(BEST)) == 1
+
+    def test_what_somebody_has_changed_in_the_ui_stays(self) -> None:
+        block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
+        document = block.save("tune-alerts", overwrite=True)
+        mine = Automation.read(name=install_automations(names=[BEST])[0])
+        mine.actions = [SendNotification(block_document_id=document, subject="mine", body="mine")]
+        mine.enabled = False
+        mine.update()
+        install_automations()
+        assert (found()[BEST]["actions"][0]["body"], found()[BEST]["enabled"]) == ("mine", False)
+        install_automations(notify="custom-webhook/tune-alerts")
+        assert "{{ event.payload.trial }}" in found()[BEST]["actions"][0]["body"]
+        assert actions_of("prefect-tune: start again after a crash") == ["change-flow-run-state"]
+        assert not found()[BEST]["enabled"]
+
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            ({"names": ["new best"]}, "there is no 'new best'"),
+            ({"notify": "slack-webhook/nowhere"}, "no such block"),
+            ({"run": "nothing/at-all"}, "no such deployment"),
+            ({"parameters": {"a": 1}}, "run='flow/deployment'"),
+            ({"heartbeat_window_seconds": 1}, "at least 10"),
+        ],
+    )
+    def test_what_cannot_be_installed_is_refused_before_anything_is(
+        self, options: Mapping[str, Any], complaint: str
+    ) -> None:
+        with pytest.raises(InvalidInput, match=complaint):
+            install_automations(**options)
+        assert not set(found()) & set(automation_names())
+
+
+def test_a_server_that_does_not_answer_is_said_to() -> None:
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), pytest.raises(StoreUnavailable):
+        install_automations()
+
+
+def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_its_end() -> None:
+    again, silent = list(shipped(timedelta(seconds=90)).values())[:2]
+    assert again.trigger.expect >= {"prefect.flow-run.Cancelled", "prefect.flow-run.Failed", "prefect.flow-run.Running"}
+    assert again.trigger.after == {"prefect.flow-run.Crashed"}
+    assert not again.trigger.expect & again.trigger.after
+    assert silent.trigger.expect >= {"prefect.flow-run.heartbeat", "prefect.flow-run.Suspended"}
+
+
+# ------------------------------------------------------------------------------------------------------- firing
+
+
+@flow
+def evaluate(experiment: str, trial: str) -> None:
+    """Never run: that it is to run, and with what, is all that is asked here."""
+
+
+def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(clean: str, tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path / "target"))
+    with get_client(sync_client=True) as client:
+        deployment = deployed(client, "evaluate-best")
+        told = {"experiment": "{{ event.payload.experiment }}", "trial": "{{ event.payload.trial }}"}
+        install_automations(names=[BEST], run="evaluate/evaluate-best", parameters=told)
+        install_automations(names=[CORRUPT])
+
+        train(target, 2)
+        damage(target, step=2)
+        train(target, 3)
+        pt.tune(Moody, {}, target=target, experiment="searched", metric="loss", num_samples=1, stop={"step": 1})
+
+        corrupt = Feed(clean, f"{target.uri}/alone").until(
+            lambda events: any(each["event"] == "prefect-tune.checkpoint.corrupt" for each in events), "prefect-tune."
+        )
+        assert [each["event"] for each in corrupt].count("prefect-tune.checkpoint.corrupt") == 1
+        automation = found()[CORRUPT]["id"]
+        Feed(clean, automation).until(len, "prefect.automation.action.executed")
+        until(lambda: runs_of(client, deployment), seconds=60, what=lambda: "a run of the deployment")
+    assert runs_of_parameters == {"experiment": "searched", "trial": "00000"}
+
+
+runs_of_parameters: dict[str, Any] = {}
+
+
+def deployed(client: SyncPrefectClient, name: str) -> UUID:
+    return client.create_deployment(client.create_flow(evaluate), name)
+
+
+def runs_of(client: SyncPrefectClient, deployment: UUID) -> bool:
+    runs = client.request("POST", "/flow_runs/filter", json={"deployments": {"id": {"any_": [str(deployment)]}}}).json()
+    runs_of_parameters.update(runs[0]["parameters"] if runs else {})
+    return bool(runs)
+
+
+def train(target: LocalTarget, steps: int) -> None:
+    pt.durable_trainable(
+        Moody, {}, target=target, experiment="alone", stop={"step": steps}, checkpoint=pt.Cadence(every_steps=1)
+    )
+
+
+def damage(target: LocalTarget, *, step: int) -> None:
+    (manifest,) = Path(target.path).rglob(f"{step:010d}-*/manifest.json")
+    manifest.chmod(0o644)
+    manifest.write_bytes(manifest.read_bytes()[:-2])
+
+
+# ------------------------------------------------------------------------------------------- kill -9, and back again
+
+
+@contextmanager
+def a_server(folder: Path) -> Iterator[dict[str, str]]:
+    """A whole Prefect server: the harness's evaluates no trigger on what does not happen."""
+    home = folder / "home"
+    home.mkdir()
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_SERVER_DATABASE")},
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_TUNE_WORK_POOL": POOL,
+        "PYTHONPATH": str(REPOSITORY),
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    }
+    with (folder / "server.log").open("wb") as log:
+        server = start_prefect_server(environment, log)
+        try:
+            assert server.answers()
+            with temporary_settings({PREFECT_API_URL: server.url}):
+                yield environment | {"PREFECT_API_URL": server.url}
+        finally:
+            server.end()
+
+
+def prefect(environment: Mapping[str, str], *arguments: str) -> None:
+    command = [sys.executable, "-m", "prefect", *arguments]
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def a_worker(environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+class Run:
+    """A run of the deployed `durable_trainable`."""
+
+    def __init__(self, client: SyncPrefectClient, target: LocalTarget, experiment: str) -> None:
+        self._client, self._target, self._experiment = client, target, experiment
+        deployment = client.read_deployment_by_name("durable-trainable/durable-trainable")
+        parameters = {
+            "trainable": "tests.trainables.numpy_mlp:NumpyMlp",
+            "config": {"seed": 1, "step_seconds": 0.2},
+            "target": target.uri,
+            "experiment": experiment,
+            "stop": {"step": 300},
+            "checkpoint": {"every_steps": 5},
+        }
+        self.id = client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+
+    @property
+    def state(self) -> str:
+        return str(self._client.read_flow_run(self.id).state_name)
+
+    @property
+    def pid(self) -> int:
+        return int(str(self._client.read_flow_run(self.id).infrastructure_pid).rpartition(":")[2])
+
+    @property
+    def committed(self) -> int:
+        try:
+            return len(self.trial.checkpoints)
+        except (KeyError, AssertionError):
+            return 0
+
+    @property
+    def trial(self) -> Any:
+        return trial_at(self._target, self._experiment)
+
+    def until(self, what: str, holds: Callable[[], object], seconds: float = 180) -> float:
+        """Wait for it; return how long it took."""
+        began = time.monotonic()
+        until(holds, seconds=seconds, what=lambda: f"{what}: {self.state}, {self.committed} committed")
+        return time.monotonic() - began
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_what_is_killed_comes_back_once_with_its_machine_or_without(tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path / "target"))
+    with a_server(tmp_path) as environment, get_client(sync_client=True) as client:
+        prefect(environment, "work-pool", "create", POOL, "--type", "process")
+        prefect(environment, "--no-prompt", "deploy", "--all")
+        install_automations(heartbeat_window_seconds=90)
+        log = tmp_path / "worker.log"
+        with a_worker(environment, log):
+            run = Run(client, target, "crashed")
+            run.until("three commits", lambda: run.committed >= 3)
+            os.kill(run.pid, signal.SIGKILL)
+            run.until("the crash is known", lambda: run.state == "Crashed")
+            took = run.until("it runs again", lambda: run.state == "Running", 90)
+            print(f"back {took:.0f} s after the crash was known")
+            run.until("it is done", lambda: run.state == "Completed")
+            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.FINISHED, 2, 300)
+            assert run.trial.wasted_steps <= 5
+        with a_worker(environment, log) as worker:
+            run = Run(client, target, "vanished")
+            run.until("three commits", lambda: run.committed >= 3)
+            time.sleep(2)
+            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(run.pid, signal.SIGKILL)
+        with a_worker(environment, log):
+            took = run.until("it runs again", lambda: run.trial.attempt == 2, 90 + 60)
+            print(f"back {took:.0f} s after its machine was gone")
+            run.until("it is done", lambda: run.state == "Completed")
+            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.FINISHED, 2, 300)
+            assert run.trial.wasted_steps <= 5

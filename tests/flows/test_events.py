@@ -1,0 +1,168 @@
+"""The events of real runs, as a real server has them: each once, by the schema, about resources that stay the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core import news
+from prefect_tune.core.errors import TrialFailed
+from prefect_tune.core.news import News, TrialNews
+from tests.fakes.feed import Feed
+from tests.trainables.moody import Moody
+
+Events = Sequence[dict[str, Any]]
+FINISHED = "prefect-tune.experiment.finished"
+MADE = "prefect.asset.materialization.succeeded"
+KINDS = {kind.name: kind for kind in vars(news).values() if isinstance(kind, type) and "name" in vars(kind)}
+
+
+def names(events: Events) -> Counter[str]:
+    return Counter(each["event"].removeprefix("prefect-tune.") for each in events)
+
+
+def finished(times: int) -> Any:
+    return lambda events: [each["event"] for each in events].count(FINISHED) == times
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LocalTarget:
+    return LocalTarget(path=str(tmp_path_factory.mktemp("events") / "target"))
+
+
+@pytest.fixture(scope="module")
+def runs(prefect_server: str, target: LocalTarget) -> Sequence[Events]:
+    """Three trials: one that trains, one that raises at step 2, one that is killed there once; then all of it again."""
+    feed = Feed(prefect_server, f"{target.uri}/searched")
+    told: list[Events] = []
+    for run in (1, 2):
+        pt.tune(
+            Moody,
+            {"fails": pt.grid_search(["not", "raise", "kill"]), "until": f"{target.path}-killed"},
+            target=target,
+            experiment="searched",
+            metric="loss",
+            num_samples=1,
+            stop={"step": 2},
+            checkpoint=pt.Cadence(every_steps=1),
+            max_concurrent_trials=1,
+        )
+        events = feed.until(finished(run))
+        told.append(events[sum(map(len, told)) :])
+    return told
+
+
+def test_each_thing_that_happened_is_told_once(runs: Sequence[Events]) -> None:
+    told = names(runs[0])
+    better, known = told.pop("experiment.best-improved"), told.pop("prefect.asset.referenced")
+    assert told == {
+        "experiment.started": 1,
+        "trial.started": 3,
+        "trial.attempt-ended": 2,
+        "trial.restored": 1,
+        "trial.errored": 1,
+        "trial.finished": 2,
+        "checkpoint.committed": 5,
+        MADE: 5 + better,
+        "experiment.finished": 1,
+    }
+    assert 1 <= known <= better <= 2  # the first at once, the next after half a minute or at the end
+
+
+def test_a_run_that_goes_on_tells_nothing_that_was_there_before(runs: Sequence[Events]) -> None:
+    assert names(runs[1]) == {"experiment.started": 1, "experiment.finished": 1}
+    assert [each["payload"]["epoch"] for events in runs for each in events if "epoch" in each["payload"]] == [1, 2]
+
+
+def test_every_payload_is_by_the_schema(runs: Sequence[Events], target: LocalTarget) -> None:
+    ours = [each for events in runs for each in events if each["event"] in KINDS]
+    assert len({each["event"] for each in ours}) >= 9
+    for each in ours:
+        said = dict(each["payload"])
+        where = {name: said.pop(name) for name in ("version", "target", "experiment")}
+        assert where == {"version": news.VERSION, "target": target.uri, "experiment": "searched"}
+        assert KINDS[each["event"]].model_validate(said)
+
+
+def test_each_is_about_its_trial_or_experiment_and_says_by_which_run(
+    runs: Sequence[Events], target: LocalTarget
+) -> None:
+    experiment = f"prefect-tune.experiment.{target.uri}/searched"
+    for each in runs[0]:
+        related = {role["prefect.resource.role"]: role["prefect.resource.id"] for role in each["related"]}
+        assert related["flow-run"].startswith("prefect.flow-run.")
+        kind = KINDS.get(each["event"], News)
+        if issubclass(kind, TrialNews):
+            name = f"{target.uri}/searched/{each['payload']['trial']}"
+            assert each["resource"]["prefect.resource.id"] == f"prefect-tune.trial.{name}"
+            assert related["experiment"] == experiment
+        elif each["event"] in KINDS:
+            assert each["resource"]["prefect.resource.id"] == experiment
+
+
+def test_the_checkpoints_of_a_trial_are_one_asset_and_the_best_model_is_another(
+    runs: Sequence[Events], target: LocalTarget
+) -> None:
+    made: Mapping[str, list[Any]] = {}
+    for each in runs[0]:
+        if each["event"] == MADE:
+            made.setdefault(each["resource"]["prefect.resource.id"], []).append(each)
+    folder = f"{target.uri}/searched"
+    of_trials = [f"{folder}/trials/{number:05d}/checkpoints" for number in range(3)]
+    assert set(made) == {*of_trials, f"{folder}/best"}
+    assert [each["payload"]["step"] for each in made[of_trials[2]]] == [1, 2]
+    for each in made[of_trials[2]]:
+        assert Path(target.path, each["payload"]["manifest"]).is_file()
+    sources = [each["prefect.resource.id"] for each in made[f"{folder}/best"][0]["related"]]
+    assert of_trials[0] in sources
+
+
+def test_a_single_training_tells_of_its_trial_too_and_not_when_it_is_done_already(
+    prefect_server: str, target: LocalTarget
+) -> None:
+    def train(steps: int, **config: Any) -> None:
+        stop, often = {"step": steps}, pt.Cadence(every_steps=1)
+        pt.durable_trainable(Moody, config, target=target, experiment="alone", stop=stop, checkpoint=often)
+
+    train(1)
+    train(1)
+    train(2)
+    newest = max(Path(target.path, "alone").rglob("*/manifest.json"))
+    newest.chmod(0o644)
+    newest.write_bytes(b"{}")
+    train(3)
+    told = Feed(prefect_server, f"{target.uri}/alone").until(finished(3))
+    assert names(told) == {
+        "experiment.started": 3,
+        "trial.started": 1,
+        "trial.requeued": 2,
+        "trial.restored": 2,
+        "checkpoint.corrupt": 1,
+        "checkpoint.committed": 4,
+        MADE: 4,
+        "trial.finished": 3,
+        "experiment.finished": 3,
+    }
+    (corrupt,) = [each for each in told if each["event"] == "prefect-tune.checkpoint.corrupt"]
+    assert (corrupt["payload"]["step"], corrupt["payload"]["trial"]) == (2, "trial")
+    assert any(each["prefect.resource.role"] == "flow" for each in corrupt["related"])
+
+
+def test_a_training_that_is_given_up_says_so(prefect_server: str, target: LocalTarget) -> None:
+    with pytest.raises(TrialFailed):
+        pt.durable_trainable(Moody, {"fails": "raise"}, target=target, experiment="fails", stop={"step": 3})
+    told = Feed(prefect_server, f"{target.uri}/fails").until(finished(1))
+    assert [each["event"].removeprefix("prefect-tune.") for each in told] == [
+        "experiment.started",
+        "trial.started",
+        "trial.attempt-ended",
+        "trial.errored",
+        "experiment.finished",
+    ]
+    assert told[-1]["payload"]["trials"] == {"errored": 1}
