@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.layout import CheckpointKey, JournalKey
 from prefect_tune.core.values import Digest, ExperimentName, StepReport, TrialId, Value
@@ -37,6 +37,13 @@ class Owner(Value):
     host: str
     pid: int
     flow_run: str | None = None
+    by_hand: bool = False
+    """Whether a person had this run go on, so that it is no crash that came before it which counts."""
+
+    @model_serializer(mode="wrap")
+    def _by_hand_or_says_nothing_of_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        dumped: dict[str, object] = dump(self)
+        return dumped if self.by_hand else {name: value for name, value in dumped.items() if name != "by_hand"}
 
     def __str__(self) -> str:
         run = f", flow run {self.flow_run}" if self.flow_run else ""
