@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
+from prefect.automations import Automation
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import LogFilter
 from prefect.client.schemas.objects import State, StateDetails, StateType
 from prefect.client.schemas.responses import SetStateStatus
+from prefect.events import Posture
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import EventTrigger
 
 __all__ = ["Ui", "eventually"]
 
@@ -75,6 +80,30 @@ class Ui:
     def log(self, run: UUID) -> str:
         only = LogFilter.model_validate({"flow_run_id": {"any_": [str(run)]}})
         return "\n".join(each.message for each in self._client.read_logs(only, limit=200))
+
+    def history(self, run: UUID) -> list[str]:
+        """The names of its states, oldest first."""
+        states = self._client.read_flow_run_states(run)
+        return [str(each.name) for each in sorted(states, key=lambda each: each.timestamp)]
+
+    @contextmanager
+    def restarting_crashed(self, within: timedelta) -> Iterator[None]:
+        """The automation that has a run that stays Crashed wait for a retry."""
+        goes_on = ("Running", "AwaitingRetry", "Scheduled", "Completed", "Cancelled")
+        trigger = EventTrigger(
+            posture=Posture.Proactive,
+            after={"prefect.flow-run.Crashed"},
+            expect={f"prefect.flow-run.{name}" for name in goes_on},
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=within,
+        )
+        retry = ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry")
+        made = Automation(name=f"test {uuid4()}", trigger=trigger, actions=[retry]).create()
+        try:
+            yield
+        finally:
+            made.delete()
 
     def until_final(self, run: UUID) -> State[Any]:
         eventually("the end", lambda: self.state(run).is_final())
