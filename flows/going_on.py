@@ -19,7 +19,7 @@ from prefect_tune.flows.asked import Asked
 from prefect_tune.flows.forms import Form, form_of_question
 from prefect_tune.flows.request import stopper_for
 from prefect_tune.flows.spelled import spelled_stop
-from prefect_tune.flows.suspension import Reply, forget, leave_with, replies
+from prefect_tune.flows.suspension import Reply, forget, leave_with
 
 __all__ = [
     "HOW_TO_GO_ON",
@@ -57,10 +57,11 @@ def chosen_before(known: Experiment) -> Sequence[Choice]:
     return [Choice.model_validate(each.answer) for each in mine]
 
 
-def hear(known: Experiment, standing: Standing, form: Callable[[str], Form]) -> Heard:
-    """Return what this flow run was resumed with, if it was.
+def hear(given: Sequence[Reply], known: Experiment, standing: Standing, form: Callable[[str], Form]) -> Heard:
+    """Return what this flow run was resumed with, where that is not in the journal.
 
     Args:
+        given: all that its forms were answered with; only the newest one may be news.
         known: the experiment, before it is opened.
         standing: what there is to choose from.
         form: of how to go on, with why it has to be answered again.
@@ -68,10 +69,9 @@ def hear(known: Experiment, standing: Standing, form: Callable[[str], Form]) -> 
     Raises:
         Pause: the answer cannot be followed: it is asked for once more, and the reason is said.
     """
-    found = replies({each.key for each in known.answers})
-    if not found:
+    reply = given[-1]
+    if reply.key in {each.key for each in known.answers}:
         return Heard()
-    reply = found[-1]
     if reply.to == HOW_TO_GO_ON:
         return _how_to_go_on(reply, standing, form)
     question = next((each for each in known.questions.values() if about(each) == reply.to), None)

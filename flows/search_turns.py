@@ -18,8 +18,9 @@ from prefect_tune.flows.going_on import chosen_before, extended, hear, standing_
 from prefect_tune.flows.request import experiment_name
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import read_known
-from prefect_tune.flows.suspension import can_be_suspended
+from prefect_tune.flows.suspension import replies
 from prefect_tune.flows.turns import answers_of_persons
+from prefect_tune.tasks.transient import retrying
 
 __all__ = ["Turn", "first_turn", "next_turn"]
 
@@ -53,13 +54,13 @@ def first_turn(asked: Asked, known: Loaded | None) -> Turn:
         ResumeFailed: the experiment cannot be read. Nothing was started afresh.
     """
     name = experiment_name(asked.experiment)
-    if not can_be_suspended():
+    if not (given := replies()):
         return Turn(asked, name, known)
-    known = known or read_known(resolve_target(asked.target), name)
+    known = known or retrying(lambda: read_known(resolve_target(asked.target), name))
     state, chosen = known.experiment, list(chosen_before(known.experiment))
     for choice in chosen:
         asked = extended(asked, choice, _standing(asked))
-    heard = hear(state, _standing(asked), lambda why: _form(asked, state, why))
+    heard = hear(given, state, _standing(asked), lambda why: _form(asked, state, why))
     if heard.choice is not None:
         chosen.append(heard.choice)
         asked = extended(asked, heard.choice, _standing(asked))

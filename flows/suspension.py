@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, NoReturn
 from uuid import UUID, uuid4
 
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRunInput, State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
 from prefect.input import RunInput
@@ -19,7 +20,8 @@ __all__ = ["Reply", "can_be_suspended", "forget", "leave_with", "leave_without",
 
 _PREFIX = "prefect-tune-"
 _RESPONSE = "-response"
-_MOST_REPLIES = 100
+_SCHEMA = "-schema"
+_MOST_INPUTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,31 @@ def leave_without() -> NoReturn:
     raise Pause(state=state)
 
 
-def replies(seen: Collection[str]) -> list[Reply]:
-    """Return what this flow run's forms were answered with, but for those whose keys were `seen`, oldest first."""
+def replies() -> Sequence[Reply]:
+    """Return what this flow run's forms were answered with, oldest first.
+
+    Who resumes it and leaves the form as it is, answers with nothing, of which Prefect keeps nothing.
+    """
     if not can_be_suspended():
         return []
-    prefix = f"suspended-{_PREFIX}"
+    run, prefix = _run_id(), f"suspended-{_PREFIX}"
     with get_client(sync_client=True) as client:
-        found = client.filter_flow_run_input(_run_id(), key_prefix=prefix, limit=_MOST_REPLIES, exclude_keys=set())
-    given = [each for each in found if each.key.endswith(_RESPONSE)]
-    given.sort(key=lambda each: str(each.created))
-    return [reply for each in given if (reply := _reply(each.key, each.decoded_value)).key not in seen]
+        found = client.filter_flow_run_input(run, key_prefix=prefix, limit=_MOST_INPUTS, exclude_keys=set())
+        found.sort(key=lambda each: str(each.created))
+        given = {_form_of(each): each.decoded_value for each in found if each.key.endswith(_RESPONSE)}
+        forms = [each for each in found if each.key.endswith(_SCHEMA)]
+        if forms and _form_of(forms[-1]) not in given and _is_resumed(client, forms[-1].created):
+            given[_form_of(forms[-1])] = {}
+    return [_reply(key, answer) for key, answer in given.items()]
+
+
+def _form_of(given: FlowRunInput) -> str:
+    return given.key.removeprefix("suspended-").rpartition("-")[0]
+
+
+def _is_resumed(client: SyncPrefectClient, since: datetime | None) -> bool:
+    states = client.read_flow_run_states(_run_id())
+    return since is not None and any(each.name == "Resuming" and each.timestamp > since for each in states)
 
 
 def forget(reply: Reply) -> None:
@@ -91,8 +108,7 @@ def forget(reply: Reply) -> None:
         client.delete_flow_run_input(_run_id(), key=f"suspended-{reply.key}{_RESPONSE}")
 
 
-def _reply(input_key: str, answer: Any) -> Reply:
-    key = input_key.removeprefix("suspended-").removesuffix(_RESPONSE)
+def _reply(key: str, answer: Any) -> Reply:
     return Reply(key, key.removeprefix(_PREFIX).rpartition("-")[0], answer if isinstance(answer, Mapping) else {})
 
 

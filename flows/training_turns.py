@@ -15,13 +15,13 @@ from prefect_tune.flows.forms import Form, form_of_training, page_of
 from prefect_tune.flows.going_on import chosen_before, hear, standing_of, stop_after
 from prefect_tune.flows.resuming import read_known
 from prefect_tune.flows.source_code import code_of
-from prefect_tune.flows.suspension import can_be_suspended
+from prefect_tune.flows.suspension import replies
 from prefect_tune.flows.turns import STOPPED_HERE, answers_of_persons
 from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint
 from prefect_tune.tasks.experiment_state import write_entry
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import unseen
+from prefect_tune.tasks.transient import retrying, unseen
 
 __all__ = ["Turn", "code_changed", "first_turn", "followed", "next_turn"]
 
@@ -47,12 +47,12 @@ class Turn:
 
 def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: object) -> Turn:
     """Return what a flow run begins with, be it new, retried or resumed. Raises `Pause` where it is to ask again."""
-    if not can_be_suspended():
+    if not (given := replies()):
         return Turn(stop, trainable)
-    state = read_known(target, experiment).experiment
+    state = retrying(lambda: read_known(target, experiment)).experiment
     for choice in chosen_before(state):
         stop = stop_after(stop, choice, standing_of(stop))
-    heard = hear(state, _standing(stop, state), lambda why: _form(target, Turn(stop, trainable), state, why))
+    heard = hear(given, state, _standing(stop, state), lambda why: _form(target, Turn(stop, trainable), state, why))
     if heard.choice is not None:
         stop = stop_after(stop, heard.choice, standing_of(stop))
     return Turn(stop, trainable, heard.choice, heard.news)

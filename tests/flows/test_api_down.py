@@ -114,7 +114,8 @@ def test_a_server_that_is_away_at_the_end_costs_no_step(
     assert (again["status"], again["attempts"]) == ("finished", 1)
 
 
-@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("seconds", [6, 60])
 def test_a_search_goes_on_while_the_server_is_away_and_the_ui_is_complete_afterwards(
     drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path, seconds: float
 ) -> None:

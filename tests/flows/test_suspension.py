@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect.client.orchestration import get_client
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.trial import Status
@@ -19,13 +17,6 @@ from tests.trainables.witness import told
 _MLP = "tests.trainables.numpy_mlp:NumpyMlp"
 _TABLE = "tests.trainables.digits_table:DigitsTable"
 _INQUISITIVE = "tests.trainables.inquisitive:Inquisitive"
-
-
-@pytest.fixture
-def ui(prefect_server: str, worker: None) -> Iterator[Ui]:
-    del prefect_server, worker
-    with get_client(sync_client=True) as client:
-        yield Ui(client)
 
 
 class _Story:
@@ -59,7 +50,7 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
         "training",
         "durable-trainable",
         trainable=_MLP,
-        config={"step_seconds": 0.1},
+        config={"step_seconds": 0.4},
         stop={"step": 30},
     )
     search = _Story(
@@ -68,17 +59,24 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
         "search",
         "tune",
         trainable=_TABLE,
-        space={"row": {"randint": [0, 160]}, "step_seconds": 0.2},
+        space={"row": {"randint": [0, 160]}, "step_seconds": 0.5},
         metric="error",
         num_samples=2,
         stop={"step": 15},
         max_concurrent_trials=2,
     )
-    training.until_trained(7)
-    search.until_trained(7)
-    for each in (training, search):
-        ui.suspend(each.run)
+    asking = _Story(
+        ui, tmp_path, "asking", "durable-trainable", trainable=_INQUISITIVE, config={"asks_at": 4}, stop={"step": 6}
+    )
+    waiting = [training, search]
 
+    def suspended() -> bool:
+        for each in [each for each in waiting if each.trained() >= 7]:
+            ui.suspend(each.run)
+            waiting.remove(each)
+        return not waiting
+
+    eventually("both train", suspended)
     schema, page = ui.form(training.run)
     at = training.trained()
     assert list(schema["properties"]) == ["way", "steps", "hours", "checkpoint"]
@@ -94,6 +92,11 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
     ui.resume(search.run, way="extend", samples=1)
     ui.resume(training.run, way="other checkpoint", checkpoint=5)
 
+    schema, question = ui.form(asking.run)
+    assert "By how much?" in question
+    assert (schema["properties"]["by"]["default"], schema["properties"]["why"]["enum"]) == (1, ["so", "or so"])
+    ui.resume(asking.run, by=10)
+
     _, again = ui.form(search.run, but=page)
     assert "less than before: samples 1 (it has 2)" in again
     ui.resume(search.run, way="extend", samples=3, steps=16)
@@ -107,12 +110,14 @@ def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui,
     assert [(each.status, each.step) for each in found.trials.values()] == [(Status.FINISHED, 16)] * 3
     assert (found.settings["num_samples"], found.epoch) == (3, 2)
 
+    assert ui.until_final(asking.run).is_completed(), ui.log(asking.run)
+    assert trial_at(asking.target, "asking").metrics["count"] == 3 + 3 * 10
+    assert [each.step for each in told(asking.witness) if each.act == "loaded"] == [3]
 
+
+@pytest.mark.deep
 @pytest.mark.timeout(500)
-def test_a_trial_asks_a_person_and_has_the_answer_when_it_goes_on(ui: Ui, tmp_path: Path) -> None:
-    training = _Story(
-        ui, tmp_path, "alone", "durable-trainable", trainable=_INQUISITIVE, config={"asks_at": 4}, stop={"step": 6}
-    )
+def test_a_trial_of_a_search_asks_a_person_and_the_others_wait_for_the_answer_too(ui: Ui, tmp_path: Path) -> None:
     search = _Story(
         ui,
         tmp_path,
@@ -124,16 +129,9 @@ def test_a_trial_asks_a_person_and_has_the_answer_when_it_goes_on(ui: Ui, tmp_pa
         stop={"step": 30},
         max_concurrent_trials=2,
     )
-    for each, at in ((training, 3), (search, 2)):
-        schema, page = ui.form(each.run)
-        assert "By how much?" in page
-        assert (schema["properties"]["by"]["default"], schema["properties"]["why"]["enum"]) == (1, ["so", "or so"])
-        ui.resume(each.run, by=10, why="so")
-        assert at
-    for each in (training, search):
-        assert ui.until_final(each.run).is_completed(), ui.log(each.run)
-    assert trial_at(training.target, "alone").metrics["count"] == 3 + 3 * 10
-    assert [each.step for each in told(training.witness) if each.act == "loaded"] == [3]
+    ui.form(search.run)
+    ui.resume(search.run, by=10, why="so")
+    assert ui.until_final(search.run).is_completed(), ui.log(search.run)
     asked, other = experiment_at(search.target, "many").trials.values()
     assert (asked.metrics["count"], other.metrics["count"]) == (2 + 28 * 10, 30)
     assert (asked.status, other.status) == (Status.FINISHED, Status.FINISHED)
