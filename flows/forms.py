@@ -60,13 +60,26 @@ class _Training(RunInput):
 
 def form_of_search(standing: Standing, page: str) -> Form:
     """Return the form of a search that was suspended, filled in with how it stands."""
-    return _Search.with_initial_data(description=page, samples=standing.samples, steps=standing.steps)
+    return _filled(_Search, page, samples=standing.samples, steps=standing.steps)
 
 
 def form_of_training(standing: Standing, page: str) -> Form:
     """Return the form of a training that was suspended, filled in with how it stands."""
     newest = max(standing.checkpoints, default=0)
-    return _Training.with_initial_data(description=page, steps=standing.steps, hours=standing.hours, checkpoint=newest)
+    return _filled(_Training, page, steps=standing.steps, hours=standing.hours, checkpoint=newest)
+
+
+def _filled(form: Form, page: str, **defaults: float) -> Form:
+    """Prefect's own way would forget what the fields are called, and what is said about them."""
+    fields: dict[str, Any] = {
+        name: (
+            info.annotation,
+            Field(default=defaults.get(name, info.default), title=info.title, description=info.description),
+        )
+        for name, info in form.model_fields.items()
+    }
+    filled = cast("Form", create_model(form.__name__.strip("_"), __base__=RunInput, **fields))
+    return filled.with_initial_data(description=page)
 
 
 def form_of_question(asked: Questioned, experiment: str, why: str = "") -> Form:
@@ -114,7 +127,7 @@ def _best(trials: Mapping[str, Trial], objective: Objective) -> Trial | None:
 
 
 def _of_one(trial: Trial) -> Iterator[str]:
-    yield f"step {trial.step}, {trial.attempt} attempts, {trial.wasted_steps} steps done again"
+    yield f"step {trial.step}, attempt {trial.attempt}, steps done again: {trial.wasted_steps}"
     steps = [str(each.step) for each in reversed(trial.checkpoints)]
     more = f", and {len(steps) - _MOST_STEPS} older ones" if len(steps) > _MOST_STEPS else ""
     yield f"checkpoints, newest first: {', '.join(steps[:_MOST_STEPS]) or 'none'}{more}"
