@@ -86,7 +86,7 @@ def form_of_question(asked: Questioned, experiment: str, why: str = "") -> Form:
     """Return the form of what a trial asks."""
     fields: dict[str, Any] = {name: _field(value) for name, value in asked.fields.items()}
     form = cast("Form", create_model("Answer", __base__=RunInput, **fields))
-    page = [*_refused(why), f"**Trial {asked.trial}** of {experiment} asks:", "", asked.question]
+    page = [*_refused(why), f"**{experiment}, trial {asked.trial}**, asks:", "", asked.question]
     return form.with_initial_data(description="\n".join(page))
 
 

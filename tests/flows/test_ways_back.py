@@ -95,14 +95,14 @@ def test_a_killed_run_is_retried_and_one_that_was_alive_is_left_to_the_process_s
     ui.retry(training.run)
     training.until_committed(epoch=2)
     ui.retry(training.run, _AUTOMATION)  # a false alarm
-    training.until_committed(epoch=3)
+    eventually("the next owner", lambda: training.epoch() == 3)
     training.gate.touch()
     assert ui.until_final(training.run).is_completed(), ui.log(training.run)
     training.require_identical_end()
     training.require_no_committed_step_again()
-    names = ui.history(training.run)
-    assert names.count("Crashed") == 1, names
-    assert "Failed" not in names, names
+    names = ui.history(training.run)  # of the kill two tell, the runner and the worker, and the second one is late
+    after_the_alarm = names[len(names) - names[::-1].index("AwaitingRetry") :]
+    assert not {"Crashed", "Failed"} & set(after_the_alarm), names
     assert "it was taken over" in ui.log(training.run)
     owners = [entry.events[0].owner.by_hand for entry in entries_at(training.target, "retried") if _opens(entry)]
     assert owners == [False, True, False]
