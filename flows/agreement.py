@@ -10,7 +10,7 @@ from prefect_tune.flows.asked import Asked, settings_of
 from prefect_tune.flows.source_code import code_of
 from prefect_tune.tasks.trial_channel import Log
 
-__all__ = ["require_code", "require_goes_on", "require_same", "say_code", "settings_today"]
+__all__ = ["code_note", "require_code", "require_goes_on", "require_same", "say_code", "settings_today"]
 
 _FIXED = {
     "metric": "what was decided by one metric is not true of another",
@@ -79,6 +79,14 @@ def say_code(state: Experiment, settings: Mapping[str, object], log: Log) -> Non
         log.warning(
             "%s: trials go on with the new one from their checkpoints; earlier results are the old one's", changed
         )
+
+
+def code_note(state: Experiment, settings: Mapping[str, object]) -> str:
+    """Say for a form whether the code is what it was when the experiment last ran."""
+    code = settings.get("code")
+    if not code:
+        return "code: its source cannot be had, so that nobody can say whether it has changed"
+    return f"⚠️ {changed}" if (changed := _changed(state, settings)) else f"code: unchanged ({code})"
 
 
 def _changed(state: Experiment, settings: Mapping[str, object]) -> str | None:

@@ -184,6 +184,7 @@ class Driver:
             saves_first=self._council.saves_first,
             exploit=state.exploits,
             puts_aside=self._judge.put_aside.pop(trial, ()),
+            answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )
         number = state.attempt + (not finds)
         self._attempts[trial] = number - 1
@@ -283,6 +284,8 @@ class Driver:
             raise over.error  # nobody is to go on after a Ctrl-C
         elif trial.trial in self._state.stops:
             self._stopping.finish(trial.trial)
+        elif trial.trial in self._state.questions:
+            self._stopping.end(f"trial {trial.trial} asks a person")
         elif trial.status is Status.PENDING and trial.cause is not None and began:
             self._judge.failed(trial, trial.cause)
         elif trial.status is Status.PENDING and self._stopping.ends:

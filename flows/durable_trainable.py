@@ -28,20 +28,24 @@ from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.flows.agreement import require_goes_on
 from prefect_tune.flows.assets import Place
 from prefect_tune.flows.dispatches import Subject
+from prefect_tune.flows.going_on import answers_for
 from prefect_tune.flows.herald import Herald, heralded, this_run
 from prefect_tune.flows.limits import has_had_enough, require_possible
 from prefect_tune.flows.listening import Listeners, SoloListener
 from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.reporter import Reporter, reported
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
+from prefect_tune.flows.restarts import owner_after
 from prefect_tune.flows.resuming import read_known
+from prefect_tune.flows.training_turns import Turn, code_changed, first_turn, followed, next_turn
+from prefect_tune.flows.turns import as_one_owner, say_what_is_resumable
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.line import SoloLine
 from prefect_tune.tasks.plan import Orders, TrialPlan, payload
-from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import unseen
 from prefect_tune.terminal.watch import Outlook
 
@@ -111,10 +115,12 @@ def durable_trainable(
         Superseded: another run has taken the experiment over.
         ResumeFailed: the experiment exists and cannot be read.
     """
-    stopper = _of_one_trial(stopper_for(stop))
+    where, name = resolve_target(target), experiment_name(experiment)
+    turn: Turn | None = (first := first_turn(where, name, stop, trainable))
+    stopper = _of_one_trial(stopper_for(first.stop))  # type: ignore[arg-type]  # it says what is wrong with it
     plan = TrialPlan(
-        target=resolve_target(target),
-        trial=TrialKey(experiment=experiment_name(experiment), trial=_TRIAL),
+        target=where,
+        trial=TrialKey(experiment=name, trial=_TRIAL),
         trainable=payload(valid_trainable(trainable)),
         fingerprint=name_of(trainable),
         stopper=payload(stopper),
@@ -127,7 +133,11 @@ def durable_trainable(
         silence=None if silence_timeout_seconds is None else timedelta(seconds=silence_timeout_seconds),
     )
     require_possible(plan)
-    return _train(plan, storable_config(config), stopper, failures or FailurePolicy())
+    task = _Task(plan, storable_config(config), stopper, failures or FailurePolicy(), trainable)
+    while turn is not None:
+        state = _train(task, turn)
+        turn = next_turn(turn, plan.target, state)
+    return _ended(task, state)
 
 
 def _of_one_trial(stopper: Stopper) -> Stopper:
@@ -136,26 +146,45 @@ def _of_one_trial(stopper: Stopper) -> Stopper:
     return stopper
 
 
-def _train(plan: TrialPlan, config: Mapping[str, object], stopper: Stopper, policy: FailurePolicy) -> TrialResult:
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What the flow run is to do."""
+
+    plan: TrialPlan
+    config: Mapping[str, object]
+    stopper: Stopper
+    policy: FailurePolicy
+    trainable: object
+
+
+def _train(task: _Task, turn: Turn) -> Experiment:
+    plan, name = task.plan, task.plan.trial.experiment
+
     def attempts(stop: threading.Event) -> Experiment:
         check_target(plan.target)
         known = _require_one_training(plan)
-        state = restore_experiment_state(plan.target, plan.trial.experiment, this_owner(), new_stamp(), unseen(known))
+        owner = owner_after(known.experiment, task.policy.max_restarts)
+        state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(known))
         herald = Herald(_subject(plan), known.experiment, get_run_logger())
         herald.opened(state)
-        outlook = Outlook(state.name, trial_count=1, step_count=stopper.step_count)
+        outlook = Outlook(state.name, trial_count=1, step_count=task.stopper.step_count)
         reporter = Reporter(plan.target, state, outlook, get_run_logger())
         news = SoloListener(Listeners([herald, reporter]), state)
         with reported(reporter, stop):
-            state = _ready(plan, news, state, config, stopper, policy)
-            _say_where_it_stands(plan, state)
+            state = turn.reached(_ready(task, news, followed(plan, state, turn)))
+            _say_where_it_stands(task, state)
             is_done = state.trial(_TRIAL).status is Status.FINISHED
             with nullcontext() if is_done else heralded(herald, stop):
-                while state.trial(_TRIAL).status is Status.PENDING and not stop.is_set():
-                    state = _attempt(plan, news, state, policy, stop)
+                while state.trial(_TRIAL).status is Status.PENDING and not (state.questions or stop.is_set()):
+                    state = turn.reached(_attempt(task, news, state, stop))
         return state
 
-    trial = interruptible(attempts, grace=plan.grace).trial(_TRIAL)
+    with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
+        return interruptible(attempts, grace=plan.grace)
+
+
+def _ended(task: _Task, state: Experiment) -> TrialResult:
+    plan, trial = task.plan, state.trial(_TRIAL)
     if trial.status is Status.ERRORED:
         raise TrialFailed(f"{plan.trial.experiment}: {trial.reason}")
     _say_what_is_not_saved(trial)
@@ -175,20 +204,20 @@ def _require_one_training(plan: TrialPlan) -> Loaded:
     return known
 
 
-def _attempt(
-    plan: TrialPlan, news: SoloListener, state: Experiment, policy: FailurePolicy, stop: threading.Event
-) -> Experiment:
+def _attempt(task: _Task, news: SoloListener, state: Experiment, stop: threading.Event) -> Experiment:
     """Run one attempt, then decide what its end means."""
-    attempt = run_trial(plan, Orders(epoch=state.epoch), SoloLine(plan, stop, news))
+    orders = Orders(epoch=state.epoch, answers=answers_for(_TRIAL, state.answers))
+    attempt = run_trial(task.plan, orders, SoloLine(task.plan, stop, news))
     outcome, after = attempt.outcome, attempt.experiment
     if not isinstance(outcome, Failed):
         return after
     get_run_logger().warning("attempt %d: %s: %s", after.trial(_TRIAL).attempt, outcome.cause, outcome.message)
-    return _judge(plan, news, after, outcome.cause, policy)
+    return _judge(task, news, after, outcome.cause)
 
 
-def _judge(plan: TrialPlan, news: SoloListener, state: Experiment, cause: Cause, policy: FailurePolicy) -> Experiment:
-    match verdict(state.trial(_TRIAL), cause, policy):
+def _judge(task: _Task, news: SoloListener, state: Experiment, cause: Cause) -> Experiment:
+    plan = task.plan
+    match verdict(state.trial(_TRIAL), cause, task.policy):
         case TryAgain() | Resumable():
             return state
         case Quarantine(sequence=sequence, reason=reason):
@@ -200,25 +229,18 @@ def _judge(plan: TrialPlan, news: SoloListener, state: Experiment, cause: Cause,
             assert_never(never)
 
 
-def _ready(
-    plan: TrialPlan,
-    news: SoloListener,
-    state: Experiment,
-    config: Mapping[str, object],
-    stopper: Stopper,
-    policy: FailurePolicy,
-) -> Experiment:
+def _ready(task: _Task, news: SoloListener, state: Experiment) -> Experiment:
     """Bring the trial into a state in which it can be started, or that is final. A fresh start is the empty case."""
-    trial = state.trials.get(_TRIAL)
+    plan, config, trial = task.plan, task.config, state.trials.get(_TRIAL)
     if trial is None:
         return _write(plan, news, state, TrialAdded(trial=_TRIAL, config=config, fingerprint=plan.fingerprint))
     _require_same(plan, trial, config)
     if trial.status is Status.ERRORED:
         return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
-    if trial.status is Status.FINISHED and not has_had_enough(plan, trial, stopper):
+    if trial.status is Status.FINISHED and not has_had_enough(plan, trial, task.stopper):
         return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"extended beyond step {trial.step}"))
     if trial.status is Status.PENDING and trial.cause is not None:
-        return _judge(plan, news, state, trial.cause, policy)
+        return _judge(task, news, state, trial.cause)
     return state
 
 
@@ -248,14 +270,16 @@ def _subject(plan: TrialPlan) -> Subject:
     return Subject(place, sync_period=plan.sync.sync_period, run=this_run())
 
 
-def _say_where_it_stands(plan: TrialPlan, state: Experiment) -> None:
-    trial, log = state.trial(_TRIAL), get_run_logger()
+def _say_where_it_stands(task: _Task, state: Experiment) -> None:
+    plan, trial, log = task.plan, state.trial(_TRIAL), get_run_logger()
     where = f"experiment {state.name!r} at {plan.target.uri}"
     newest = newest_checkpoint(trial)
     if trial.status is Status.FINISHED:
         log.info("%s: finished before, at step %d: %s", where, trial.step, trial.reason)
     elif newest is not None:
         log.info("%s: goes on from step %d, after %d attempts", where, newest.step, trial.attempt)
+        if changed := code_changed(plan.target, plan.trial, trial, task.trainable):
+            log.warning("%s: it goes on with the new one", changed)
     elif trial.attempt or (flow_run.run_count or 1) > 1:
         log.warning("%s: no checkpoint was ever committed there, so it starts from nothing again", where)
     else:

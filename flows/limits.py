@@ -32,6 +32,8 @@ class Limits:
     """Whether the first trial that errors ends the experiment; the others save, and can be resumed."""
     time: timedelta | None = None
     """After which everything saves and ends, resumable."""
+    ends: str = ""
+    """Why nothing is begun any more; empty where that is not so."""
     reruns_errored: bool = False
     """Whether trials that errored are tried again."""
     only_errored: bool = False

@@ -43,19 +43,22 @@ from prefect_tune.flows.herald import this_run
 from prefect_tune.flows.lessons import lessons_known, new_lessons, source_names
 from prefect_tune.flows.limits import Limits, has_had_enough, require_possible
 from prefect_tune.flows.remote_crew import RemoteCrew
-from prefect_tune.flows.request import existing_limits, experiment_name, name_of, stopper_for, valid_trainable
+from prefect_tune.flows.request import existing_limits, name_of, stopper_for, valid_trainable
+from prefect_tune.flows.restarts import owner_after
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import read_known, require_presence, resuming
+from prefect_tune.flows.search_turns import Turn, first_turn, next_turn
 from prefect_tune.flows.slots import Slots, resources_asked, slots_elsewhere, slots_here
 from prefect_tune.flows.spelled import scheduler_from, search_from
 from prefect_tune.flows.stop_desk import StopDesk
+from prefect_tune.flows.turns import STOPPED_HERE, as_one_owner, say_what_is_resumable
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.experiment_state import check_target, write_directly
 from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan, payload
-from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import unseen
 from prefect_tune.terminal.watch import Outlook
 
@@ -69,13 +72,21 @@ _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 def searched(asked: Asked, known: Loaded | None = None) -> Results:
     """Do what was asked for, within a flow; what is `known` of it is not read again. Raises what `tune` raises."""
-    name = experiment_name(asked.experiment)
+    turn: Turn | None = first_turn(asked, known)
+    while turn is not None:
+        results = _searched(turn)
+        turn = next_turn(turn, results)
+    return results
+
+
+def _searched(turn: Turn) -> Results:
+    asked, name = turn.asked, turn.experiment
     objective = objective_of(asked.metric, asked.mode)
     stopper = of_trials(whole := stopper_for(asked.stop))
     require_possible(plan := _plan(asked, name, stopper))
     council = _council(asked, name, objective, whole)
     crew, slots = _crew(asked, plan)
-    limits = _limits(asked, plan, stopper, slots)
+    limits = _limits(turn, plan, stopper, slots)
     audience = Audience(
         plan.target,
         SearchInfo(name, plan.target.uri, objective),
@@ -85,7 +96,7 @@ def searched(asked: Asked, known: Loaded | None = None) -> Results:
         news=_subject(plan, outlook, whole),
     )
 
-    known = require_presence(plan.target, name, resuming(asked.resume), known)
+    known = require_presence(plan.target, name, resuming(asked.resume), turn.known)
     learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name)
 
     def search(stop: threading.Event) -> Experiment:
@@ -95,14 +106,18 @@ def searched(asked: Asked, known: Loaded | None = None) -> Results:
         require_same(before.experiment, settings := settings_today(asked))
         if asked.on_code_change == "refuse":
             require_code(before.experiment, settings)
-        state = restore_experiment_state(plan.target, name, this_owner(), new_stamp(), unseen(before))
+        owner = owner_after(before.experiment, limits.failures.max_restarts)
+        state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(before))
         require_same(state, settings)
         say_code(state, settings, get_run_logger())
-        book = Book(plan.target, state, write_directly, lambda _events, _state: None)
+        book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
+        turn.reached(state)
         described = [Described(settings=settings)] if settings != state.settings else []
-        news: list[Event] = [*described, *(each for each in learned if each.source not in state.learned)]
+        news: list[Event] = [*turn.news, *described, *(each for each in learned if each.source not in state.learned)]
         if news:
             book.write(news)
+        if book.experiment.questions:
+            return book.experiment  # nothing is begun before they are answered
         _learn(council, book)
         log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, max(_LOOK_EVERY, plan.sync.sync_period))
         with (
@@ -112,7 +127,8 @@ def searched(asked: Asked, known: Loaded | None = None) -> Results:
         ):
             return Driver(plan, limits, council, who, book, log, listener).run(desk)
 
-    return Results(interruptible(search, grace=plan.grace), plan.target, objective)
+    with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
+        return Results(interruptible(search, grace=plan.grace), plan.target, objective)
 
 
 def _learn(council: Council, book: Book) -> None:
@@ -143,7 +159,8 @@ def _plan(asked: Asked, experiment: str, stopper: Stopper) -> TrialPlan:
     )
 
 
-def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper, slots: Slots) -> Limits:
+def _limits(turn: Turn, plan: TrialPlan, stopper: Stopper, slots: Slots) -> Limits:
+    asked = turn.asked
     budget = asked.time_budget_seconds
     if budget is not None and budget <= 0:
         raise InvalidInput(f"time_budget_seconds: expected more than 0, found {budget:g}")
@@ -153,6 +170,7 @@ def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper, slots: Slots) -> Li
         failures=asked.failures or FailurePolicy(),
         fail_fast=asked.fail_fast,
         time=None if budget is None else timedelta(seconds=budget),
+        ends=STOPPED_HERE if turn.stops else "",
         reruns_errored=bool(rerun),
         only_errored=rerun == "only",
         has_had_enough=lambda trial: has_had_enough(plan, trial, stopper),

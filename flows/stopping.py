@@ -55,6 +55,8 @@ class Stopping:
             self._crew.stop()  # the time for it is short: a target that hangs is not waited for
         for request in outside.take():
             self._hear(taken_note_of(self._page.state, request))
+        if self._limits.ends:
+            self.end(self._limits.ends)
         elapsed = timedelta(seconds=time.monotonic() - self._began)
         if self._limits.time is not None and elapsed >= self._limits.time:
             self.end(f"the time budget of {self._limits.time} is spent")

@@ -112,6 +112,8 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
     match found.outcome:
         case outcomes.Failed(cause=Cause.PREEMPTED, message=message):
             return Cancelled(message=message)
+        case outcomes.Asking(question=asked):
+            return Cancelled(message=f"it asks a person: {asked.question}")
         case outcomes.Failed(message=message):
             return Failed(message=message)
         case outcomes.Done(reason=reason) | outcomes.Yielded(reason=reason):

@@ -9,14 +9,25 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished, Paused
-from prefect_tune.core.wire import Asked, Broke, FromTrial, Loaded, Saved, StateSaved, StepDone, StopAndSave, TrialEnded
+from prefect_tune.core.events import AttemptEnded, Cause, Event, Finished, Paused, Questioned
+from prefect_tune.core.wire import (
+    Asked,
+    Broke,
+    FromTrial,
+    Loaded,
+    Question,
+    Saved,
+    StateSaved,
+    StepDone,
+    StopAndSave,
+    TrialEnded,
+)
 from prefect_tune.tasks.ledger import USERS_FAULT, HandedOver, Ledger
 from prefect_tune.tasks.line import Answer, Line
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.trial_channel import TrialChannel
 
-__all__ = ["Done", "Failed", "Outcome", "Yielded", "events_of", "supervise"]
+__all__ = ["Asking", "Done", "Failed", "Outcome", "Yielded", "events_of", "supervise"]
 
 _TICK = timedelta(seconds=0.1)
 _KILLS_PERIOD = timedelta(seconds=1)
@@ -50,7 +61,14 @@ class Yielded:
     reason: str
 
 
-Outcome: TypeAlias = Done | Failed | Yielded
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """The trial waits to be told by a person."""
+
+    question: Question
+
+
+Outcome: TypeAlias = Done | Failed | Yielded | Asking
 
 
 def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
@@ -60,6 +78,11 @@ def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
             return [Finished(trial=trial, reason=reason, returned=returned, left=left)]
         case Yielded(reason=reason):
             return [Paused(trial=trial, reason=reason)]
+        case Asking(question=asked):
+            return [
+                Questioned(trial=trial, key=asked.key, question=asked.question, fields=asked.fields),
+                AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message=f"it asks: {asked.question}"),
+            ]
         case Failed(cause=cause, message=message, at_start=at_start):
             return [AttemptEnded(trial=trial, cause=cause, message=message, at_start=at_start)]
         case _:
@@ -119,17 +142,20 @@ class _Supervisor:
             case StateSaved(report=report, checkpoint=directory):
                 self._handed_over += 1
                 self._ledger.save_state(HandedOver(report, Path(directory), ours=True), self._saved)
-            case TrialEnded(reason=reason, interrupted=True):
-                return self._failed(Cause.PREEMPTED, reason)
-            case TrialEnded(reason=reason, paused=True):
-                return Yielded(reason)
-            case TrialEnded(reason=reason, returned=returned, left=left):
-                return Done(reason, returned, left)
+            case TrialEnded():
+                return self._ended(message)
             case Broke(cause=cause, message=why, traceback=trace):
                 return self._failed(cause, f"{why}\n{trace}")
             case _:
                 assert_never(message)
         return self._waited_enough()
+
+    def _ended(self, ended: TrialEnded) -> Outcome:
+        if ended.question is not None:
+            return Asking(ended.question)
+        if ended.interrupted:
+            return self._failed(Cause.PREEMPTED, ended.reason)
+        return Yielded(ended.reason) if ended.paused else Done(ended.reason, ended.returned, ended.left)
 
     def _take_down(self, done: StepDone) -> None:
         is_read = done.asks and self._line.reads_journal

@@ -13,7 +13,7 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.clone import clear, clone, newest_of
 from prefect_tune.core.collect import leftover
 from prefect_tune.core.commit import commit, reusable
-from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError
 from prefect_tune.core.events import CheckpointRef
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey, TrialKey
@@ -30,6 +30,7 @@ __all__ = [
     "ClonedCheckpoint",
     "SavedCheckpoint",
     "clone_checkpoint",
+    "code_of_checkpoint",
     "delete_checkpoint",
     "find_leftovers",
     "restore_checkpoint",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _TIMEOUT_SECONDS = 1800.0
+_LOOK = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,15 @@ def clone_checkpoint(
                 if key in (gone, source):
                     raise
                 gone = key  # the source has gone on meanwhile, and has a newer one
+
+
+def code_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
+    """Return the digest of the source that trained up to `key`; empty where it is not known, or not to be had now."""
+    try:
+        with target.open(timeout=_LOOK) as store:
+            return read_manifest(store, key).about.fingerprint.get("code", "")
+    except TuneError:
+        return ""
 
 
 @task(name="restore-checkpoint", task_run_name="restore {key.trial.trial} step {key.step}", **RETRYING)

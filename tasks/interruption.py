@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to save and end, in place of an exception in the middle of a commit."""
+"""SIGTERM, Ctrl-C and *Suspend* as a request to save and end, in place of an exception in the middle of a commit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
+
+from prefect_tune.tasks.suspension import is_suspended, undisturbed
 
 __all__ = ["interruptible"]
 
@@ -29,6 +31,9 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     it here, where it breaks nothing, and where a cancellation from the UI is still seen to be one. `work` has
     `grace` and a few seconds from then on; then the signal is raised whatever it is doing, be it a target that
     does not answer. A second Ctrl-C does not wait.
+
+    A flow run that is suspended sets `stop` too. Nobody is in a hurry then: what `work` returns once everything has
+    ended is returned, and `is_suspended()` says why it ended.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -36,7 +41,9 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     done: Future[_T] = Future()
     try:
         _begin(work, stop, done)
-        _wait(done)
+        while not _wait(done, _SLICE_SECONDS):
+            if is_suspended():
+                _suspend(stop, done)
     except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
         stop.set()
         _wait_out(done, grace + _LAST_WORDS)
@@ -58,11 +65,18 @@ def _wait(done: Future[_T], seconds: float = math.inf) -> bool:
 def _begin(work: Callable[[threading.Event], _T], stop: threading.Event, done: Future[_T]) -> None:
     def run() -> None:
         try:
-            done.set_result(work(stop))
+            with undisturbed():
+                done.set_result(work(stop))
         except BaseException as error:  # noqa: BLE001 - the thread's edge: raised by `done.result()`
             done.set_exception(error)
 
     threading.Thread(target=copy_context().run, args=(run,), name="durable-trainable", daemon=True).start()
+
+
+def _suspend(stop: threading.Event, done: Future[_T]) -> None:
+    stop.set()
+    get_run_logger().warning("suspended: every trial saves and ends, and then you are asked how to go on")
+    _wait(done)
 
 
 def _wait_out(done: Future[_T], patience: timedelta) -> None:

@@ -70,6 +70,8 @@ class Orders:
     """Go on from a clone of another trial's newest checkpoint, with another configuration."""
     puts_aside: tuple[Quarantined, ...] = ()
     """Checkpoints that are not to be used, since they kill the trainable."""
+    answers: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """What persons have answered the trial, by the keys of its questions."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the trial's process, such as the devices it may use."""
 

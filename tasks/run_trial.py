@@ -225,6 +225,7 @@ def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored:
         overlap=plan.sync.commit == "async",
         milestone=orders.milestone,
         saves_first=orders.saves_first,
+        answers=orders.answers,
     )
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         CheckpointCorrupt,
         CheckpointNotFound,
         CommitUnknown,
+        CrashLoop,
         DamageFound,
         DeadlineExceeded,
         IllegalTransition,
@@ -92,7 +93,7 @@ if TYPE_CHECKING:
         sync_experiment_state,
     )
     from prefect_tune.tasks.syncer import Syncer
-    from prefect_tune.trainable import Trainable, get_checkpoint, get_trial, report
+    from prefect_tune.trainable import Trainable, ask, get_checkpoint, get_trial, report
 
     __version__: str
 
@@ -112,6 +113,7 @@ __all__ = [
     "CheckpointNotFound",
     "CommitUnknown",
     "Continue",
+    "CrashLoop",
     "DamageFound",
     "DeadlineExceeded",
     "Exhausted",
@@ -169,6 +171,7 @@ __all__ = [
     "Wait",
     "WandbLogger",
     "__version__",
+    "ask",
     "choice",
     "delete_checkpoint",
     "durable_trainable",
@@ -234,7 +237,7 @@ _NAMES_BY_MODULE = {
     "save_checkpoint sync_experiment_state",
     "prefect_tune.tasks.syncer": "Syncer",
     "prefect_tune.loggers": "CSVLogger JSONLogger MLflowLogger TensorBoardLogger WandbLogger",
-    "prefect_tune.trainable": "Trainable get_checkpoint get_trial report",
+    "prefect_tune.trainable": "Trainable ask get_checkpoint get_trial report",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

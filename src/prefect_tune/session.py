@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.questions import GO_ON, Scalar, answer_to, valid_fields
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import (
@@ -20,6 +21,7 @@ from prefect_tune.core.wire import (
     FromTrial,
     GoOn,
     Leave,
+    Question,
     Saved,
     Start,
     StateSaved,
@@ -38,12 +40,21 @@ __all__ = ["TrialOver", "TrialSession", "send", "storable"]
 class TrialOver(BaseException):
     """Unwinds the user's function when the trial is to end; not an Exception, so that no broad except stops it."""
 
-    def __init__(self, reason: str, *, interrupted: bool = False, paused: bool = False, left: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        interrupted: bool = False,
+        paused: bool = False,
+        left: bool = False,
+        question: Question | None = None,
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.interrupted = interrupted
         self.paused = paused
         self.left = left
+        self.question = question
 
 
 class TrialSession:
@@ -120,6 +131,25 @@ class TrialSession:
         if self._over is None and self.step > self._saved_step:
             self._saved_step, self._saved_at = self.step, time.monotonic()
             self.hand_over_state(self._curve[-1], self._written_by(save))
+
+    def ask(
+        self,
+        question: str,
+        fields: Mapping[str, object] | None,
+        key: str | None,
+        save: Callable[[str], None] | None,
+    ) -> dict[str, Scalar]:
+        """Return what a person has answered; where nobody has yet, leave by `TrialOver` until somebody does."""
+        self._require_going_on()
+        wanted = valid_fields(GO_ON if fields is None else fields)
+        asked = Question(key=key or f"step {self.step}: {question}", question=question, fields=wanted)
+        if (given := self._start.answers.get(asked.key)) is not None:
+            return answer_to(wanted, {name: value for name, value in given.items() if name in wanted})
+        if save is not None:
+            self.save_last_step(save)
+        self.settle()
+        self._over = TrialOver(f"asks a person: {question}", interrupted=True, question=asked)
+        raise self._over
 
     def _is_save_due(self) -> bool:
         cadence = self._start.cadence

@@ -12,8 +12,9 @@ from prefect_tune.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from prefect_tune.checkpoint import Checkpoint
+    from prefect_tune.core.questions import Scalar
 
-__all__ = ["Trainable", "TrialInfo", "get_checkpoint", "get_trial", "report", "report_step", "save_last_step"]
+__all__ = ["Trainable", "TrialInfo", "ask", "get_checkpoint", "get_trial", "report", "report_step", "save_last_step"]
 
 
 class Trainable:
@@ -98,6 +99,14 @@ class Session(Protocol):
 
     def save_last_step(self, save: Callable[[str], None]) -> None: ...
 
+    def ask(
+        self,
+        question: str,
+        fields: Mapping[str, object] | None,
+        key: str | None,
+        save: Callable[[str], None] | None,
+    ) -> dict[str, Scalar]: ...
+
     def restored(self) -> Path | None: ...
 
     def info(self) -> TrialInfo: ...
@@ -146,6 +155,35 @@ def save_last_step(save: Callable[[str], None]) -> None:
     For a loop that ends by itself: nobody knew at its last step that there would be no other.
     """
     _session("pt.save_last_step").save_last_step(save)
+
+
+def ask(
+    question: str,
+    fields: Mapping[str, object] | None = None,
+    *,
+    key: str | None = None,
+    save: Callable[[str], None] | None = None,
+) -> dict[str, Scalar]:
+    """Ask a person, and return the answer: from the journal where it was given before, however often it is asked.
+
+    Where there is no answer yet, it does not return: everything of the experiment saves and ends, and the flow run is
+    Suspended, with a form. After *Resume* the trial goes on from its newest checkpoint, and what comes between that and
+    the question is trained again; then this returns. So save first: a function reports a checkpoint, a class passes
+    `save`. A flow run without a deployment waits, Paused with the same form, or asks in the terminal.
+
+    Args:
+        question: what the person reads.
+        fields: by name the default (a truth value, a number, a text), or a list of texts to choose from. Default:
+            `{"go_on": True}`.
+        key: which question it is: the same key has the same answer. Default: its text and the step that was reported
+            last.
+        save: writes the state after the last step told, such as `self.save_checkpoint`; for use where nothing has
+            changed since, at the beginning of `step`.
+
+    Raises:
+        InvalidInput: no trial runs here, or a field is none that a form could show.
+    """
+    return _session("pt.ask").ask(question, fields, key, save)
 
 
 def get_checkpoint() -> Checkpoint | None:

@@ -210,7 +210,13 @@ def _reset(kept: _SetUp, start: Start) -> _SetUp:
 
 
 def _ended(over: TrialOver) -> TrialEnded:
-    return TrialEnded(reason=over.reason, interrupted=over.interrupted, paused=over.paused, left=over.left)
+    return TrialEnded(
+        reason=over.reason,
+        interrupted=over.interrupted,
+        paused=over.paused,
+        left=over.left,
+        question=over.question,
+    )
 
 
 def _run_function(session: TrialSession, function: TrainFunction, start: Start) -> TrialEnded:

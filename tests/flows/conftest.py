@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from prefect.client.orchestration import get_client
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target
 from tests.fakes.processes import free_port, running
 from tests.flows.driver import Drivers
 from tests.flows.trouble import Trouble, listening
+from tests.flows.ui import Ui
 
 BUCKET = "durable"
 _POOL = "tune-test"
@@ -90,6 +93,10 @@ def _make_bucket(port: int) -> None:
 
 @pytest.fixture
 def environment(prefect_server: str) -> dict[str, str]:
+    return _environment(prefect_server)
+
+
+def _environment(prefect_server: str) -> dict[str, str]:
     return {
         **os.environ,
         "PREFECT_API_URL": prefect_server,
@@ -102,17 +109,38 @@ def environment(prefect_server: str) -> dict[str, str]:
 @pytest.fixture
 def deployed(environment: dict[str, str]) -> None:
     """`prefect deploy --all`, to a pool without a worker."""
-    _prefect(environment, "work-pool", "create", _POOL, "--type", "process", "--overwrite")
-    _prefect(environment, "--no-prompt", "deploy", "--all")
+    _deploy(environment)
 
 
 @pytest.fixture
 def worker(deployed: None, environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process worker on that pool."""
     del deployed
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", _POOL, "--limit", "2"]
-    with (tmp_path / "worker.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
+    with _working(environment, tmp_path, "--limit", "2") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def ui(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ui]:
+    """Somebody at the Prefect UI, and a worker for all that they start.
+
+    It has no limit: one of 3.8.8 that has one dies where a run is started again while its process still ends.
+    """
+    _deploy(environment := _environment(prefect_server))
+    with _working(environment, tmp_path_factory.mktemp("worker")), get_client(sync_client=True) as client:
+        yield Ui(client)
+
+
+def _deploy(environment: dict[str, str]) -> None:
+    _prefect(environment, "work-pool", "create", _POOL, "--type", "process", "--overwrite")
+    _prefect(environment, "--no-prompt", "deploy", "--all")
+
+
+@contextmanager
+def _working(environment: dict[str, str], folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", _POOL, *options]
+    with (folder / "worker.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
     yield process
     process.terminate()
     process.wait(60)

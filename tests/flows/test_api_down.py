@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.events import Owner
+from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.trial import Status, newest_checkpoint
 from tests.fakes.tcp_proxy import TcpProxy
 from tests.flows.driver import Driver, Drivers, until
@@ -107,3 +112,51 @@ def test_a_server_that_is_away_at_the_end_costs_no_step(
     training.require_identical_end()
     again = training.start().wait()
     assert (again["status"], again["attempts"]) == ("finished", 1)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seconds", [6, 60])
+def test_a_search_goes_on_while_the_server_is_away_and_the_ui_is_complete_afterwards(
+    drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path, seconds: float
+) -> None:
+    witness, rows, steps = tmp_path / "witness", [3, 5, 8, 13, 21, 34], 6
+    driver = drivers.start(
+        "tests.trainables.digits_table:DigitsTable",
+        {"row": grid_search(rows), "witness": str(witness), "step_seconds": seconds / 10},
+        flow="tune",
+        target=local_target,
+        experiment=_NAME,
+        metric="error",
+        num_samples=1,
+        stop={"step": steps},
+        max_concurrent_trials=2,
+        checkpoint=Cadence(every_steps=2),
+        api_url=f"{proxy.url}/api",
+    )
+
+    def trained() -> int:
+        return sum(each.act == "trained" for each in told(witness))
+
+    until(lambda: trained() >= 3, seconds=90, what=lambda: driver.log[-3000:])
+    began, before = time.monotonic(), trained()
+    proxy.refuse()
+    until(lambda: time.monotonic() - began >= seconds, seconds=seconds + 30, what=lambda: "the outage")
+    during = trained() - before
+    proxy.restore()
+    outcome = driver.wait(seconds=240)
+    assert outcome.get("trials") == {f"{number:05d}": "finished" for number in range(len(rows))}, outcome
+    assert during >= steps, driver.log[-3000:]  # some trial was begun and ended meanwhile
+    assert trained() == len(rows) * steps  # none twice
+    state, _ = state_of_flow_run(run := owners_at(local_target, _NAME)[driver.pid])
+    assert state == "Completed"
+    until(lambda: _trained_in(run) == len(rows), seconds=60, what=lambda: f"{_trained_in(run)} task runs")
+
+
+def _trained_in(flow_run: Owner) -> int:
+    """How many trials the server knows to have been trained to their ends."""
+    only = FlowRunFilter.model_validate({"id": {"any_": [str(flow_run.flow_run)]}})
+    with get_client(sync_client=True) as client:
+        runs = client.read_task_runs(flow_run_filter=only, limit=200)
+    ended = {str(run.state_name) for run in runs if not run.name.startswith("train ")}
+    assert ended <= {"Completed"}, ended
+    return sum(run.name.startswith("train ") and run.state_name == "Completed" for run in runs)

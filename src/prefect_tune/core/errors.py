@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointCorrupt",
     "CheckpointNotFound",
     "CommitUnknown",
+    "CrashLoop",
     "DamageFound",
     "DeadlineExceeded",
     "IllegalTransition",
@@ -113,6 +114,10 @@ class Superseded(TuneError):
 
 class ResumeFailed(TuneError):
     """The experiment exists and could not be read: nothing was started afresh; resume again."""
+
+
+class CrashLoop(TuneError):
+    """Automations started a run again and again, and nothing came of it: mend the cause, then Retry or resume."""
 
 
 class TrialFailed(TuneError):

@@ -15,6 +15,7 @@ from prefect_tune.core.values import ExperimentName, StepReport, TrialId, Value,
 __all__ = [
     "Absorbed",
     "Adopted",
+    "Answered",
     "Aside",
     "AttemptEnded",
     "Cause",
@@ -43,6 +44,7 @@ __all__ = [
     "Pruned",
     "PutAside",
     "Quarantined",
+    "Questioned",
     "Rebased",
     "Reinstated",
     "Released",
@@ -100,6 +102,19 @@ class StopAsked(Value):
     """The write id of the request on the target; None where a stopper or a limit of the experiment's own says so."""
     refused: str = ""
     """Why nothing comes of it; empty where it is done."""
+
+
+class Answered(Value):
+    """A person has answered a question; the same entry holds what follows from that for the experiment."""
+
+    type: Literal["answered"] = "answered"
+    key: str
+    """Of the question, which is answered once."""
+    answer: Mapping[str, object]
+    trial: TrialId | None = None
+    """Who has asked; None for a run that was suspended, and asked how to go on."""
+    flow_run: str | None = None
+    """Of that run: what was answered is what it does from then on, however often it is started again."""
 
 
 class TrialEvent(Value):
@@ -294,6 +309,16 @@ class Pruned(TrialEvent):
     retires: tuple[int, ...] = ()
 
 
+class Questioned(TrialEvent):
+    """The trial asks a person, and its attempt is about to end: it goes on when it has an answer."""
+
+    type: Literal["questioned"] = "questioned"
+    key: str
+    question: str
+    fields: Mapping[str, object]
+    """What is asked for, by name: each with its default, or with the choices, the first of which is that."""
+
+
 class AttemptEnded(TrialEvent):
     """The attempt is over and the trial is not: it waits to be started again."""
 
@@ -372,7 +397,9 @@ OneTrialsEvent: TypeAlias = (
     | Resumed
     | Decided
 )
-_OwnEvent: TypeAlias = Annotated[Opened | Adopted | TrialAdded | OneTrialsEvent, Field(discriminator="type")]
+_OwnEvent: TypeAlias = Annotated[
+    Opened | Adopted | TrialAdded | Questioned | OneTrialsEvent, Field(discriminator="type")
+]
 
 
 class Absorbed(TrialEvent):
@@ -389,6 +416,8 @@ Event: TypeAlias = Annotated[
     | Adopted
     | Described
     | StopAsked
+    | Answered
+    | Questioned
     | ForkBegun
     | Forked
     | Learned

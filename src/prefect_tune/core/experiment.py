@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, assert_never
+from typing import Literal, TypeVar, assert_never
 
 from pydantic import Field
 
@@ -11,6 +11,8 @@ from prefect_tune.core.errors import IllegalTransition, JournalCorrupt
 from prefect_tune.core.events import (
     Absorbed,
     Adopted,
+    Answered,
+    Committed,
     Decided,
     Described,
     Event,
@@ -21,6 +23,7 @@ from prefect_tune.core.events import (
     OneTrialsEvent,
     Opened,
     Owner,
+    Questioned,
     RemovalBegun,
     Requeued,
     Resumed,
@@ -32,9 +35,11 @@ from prefect_tune.core.schedulers.scheduler import Pause, Stop
 from prefect_tune.core.spans import boundaries, is_boundary
 from prefect_tune.core.trial import ENDED, Happening, Status, Trial, after, with_adopted
 from prefect_tune.core.trials import Trials
-from prefect_tune.core.values import Digest, StepReport, Value
+from prefect_tune.core.values import Digest, StepReport, TrialId, Value
 
 __all__ = ["Entry", "Experiment", "after_event", "apply", "nothing_yet"]
+
+_Kept = TypeVar("_Kept")
 
 
 class Entry(Value):
@@ -80,6 +85,12 @@ class Experiment(Value):
     """Trials that are asked to stop and have not ended yet, and why."""
     ends: str = ""
     """Why its present owner ends it before there is nothing more to do; empty where that is not so."""
+    restarts: int = 0
+    """How often in a row its run was started again by no person, and nothing was committed or decided in between."""
+    answers: tuple[Answered, ...] = ()
+    """What persons have answered, oldest first."""
+    questions: Mapping[TrialId, Questioned] = Field(default_factory=dict)
+    """What trials have asked, and nobody has answered yet."""
     happened: int = 0
     """How much search and scheduler have to be told again; see `Trial.past`."""
     milestones: tuple[tuple[int, Digest], ...] = ()
@@ -164,6 +175,8 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return experiment.model_copy(update={"learned": {**experiment.learned, source: number}})
         case StopAsked():
             return _asked_to_stop(experiment, event)
+        case Answered() | Questioned():
+            return _spoken(experiment, event)
         case TrialAdded():
             return _added(experiment, event)
         case Absorbed():
@@ -177,8 +190,25 @@ def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
     opens = JournalKey(experiment=event.experiment, trial=event.trial)
     if (opens, event.epoch) != (experiment.key, experiment.epoch + 1):
         raise IllegalTransition(f"it opens {opens} for epoch {event.epoch}")
-    opened = {"epoch": event.epoch, "owner": event.owner, "opened_at": number, "ends": ""}
+    restarts = experiment.restarts + 1 if _is_restart(experiment.owner, event.owner) else 0
+    opened = {"epoch": event.epoch, "owner": event.owner, "opened_at": number, "ends": "", "restarts": restarts}
     return experiment.model_copy(update=opened)
+
+
+def _is_restart(before: Owner | None, now: Owner) -> bool:
+    """Whether one and the same run was started once more, and not by a person."""
+    again = before is not None and now.flow_run is not None and now.flow_run == before.flow_run
+    return again and not now.by_hand
+
+
+def _spoken(experiment: Experiment, event: Answered | Questioned) -> Experiment:
+    """A trial that asks again is about the newer question; an answer to another one than the open one is kept too."""
+    if isinstance(event, Questioned):
+        asks = _known(experiment, event.trial).trial
+        return experiment.model_copy(update={"questions": {**experiment.questions, asks: event}})
+    answered = (event.trial, event.key)
+    open_ones = {name: each for name, each in experiment.questions.items() if (name, each.key) != answered}
+    return experiment.model_copy(update={"answers": (*experiment.answers, event), "questions": open_ones})
 
 
 def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
@@ -241,6 +271,8 @@ def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
             case Adopted():
                 adopted = with_adopted(trial, each.checkpoints.get(trial.trial, ()))
                 experiment = _with(experiment, adopted)
+            case Questioned():
+                experiment = _spoken(experiment, each)
             case _:
                 experiment = _noted(experiment, trial, each, after(trial, each, event.number))
     return _with(experiment, experiment.trial(trial.trial).model_copy(update={"absorbed": event.number}))
@@ -265,9 +297,16 @@ def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Tr
                 failed=now.status is Status.ERRORED,
                 stopped=now.trial not in experiment.stops and _is_stopped(now),
             )
+        case Committed():
+            return _progressed(_with(experiment, now))
         case _:
             return _with(experiment, now)
-    return _happened(experiment, now, happening)
+    noted = _happened(experiment, now, happening)
+    return _progressed(noted) if happening.what in ("decided", "ended") else noted
+
+
+def _progressed(experiment: Experiment) -> Experiment:
+    return experiment.model_copy(update={"restarts": 0}) if experiment.restarts else experiment
 
 
 def _is_stopped(ended: Trial) -> bool:
@@ -293,5 +332,11 @@ def _known(experiment: Experiment, trial: str) -> Trial:
 def _with(experiment: Experiment, trial: Trial) -> Experiment:
     changed: dict[str, object] = {"trials": experiment.trials.with_trial(trial)}
     if trial.trial in experiment.stops and trial.status in ENDED:
-        changed["stops"] = {name: why for name, why in experiment.stops.items() if name != trial.trial}
+        changed["stops"] = _but_for(trial.trial, experiment.stops)
+    if trial.trial in experiment.questions and trial.status in ENDED:
+        changed["questions"] = _but_for(trial.trial, experiment.questions)
     return experiment.model_copy(update=changed)
+
+
+def _but_for(trial: str, named: Mapping[str, _Kept]) -> dict[str, _Kept]:
+    return {name: kept for name, kept in named.items() if name != trial}

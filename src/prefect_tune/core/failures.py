@@ -25,6 +25,10 @@ class FailurePolicy(Value):
         default=10,
         description="Failures of machines, workers and stores in a row, without a commit in between.",
     )
+    max_restarts: _Count = Field(
+        default=5,
+        description="Restarts of the whole run by automations in a row, without a commit or a decision in between.",
+    )
     quarantine_after: Annotated[int, Field(ge=1)] = Field(
         default=3,
         description="Deaths before the first step, after which the checkpoint that was loaded is put aside.",

@@ -39,11 +39,14 @@ class Owner(Value):
     flow_run: str | None = None
     task_run: str | None = None
     """Of an attempt that is a task run."""
+    by_hand: bool = False
+    """Whether a person had this run go on, so that it is no crash that came before it which counts."""
 
     @model_serializer(mode="wrap")
     def _says_what_it_is(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Who is no task run is written as before there were any."""
-        return without_none(dump(self), "task_run")
+        """Who is no task run, and whom no person started, is written as before there were any."""
+        dumped = without_none(dump(self), "task_run")
+        return dumped if self.by_hand else {name: value for name, value in dumped.items() if name != "by_hand"}
 
     def __str__(self) -> str:
         run = f", flow run {self.flow_run}" if self.flow_run else ""

@@ -14,6 +14,7 @@ from pydantic import Field
 from prefect_tune.core.events import (
     Absorbed,
     Adopted,
+    Answered,
     Described,
     Event,
     Finished,
@@ -23,6 +24,7 @@ from prefect_tune.core.events import (
     Learned,
     OneTrialsEvent,
     Opened,
+    Questioned,
     Rebased,
     RemovalBegun,
     Reported,
@@ -96,7 +98,7 @@ class Telling:
         match event:
             case Opened() | Adopted() | Described() | StopAsked() | TrialAdded():
                 return
-            case ForkBegun() | Forked() | Learned() | RemovalBegun():
+            case ForkBegun() | Forked() | Learned() | RemovalBegun() | Answered() | Questioned():
                 return
             case Rebased(trial=trial, absorbed=absorbed):
                 self._set(trial, absorbed=absorbed)

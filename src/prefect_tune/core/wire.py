@@ -18,6 +18,7 @@ __all__ = [
     "GoOn",
     "Leave",
     "Loaded",
+    "Question",
     "Saved",
     "Start",
     "StateSaved",
@@ -71,6 +72,8 @@ class Start(Value):
     """The step at which the trial asks whether to go on, and waits for the answer; None for never."""
     saves_first: bool = False
     """Whether a class trainable saves there before it asks."""
+    answers: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
+    """What persons have answered the trial, by the keys of its questions."""
 
 
 class Saved(Value):
@@ -140,6 +143,14 @@ class StateSaved(Value):
     checkpoint: str
 
 
+class Question(Value):
+    """What the trial asks a person: it goes on when it has an answer."""
+
+    key: str
+    question: str
+    fields: Mapping[str, object]
+
+
 class TrialEnded(Value):
     """Nothing more will come: the trial is done, or (`interrupted`) it saved as it was asked to."""
 
@@ -151,6 +162,8 @@ class TrialEnded(Value):
     interrupted: bool = False
     paused: bool = False
     """Whether it only gave its slot away, as it was told to."""
+    question: Question | None = None
+    """What it has to be told before it can go on."""
     waits: bool = False
     """Whether the process, and the trainable in it, wait to become another trial."""
 

@@ -1,0 +1,87 @@
+"""The turns of a search: what each is asked for, by its flow run's parameters and by what persons have answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from prefect_tune.blocks import resolve_target
+from prefect_tune.core.choices import Standing
+from prefect_tune.core.events import Answered
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.journal import Loaded
+from prefect_tune.core.objective import objective_of
+from prefect_tune.flows.agreement import code_note, settings_today
+from prefect_tune.flows.asked import Asked
+from prefect_tune.flows.forms import Form, form_of_search, page_of
+from prefect_tune.flows.going_on import chosen_before, extended, hear, standing_of
+from prefect_tune.flows.request import experiment_name
+from prefect_tune.flows.results import Results
+from prefect_tune.flows.resuming import read_known
+from prefect_tune.flows.suspension import replies
+from prefect_tune.flows.turns import answers_of_persons
+from prefect_tune.tasks.transient import retrying
+
+__all__ = ["Turn", "first_turn", "next_turn"]
+
+_SAMPLES = 10
+
+
+@dataclass
+class Turn:
+    """What is to be done until a person has to say something, or it is over."""
+
+    asked: Asked
+    experiment: str
+    known: Loaded | None = None
+    news: Sequence[Answered] = ()
+    """What persons have answered, and the journal does not hold yet."""
+    stops: bool = False
+    """Whether nothing is to be begun any more."""
+    state: Experiment | None = None
+    """The experiment as it was last seen to be."""
+
+    def reached(self, state: Experiment) -> None:
+        """Take note of how it stands."""
+        self.state = state
+
+
+def first_turn(asked: Asked, known: Loaded | None) -> Turn:
+    """Return what a flow run begins with, be it new, retried or resumed.
+
+    Raises:
+        Pause: a person has to say once more how to go on.
+        ResumeFailed: the experiment cannot be read. Nothing was started afresh.
+    """
+    name = experiment_name(asked.experiment)
+    if not (given := replies()):
+        return Turn(asked, name, known)
+    known = known or retrying(lambda: read_known(resolve_target(asked.target), name))
+    state, chosen = known.experiment, list(chosen_before(known.experiment))
+    for choice in chosen:
+        asked = extended(asked, choice, _standing(asked))
+    heard = hear(given, state, _standing(asked), lambda why: _form(asked, state, why))
+    if heard.choice is not None:
+        chosen.append(heard.choice)
+        asked = extended(asked, heard.choice, _standing(asked))
+    stops = bool(chosen) and chosen[-1].way == "stop here"
+    return Turn(asked, name, known, heard.news, stops)
+
+
+def next_turn(turn: Turn, results: Results) -> Turn | None:
+    """Return what comes after a turn; None where it is over. Raises `Pause` where the process is to end first."""
+    state = results.experiment
+    news = answers_of_persons(state, lambda: _form(turn.asked, state))
+    return replace(turn, known=None, news=news, state=state) if news else None
+
+
+def _standing(asked: Asked) -> Standing:
+    samples = asked.num_samples or (0 if asked.search is not None else _SAMPLES)
+    return standing_of(asked.stop, samples=samples).model_copy(update={"hours": 0.0})
+
+
+def _form(asked: Asked, state: Experiment, why: str = "") -> Form:
+    target = resolve_target(asked.target)
+    code = code_note(state, settings_today(asked))
+    page = page_of(state, target.uri, objective_of(asked.metric, asked.mode), code, why)
+    return form_of_search(_standing(asked), page)

@@ -1,0 +1,128 @@
+"""The turns of a single training: what each is asked for, and what persons have answered, carried out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.choices import Choice, Standing
+from prefect_tune.core.events import Answered, CheckpointRef, Cloned, Event, Finished, Requeued
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.trial import ENDED, Trial, newest_key
+from prefect_tune.flows.forms import Form, form_of_training, page_of
+from prefect_tune.flows.going_on import chosen_before, hear, standing_of, stop_after
+from prefect_tune.flows.resuming import read_known
+from prefect_tune.flows.source_code import code_of
+from prefect_tune.flows.suspension import replies
+from prefect_tune.flows.turns import STOPPED_HERE, answers_of_persons
+from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint
+from prefect_tune.tasks.experiment_state import write_entry
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.stamp import new_stamp
+from prefect_tune.tasks.transient import retrying, unseen
+
+__all__ = ["Turn", "code_changed", "first_turn", "followed", "next_turn"]
+
+
+@dataclass
+class Turn:
+    """What is to be done until a person has to say something, or it is over."""
+
+    stop: object
+    trainable: object
+    choice: Choice | None = None
+    """How to go on, where that was answered and is not carried out yet."""
+    news: Sequence[Answered] = ()
+    """What persons have answered, and the journal does not hold yet."""
+    state: Experiment | None = None
+    """The experiment as it was last seen to be."""
+
+    def reached(self, state: Experiment) -> Experiment:
+        """Take note of how it stands, and return it."""
+        self.state = state
+        return state
+
+
+def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: object) -> Turn:
+    """Return what a flow run begins with, be it new, retried or resumed. Raises `Pause` where it is to ask again."""
+    if not (given := replies()):
+        return Turn(stop, trainable)
+    state = retrying(lambda: read_known(target, experiment)).experiment
+    for choice in chosen_before(state):
+        stop = stop_after(stop, choice, standing_of(stop))
+    heard = hear(given, state, _standing(stop, state), lambda why: _form(target, Turn(stop, trainable), state, why))
+    if heard.choice is not None:
+        stop = stop_after(stop, heard.choice, standing_of(stop))
+    return Turn(stop, trainable, heard.choice, heard.news)
+
+
+def next_turn(turn: Turn, target: StorageTarget, state: Experiment) -> Turn | None:
+    """Return what comes after a turn; None where it is over. Raises `Pause` where the process is to end first."""
+    news = answers_of_persons(state, lambda: _form(target, turn, state))
+    return Turn(turn.stop, turn.trainable, None, news, state) if news else None
+
+
+def followed(plan: TrialPlan, state: Experiment, turn: Turn) -> Experiment:
+    """Carry out what was answered, with the entry that says so: killed before that, it is carried out by a retry."""
+    if not turn.news:
+        return state
+    trial = state.trials.get(plan.trial.trial)
+    follows = _follows(plan, state, trial, turn.choice) if trial and turn.choice else []
+    return write_entry(plan.target, state, [*turn.news, *follows])
+
+
+def _follows(plan: TrialPlan, state: Experiment, trial: Trial, choice: Choice) -> Sequence[Event]:
+    match choice.way:
+        case "stop here":
+            left = Finished(trial=trial.trial, reason=STOPPED_HERE, left=True)
+            return [] if trial.status in ENDED else [left]
+        case "other checkpoint":
+            back = Requeued(trial=trial.trial, reason=f"it goes back to step {choice.checkpoint}, as was chosen")
+            return [back, _copy(plan, state, trial, choice.checkpoint)]
+        case "continue" | "extend":
+            return []
+
+
+def _copy(plan: TrialPlan, state: Experiment, trial: Trial, step: int) -> Cloned:
+    """The trial goes on from a copy of an earlier checkpoint of its own, which costs one manifest: none is lost."""
+    ref = _checkpoint_at(trial, step)
+    key = CheckpointKey(trial=plan.trial, step=step, sequence=ref.sequence)
+    cloned = clone_checkpoint(plan.target, key, unseen(state), trial.trial, new_stamp())
+    reason = f"went back to step {step}, as was chosen"
+    return Cloned(trial=trial.trial, checkpoint=cloned.checkpoint, source=cloned.source, reason=reason)
+
+
+def _checkpoint_at(trial: Trial, step: int) -> CheckpointRef:
+    """Of two of one step the newer."""
+    return next(each for each in reversed(trial.checkpoints) if each.step == step)
+
+
+def _standing(stop: object, state: Experiment) -> Standing:
+    steps = [each.step for trial in state.trials.values() for each in trial.checkpoints]
+    return standing_of(stop, checkpoints=sorted(set(steps)))
+
+
+def _form(target: StorageTarget, turn: Turn, state: Experiment, why: str = "") -> Form:
+    page = page_of(state, target.uri, None, _code_note(target, turn.trainable, state), why)
+    return form_of_training(_standing(turn.stop, state), page)
+
+
+def _code_note(target: StorageTarget, trainable: object, state: Experiment) -> str:
+    for name, trial in state.trials.items():
+        if changed := code_changed(target, TrialKey(experiment=state.name, trial=name), trial, trainable):
+            return f"⚠️ {changed}"
+    return "code: unchanged since the newest checkpoint, as far as can be told"
+
+
+def code_changed(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
+    """Say that the trainable's source is another one than that which trained up to the newest checkpoint.
+
+    Empty where it is the same, or where nobody can tell.
+    """
+    key, now = newest_key(folder, trial), code_of(trainable)
+    before = code_of_checkpoint(target, key) if key and now else ""
+    if key is None or not before or before == now:
+        return ""
+    return f"the source of the trainable has changed since the checkpoint of step {key.step} ({before} -> {now})"

@@ -1,0 +1,80 @@
+"""What a person may be asked: a few simple fields, each with a default or with choices."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = ["GO_ON", "Scalar", "answer_to", "default_of", "valid_fields"]
+
+Scalar: TypeAlias = bool | int | float | str
+GO_ON: Mapping[str, object] = {"go_on": True}
+"""Of a question that has no fields of its own."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+def valid_fields(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields of a question as JSON, seen to be simple ones.
+
+    Raises:
+        InvalidInput: there is none, or one has no default that a form could show.
+    """
+    if not fields:
+        raise InvalidInput("fields: a question needs one, such as {'go_on': True}")
+    return {name: _valid(name, value) for name, value in fields.items()}
+
+
+def _valid(name: object, value: object) -> object:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidInput(f"fields: {name!r}: expected a name made of letters, digits and underscores")
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(each, str) for each in value):
+            return list(value)
+    elif isinstance(value, Scalar) and not (isinstance(value, float) and not math.isfinite(value)):
+        return value
+    raise InvalidInput(
+        f"fields: {name!r}: expected its default (a truth value, a number, a text) or a list of texts to choose from, "
+        f"found {value!r}"
+    )
+
+
+def default_of(field: object) -> Scalar:
+    """Return what a field is where nobody says anything else."""
+    if isinstance(field, Sequence) and not isinstance(field, str):
+        return str(field[0])
+    return field if isinstance(field, Scalar) else str(field)
+
+
+def answer_to(fields: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Scalar]:
+    """Return an answer whose every field has a value.
+
+    Raises:
+        InvalidInput: it has a field that was not asked for, or a value that the field cannot have.
+    """
+    if unknown := sorted(set(given) - set(fields)):
+        raise InvalidInput(f"{', '.join(unknown)}: was not asked for; the fields are {', '.join(fields)}")
+    return {name: _answered(name, field, given.get(name)) for name, field in fields.items()}
+
+
+def _answered(name: str, field: object, given: object) -> Scalar:
+    default = default_of(field)
+    if given is None:
+        return default
+    if isinstance(field, Sequence) and not isinstance(field, str):
+        if given in field:
+            return str(given)
+        raise InvalidInput(f"{name}: expected one of {', '.join(map(str, field))}, found {given!r}")
+    kind = type(default)
+    if kind is float and isinstance(given, int) and not isinstance(given, bool):
+        return float(given)
+    is_finite = not isinstance(given, float) or math.isfinite(given)
+    if isinstance(given, Scalar) and type(given) is kind and is_finite:
+        return given
+    raise InvalidInput(f"{name}: expected {_KINDS[kind]}, found {given!r}")
+
+
+_KINDS: Mapping[type, str] = {bool: "yes or no", int: "a whole number", float: "a number", str: "a text"}

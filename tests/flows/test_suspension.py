@@ -1,0 +1,137 @@
+"""Suspend and Resume in the UI: everything saves, a person is asked, and the same run goes on as was answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.trial import Status
+from tests.flows.training import experiment_at, trial_at, undisturbed
+from tests.flows.ui import Ui, eventually
+from tests.trainables.witness import told
+
+_MLP = "tests.trainables.numpy_mlp:NumpyMlp"
+_TABLE = "tests.trainables.digits_table:DigitsTable"
+_INQUISITIVE = "tests.trainables.inquisitive:Inquisitive"
+
+
+class _Story:
+    """One flow run on a target of its own."""
+
+    def __init__(self, ui: Ui, folder: Path, name: str, deployment: str, **parameters: Any) -> None:
+        self.ui = ui
+        self.name = name
+        self.target = LocalTarget(path=str(folder / name))
+        self.witness = folder / f"{name}.witness"
+        key = "config" if deployment == "durable-trainable" else "space"
+        parameters[key] = {**parameters.get(key, {}), "witness": str(self.witness)}
+        where = {"target": self.target.uri, "experiment": name, "checkpoint": {"every_steps": 5}}
+        self.run: UUID = ui.start(deployment, **parameters, **where)
+
+    def trained(self) -> int:
+        return sum(each.act == "trained" for each in told(self.witness))
+
+    def until_trained(self, steps: int) -> None:
+        eventually(f"{steps} steps of {self.name}\n{self.ui.log(self.run)}", lambda: self.trained() >= steps)
+
+    def processes(self) -> int:
+        return len({each.pid for each in told(self.witness)})
+
+
+@pytest.mark.timeout(500)
+def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui, tmp_path: Path) -> None:
+    training = _Story(
+        ui,
+        tmp_path,
+        "training",
+        "durable-trainable",
+        trainable=_MLP,
+        config={"step_seconds": 0.4},
+        stop={"step": 30},
+    )
+    search = _Story(
+        ui,
+        tmp_path,
+        "search",
+        "tune",
+        trainable=_TABLE,
+        space={"row": {"randint": [0, 160]}, "step_seconds": 0.5},
+        metric="error",
+        num_samples=2,
+        stop={"step": 15},
+        max_concurrent_trials=2,
+    )
+    asking = _Story(
+        ui, tmp_path, "asking", "durable-trainable", trainable=_INQUISITIVE, config={"asks_at": 4}, stop={"step": 6}
+    )
+    waiting = [training, search]
+
+    def suspended() -> bool:
+        for each in [each for each in waiting if each.trained() >= 7]:
+            ui.suspend(each.run)
+            waiting.remove(each)
+        return not waiting
+
+    eventually("both train", suspended)
+    schema, page = ui.form(training.run)
+    at = training.trained()
+    assert list(schema["properties"]) == ["way", "steps", "hours", "checkpoint"]
+    assert f"checkpoints, newest first: {at}, " in page
+    assert "10, 5\n- code: unchanged" in page
+    trial = trial_at(training.target, "training")
+    assert (trial.status, trial.checkpoints[-1].step) == (Status.PENDING, at)  # not one step is lost
+
+    schema, page = ui.form(search.run)
+    assert schema["properties"]["samples"]["default"] == 2
+    assert "trials: 2 (2 pending)" in page
+    assert "best so far: trial 0000" in page
+    ui.resume(search.run, way="extend", samples=1)
+    ui.resume(training.run, way="other checkpoint", checkpoint=5)
+
+    schema, question = ui.form(asking.run)
+    assert "By how much?" in question
+    assert (schema["properties"]["by"]["default"], schema["properties"]["why"]["enum"]) == (1, ["so", "or so"])
+    ui.resume(asking.run, by=10)
+
+    _, again = ui.form(search.run, but=page)
+    assert "less than before: samples 1 (it has 2)" in again
+    ui.resume(search.run, way="extend", samples=3, steps=16)
+    assert ui.until_final(training.run).is_completed(), ui.log(training.run)
+    assert ui.until_final(search.run).is_completed(), ui.log(search.run)
+
+    assert [each.step for each in told(training.witness) if each.act == "loaded"] == [5]
+    trial = trial_at(training.target, "training")
+    assert (trial.step, trial.metrics["state"]) == (30, undisturbed(30).state[30])
+    found = experiment_at(search.target, "search")
+    assert [(each.status, each.step) for each in found.trials.values()] == [(Status.FINISHED, 16)] * 3
+    assert (found.settings["num_samples"], found.epoch) == (3, 2)
+
+    assert ui.until_final(asking.run).is_completed(), ui.log(asking.run)
+    assert trial_at(asking.target, "asking").metrics["count"] == 3 + 3 * 10
+    assert [each.step for each in told(asking.witness) if each.act == "loaded"] == [3]
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(500)
+def test_a_trial_of_a_search_asks_a_person_and_the_others_wait_for_the_answer_too(ui: Ui, tmp_path: Path) -> None:
+    search = _Story(
+        ui,
+        tmp_path,
+        "many",
+        "tune",
+        trainable=_INQUISITIVE,
+        space={"asks_at": {"grid_search": [3, 100]}, "step_seconds": 0.1},
+        num_samples=1,
+        stop={"step": 30},
+        max_concurrent_trials=2,
+    )
+    ui.form(search.run)
+    ui.resume(search.run, by=10, why="so")
+    assert ui.until_final(search.run).is_completed(), ui.log(search.run)
+    asked, other = experiment_at(search.target, "many").trials.values()
+    assert (asked.metrics["count"], other.metrics["count"]) == (2 + 28 * 10, 30)
+    assert (asked.status, other.status) == (Status.FINISHED, Status.FINISHED)

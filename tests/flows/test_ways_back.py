@@ -1,0 +1,145 @@
+"""Retry, automations, Cancel: each goes on with the same run, and none does harm where it was a mistake."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events import Committed
+from prefect_tune.core.trial import Status
+from tests.flows.training import entries_at, experiment_at, trial_at, undisturbed
+from tests.flows.ui import Ui, eventually
+from tests.trainables.witness import told
+
+_MLP = "tests.trainables.numpy_mlp:NumpyMlp"
+_STEPS, _INTERVAL = 60, 5
+_AUTOMATION = "State changed by Automation 00000000-0000-0000-0000-000000000000"
+
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(1200)]
+
+
+class _Training:
+    """A deployed training of 60 steps."""
+
+    def __init__(self, ui: Ui, folder: Path, name: str, *, step_seconds: float = 0.2) -> None:
+        self.ui = ui
+        self.name = name
+        self.target = LocalTarget(path=str(folder / name))
+        self.witness = folder / f"{name}.witness"
+        self.gate = folder / f"{name}.gate"
+        self.run: UUID = ui.start(
+            "durable-trainable",
+            trainable=_MLP,
+            config={
+                "step_seconds": step_seconds,
+                "witness": str(self.witness),
+                "gate": str(self.gate),
+                "gate_step": _STEPS - 3,
+            },
+            stop={"step": _STEPS},
+            target=self.target.uri,
+            experiment=name,
+            checkpoint={"every_steps": _INTERVAL},
+        )
+
+    def epoch(self) -> int:
+        return experiment_at(self.target, self.name).epoch
+
+    def committed(self) -> Sequence[int]:
+        """The steps committed in the present epoch."""
+        entries = entries_at(self.target, self.name)
+        epoch = entries[-1].epoch if entries else 0
+        told_of = (event for entry in entries if entry.epoch == epoch for event in entry.events)
+        return [event.checkpoint.step for event in told_of if isinstance(event, Committed)]
+
+    def until_committed(self, epoch: int, times: int = 1) -> None:
+        eventually(
+            f"{times} commits of epoch {epoch}\n{self.ui.log(self.run)}",
+            lambda: self.epoch() >= epoch and len(self.committed()) >= times,
+        )
+
+    def kill(self) -> None:
+        os.kill(self.ui.process_of(self.run), signal.SIGKILL)
+
+    def require_no_committed_step_again(self) -> None:
+        """Whoever began trained on from a commit, and no process trained what another one had committed before."""
+        begun: dict[Any, list[int]] = {}
+        for each in told(self.witness):
+            if each.act == "begin":
+                begun.setdefault(each.pid, []).append(each.step)
+        for earlier, later in zip(list(begun.values()), list(begun.values())[1:], strict=False):
+            assert (later[0] - 1) % _INTERVAL == 0, begun
+            assert earlier[0] < later[0], begun  # and not from nothing
+
+    def require_identical_end(self) -> None:
+        trial = trial_at(self.target, self.name)
+        assert (trial.status, trial.metrics["state"]) == (Status.FINISHED, undisturbed(_STEPS).state[_STEPS])
+
+
+def test_a_killed_run_is_retried_and_one_that_was_alive_is_left_to_the_process_started_in_its_place(
+    ui: Ui, tmp_path: Path
+) -> None:
+    training = _Training(ui, tmp_path, "retried")
+    training.until_committed(epoch=1)
+    training.kill()
+    eventually("the crash is known", lambda: ui.state(training.run).is_crashed())
+    ui.retry(training.run)
+    training.until_committed(epoch=2)
+    ui.retry(training.run, _AUTOMATION)  # a false alarm
+    eventually("the next owner", lambda: training.epoch() == 3)
+    training.gate.touch()
+    assert ui.until_final(training.run).is_completed(), ui.log(training.run)
+    training.require_identical_end()
+    training.require_no_committed_step_again()
+    names = ui.history(training.run)  # of the kill two tell, the runner and the worker, and the second one is late
+    after_the_alarm = names[len(names) - names[::-1].index("AwaitingRetry") :]
+    assert not {"Crashed", "Failed"} & set(after_the_alarm), names
+    assert "it was taken over" in ui.log(training.run)
+    owners = [entry.events[0].owner.by_hand for entry in entries_at(training.target, "retried") if _opens(entry)]
+    assert owners == [False, True, False]
+
+
+def _opens(entry: Any) -> bool:
+    return bool(entry.events[0].type == "opened")
+
+
+def test_a_cancelled_run_says_what_is_resumable(ui: Ui, tmp_path: Path) -> None:
+    training = _Training(ui, tmp_path, "cancelled")
+    training.until_committed(epoch=1)
+    ui.cancel(training.run)
+    assert ui.until_final(training.run).is_cancelled(), ui.log(training.run)
+    eventually("the log", lambda: "resumable at step" in ui.log(training.run), timedelta(seconds=30))
+    at = trial_at(training.target, "cancelled").checkpoints[-1].step
+    assert f"experiment 'cancelled': resumable at step {at}; run it again, with Retry" in ui.log(training.run)
+
+
+def test_an_automation_brings_a_killed_run_back_until_nothing_comes_of_it(ui: Ui, tmp_path: Path) -> None:
+    with ui.restarting_crashed(within=timedelta(seconds=30)):
+        training = _Training(ui, tmp_path, "brought-back")
+        training.until_committed(epoch=1)
+        training.kill()
+        training.until_committed(epoch=2)
+        training.gate.touch()
+        assert ui.until_final(training.run).is_completed()
+        training.require_identical_end()
+        training.require_no_committed_step_again()
+
+        hopeless = _Training(ui, tmp_path, "hopeless", step_seconds=1000)
+        for epoch in range(1, 7):
+            eventually("the next start", lambda: hopeless.epoch() == epoch, timedelta(seconds=200))  # noqa: B023  called here
+            hopeless.kill()
+        eventually("the cap", lambda: ui.state(hopeless.run).is_failed(), timedelta(seconds=200))
+        assert "started again 5 times in a row" in str(ui.state(hopeless.run).message)
+        ui.retry(hopeless.run)
+        eventually("a person's retry", lambda: hopeless.epoch() == 7, timedelta(seconds=200))
+        ui.cancel(hopeless.run)
+        ui.until_final(hopeless.run)
