@@ -26,8 +26,6 @@ from prefect_tune.core.objective import Objective, objective_of
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
-from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.search.search import Search
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.flows.agreement import require_code, require_same, say_code, settings_today
 from prefect_tune.flows.asked import Asked, space_of
@@ -37,6 +35,7 @@ from prefect_tune.flows.council import Council
 from prefect_tune.flows.crew import Crew, LocalCrew
 from prefect_tune.flows.driver import Driver
 from prefect_tune.flows.elsewhere import OnDeployment, OnTaskRunner
+from prefect_tune.flows.extending import extended, search_of, this_run
 from prefect_tune.flows.lessons import lessons_known, new_lessons, source_names
 from prefect_tune.flows.limits import Limits, has_had_enough, require_possible
 from prefect_tune.flows.remote_crew import RemoteCrew
@@ -44,7 +43,7 @@ from prefect_tune.flows.request import existing_limits, experiment_name, name_of
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import read_known, require_presence, resuming
 from prefect_tune.flows.slots import Slots, resources_asked, slots_elsewhere, slots_here
-from prefect_tune.flows.spelled import scheduler_from, search_from
+from prefect_tune.flows.spelled import scheduler_from
 from prefect_tune.flows.stop_desk import StopDesk
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.book import Book
@@ -58,7 +57,6 @@ from prefect_tune.terminal.watch import Outlook
 
 __all__ = ["searched"]
 
-_SAMPLES = 10
 _LOOK_EVERY = timedelta(seconds=0.5)
 _LOOK_FOR_REQUESTS = timedelta(seconds=5)
 _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
@@ -66,7 +64,10 @@ _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 def searched(asked: Asked, known: Loaded | None = None) -> Results:
     """Do what was asked for, within a flow; what is `known` of it is not read again. Raises what `tune` raises."""
-    name = experiment_name(asked.experiment)
+    name, run = experiment_name(asked.experiment), this_run()
+    if asked.samples_per_run is not None:
+        known = known or read_known(resolve_target(asked.target), name)
+        asked, _ = extended(asked, known.experiment, run)
     objective = objective_of(asked.metric, asked.mode)
     stopper = of_trials(whole := stopper_for(asked.stop))
     require_possible(plan := _plan(asked, name, stopper))
@@ -92,21 +93,24 @@ def searched(asked: Asked, known: Loaded | None = None) -> Results:
         if asked.on_code_change == "refuse":
             require_code(before.experiment, settings)
         state = restore_experiment_state(plan.target, name, this_owner(), new_stamp(), unseen(before))
-        require_same(state, settings)
+        now, added = extended(asked, state, run)
+        require_same(state, settings := settings_today(now))
         say_code(state, settings, get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, _state: None)
         described = [Described(settings=settings)] if settings != state.settings else []
-        news: list[Event] = [*described, *(each for each in learned if each.source not in state.learned)]
+        news: list[Event] = [*described, *added, *(each for each in learned if each.source not in state.learned)]
         if news:
             book.write(news)
-        _learn(council, book)
+        # Another run may have added samples between the reading and the opening.
+        asks = council if now.num_samples == asked.num_samples else _council(now, name, objective, whole)
+        _learn(asks, book)
         log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, max(_LOOK_EVERY, plan.sync.sync_period))
         with (
             StopDesk(plan.target, name, len(state.heard), look_every, stop) as desk,
             crew as who,
             audience.listening(book, stop, log) as listener,
         ):
-            return Driver(plan, limits, council, who, book, log, listener).run(desk)
+            return Driver(plan, limits, asks, who, book, log, listener).run(desk)
 
     return Results(interruptible(search, grace=plan.grace), plan.target, objective)
 
@@ -157,17 +161,11 @@ def _limits(asked: Asked, plan: TrialPlan, stopper: Stopper, slots: Slots) -> Li
 
 def _council(asked: Asked, experiment: str, objective: Objective | None, stopper: Stopper) -> Council:
     seed = asked.seed if asked.seed is not None else seed_named(experiment)
-    search = _search(asked)
+    search = search_of(asked)
     scheduler = FIFO() if asked.scheduler is None else scheduler_from(asked.scheduler)
     tallies = [each.begin(objective) for each in of_experiment(stopper)]
     proposals = search.begin(space_of(asked.space or {}), objective, seed)
     return Council(proposals, _begun(scheduler, objective, seed), tallies)
-
-
-def _search(asked: Asked) -> Search:
-    if asked.search is None:
-        return RandomSearch(_SAMPLES if asked.num_samples is None else asked.num_samples)
-    return search_from(asked.search, asked.num_samples)
 
 
 def _outlook(asked: Asked, experiment: str, objective: Objective | None, stopper: Stopper) -> Outlook:
@@ -175,7 +173,7 @@ def _outlook(asked: Asked, experiment: str, objective: Objective | None, stopper
     return Outlook(
         experiment,
         objective,
-        trial_count=_search(asked).trial_count(space_of(asked.space or {})),
+        trial_count=search_of(asked).trial_count(space_of(asked.space or {})),
         step_count=stopper.step_count,
         time=None if budget is None else timedelta(seconds=budget),
     )

@@ -16,6 +16,7 @@ from prefect_tune.core.events import (
     Adopted,
     Described,
     Event,
+    Extended,
     Finished,
     ForkBegun,
     Forked,
@@ -94,7 +95,7 @@ class Telling:
     def news(self, event: Event) -> Iterator[OneTrialsEvent]:
         """Return what is news in an event, and in those that it absorbs."""
         match event:
-            case Opened() | Adopted() | Described() | StopAsked() | TrialAdded():
+            case Opened() | Adopted() | Described() | Extended() | StopAsked() | TrialAdded():
                 return
             case ForkBegun() | Forked() | Learned() | RemovalBegun():
                 return
