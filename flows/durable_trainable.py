@@ -25,7 +25,7 @@ from prefect_tune.core.retention import Retention
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.flows.agreement import require_goes_on
-from prefect_tune.flows.forms import StopField, SyncField, TargetField, TrainableField
+from prefect_tune.flows.forms import SyncField, TargetField, TrainableField
 from prefect_tune.flows.limits import has_had_enough, require_possible
 from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
@@ -68,7 +68,7 @@ def durable_trainable(
     *,
     target: TargetField,
     experiment: str | None = None,
-    stop: StopField = None,
+    stop: Any = None,
     checkpoint: Cadence | None = None,
     retention: Retention | None = None,
     failures: FailurePolicy | None = None,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
+from prefect import Flow
+from prefect.utilities.callables import parameter_schema
 from pydantic import WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
@@ -24,17 +26,48 @@ __all__ = [
     "OtherTrainableField",
     "RerunField",
     "ResumeField",
-    "SchedulerField",
-    "SearchField",
-    "SpaceField",
-    "StopField",
     "SyncField",
     "TargetField",
     "TrainableField",
+    "form_of",
 ]
 
 _Schema: TypeAlias = Mapping[str, Any]
 _NOTHING: _Schema = {"type": "null"}
+
+
+def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
+    """Return the schema of a flow's parameters as forms show it best.
+
+    What may be left out is a field to leave empty, and not a choice between a type and None; and descriptions,
+    which a form shows as they are, have no Markdown in them.
+    """
+    schema = parameter_schema(flow).model_dump_for_openapi()
+    definitions = {
+        name: {**each, "properties": _fields(each.get("properties", {}))}
+        for name, each in schema.get("definitions", {}).items()
+    }
+    return {**schema, "properties": _fields(schema["properties"]), "definitions": definitions}
+
+
+def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
+    return {name: _left_empty({**each, **_described(each)}) for name, each in fields.items()}
+
+
+def _described(field: _Schema) -> _Schema:
+    said = " ".join(str(field.get("description", "")).replace("`", "").split())
+    return {"description": said[:1].upper() + said[1:]} if said else {}
+
+
+def _left_empty(field: dict[str, Any]) -> _Schema:
+    kinds = [kind for kind in field.get("anyOf", ()) if kind != _NOTHING]
+    if field.get("default", ...) is not None or any({"$ref", "properties"} & kind.keys() for kind in kinds):
+        return field  # a section is better left closed
+    del field["default"]
+    if len(kinds) == 1:  # the API takes a null for it all the same
+        del field["anyOf"]
+        return {**kinds[0], **field}
+    return field
 
 
 class _AskedAs:
@@ -57,10 +90,6 @@ def _text(title: str) -> _Schema:
 
 def _choice(title: str, *words: str) -> _Schema:
     return {"title": title, "type": "string", "enum": list(words)}
-
-
-def _json(title: str) -> _Schema:
-    return {"title": title, "type": "object", "additionalProperties": True}
 
 
 def _list_of(title: str, each: _Schema) -> _Schema:
@@ -95,26 +124,21 @@ def _sync() -> _Schema:
 
 
 _MODE = _choice("One for all", "min", "max")
-_STOP = (_json("Limits and stoppers, JSON"), _text("package.module:name"), _list_of("Several", {}), _NOTHING)
 
 TargetField: TypeAlias = Annotated[StorageTarget | str, _AskedAs(_target)]
 SyncField: TypeAlias = Annotated[SyncConfig | None, _AskedAs(_sync)]
 TrainableField: TypeAlias = Annotated[Any, WithJsonSchema({"type": "string"})]
 OtherTrainableField: TypeAlias = Annotated[Any, _one_of(_text("package.module:Name"), _NOTHING)]
-SpaceField: TypeAlias = Annotated[dict[str, Any] | None, _one_of(_json("JSON"), _NOTHING)]
 MetricField: TypeAlias = Annotated[
     str | list[str] | None, _one_of(_text("One"), _list_of("Several", {"type": "string"}), _NOTHING)
 ]
 ModeField: TypeAlias = Annotated[Mode | list[Mode], _one_of(_MODE, _list_of("One for each", _MODE))]
-SchedulerField: TypeAlias = Annotated[Any, _one_of(_json("JSON"), _text("Its name alone"), _NOTHING)]
-SearchField: TypeAlias = Annotated[Any, _one_of(_json("JSON"), _text("Its name alone"), _NOTHING)]
-StopField: TypeAlias = Annotated[Any, _one_of(*_STOP)]
 CallbacksField: TypeAlias = Annotated[
     list[Any] | None, _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING)
 ]
 ResumeField: TypeAlias = Annotated[
     bool | str,
-    _one_of(_choice("Is it there?", "auto", "must", "never"), _text("Ray Tune's words"), {"type": "boolean"}),
+    _one_of(_choice("One of these", "auto", "must", "never"), _text("Ray Tune's words"), {"type": "boolean"}),
 ]
 RerunField: TypeAlias = Annotated[
     RerunErrored, _one_of({"title": "Go on, and try them again", "type": "boolean"}, _choice("Nothing else", "only"))

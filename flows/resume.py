@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from prefect.logging import get_run_logger
 
@@ -16,10 +16,6 @@ from prefect_tune.flows.forms import (
     CallbacksField,
     OtherTrainableField,
     RerunField,
-    SchedulerField,
-    SearchField,
-    SpaceField,
-    StopField,
     SyncField,
     TargetField,
 )
@@ -58,15 +54,15 @@ def resume(
     target: TargetField,
     num_samples: int | None = None,
     samples_per_run: int | None = None,
-    stop: StopField = None,
+    stop: Any = None,
     rerun_errored: RerunField = False,
     time_budget_seconds: float | None = None,
     fork: str | None = None,
     at: int | None = None,
     strict_fork: bool = False,
-    space: SpaceField = None,
-    search: SearchField = None,
-    scheduler: SchedulerField = None,
+    space: dict[str, Any] | None = None,
+    search: Any = None,
+    scheduler: Any = None,
     warm_start: list[str] | None = None,
     max_concurrent_trials: int | None = None,
     resources_per_trial: dict[str, float] | None = None,

@@ -29,6 +29,7 @@ from prefect_tune.flows.request import stopper_for
 from prefect_tune.flows.tune import tune
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.experiments import write_experiment
+from tests.fakes.offers import MERGED
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 
 README = ROOT / "README.md"
@@ -41,6 +42,7 @@ CLI = ROOT / "docs" / "cli.md"
 SEARCHES = ROOT / "docs" / "searches.md"
 INTEGRATIONS = ROOT / "docs" / "integrations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
+DEPLOYMENTS = ROOT / "docs" / "deployments.md"
 TESTED = {
     README: {"python", "bash", "text"},  # text is a drawing, and nothing to run
     LAYOUT: {"python", "json", "text"},
@@ -52,6 +54,7 @@ TESTED = {
     CLI: {"bash"},  # by tests/cli/test_page.py
     SEARCHES: {"python"},
     INTEGRATIONS: {"python"},
+    DEPLOYMENTS: {"python", "bash"},
 }
 
 
@@ -64,9 +67,9 @@ def test_no_page_has_code_that_no_test_here_runs(page: Path) -> None:
     assert {block.language for block in blocks_of(page)} <= TESTED.get(page, set())
 
 
+@pytest.mark.skipif(not MERGED, reason="until every part is merged")
 @pytest.mark.timeout(600)
 def test_the_readme_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    (tmp_path / "prefect.yaml").symlink_to(ROOT / "prefect.yaml")
     runs = [block for block in blocks_of(README) if block.language in ("python", "bash")]
     done = run_blocks(runs, tmp_path, {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout
@@ -83,6 +86,16 @@ def test_the_pages_on_searches_and_results_work_from_top_to_bottom(
 ) -> None:
     done = run_blocks(blocks_of(page), tmp_path, {"PREFECT_API_URL": prefect_server})
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(not MERGED, reason="until every part is merged")
+@pytest.mark.timeout(400)
+def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)}
+    done = run_blocks(blocks_of(DEPLOYMENTS), tmp_path, environment)
+    assert done.returncode == 0, done.stdout
+    assert "runs at 0 2 * * * Europe/Berlin" in done.stdout
+    assert "created  maintain/hourly" in done.stdout
 
 
 def test_the_page_on_results_names_every_hook_and_every_logger() -> None:

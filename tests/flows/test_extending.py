@@ -16,6 +16,7 @@ from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.flows.agreement import settings_today
 from prefect_tune.flows.asked import Asked
 from prefect_tune.flows.extending import extended
+from prefect_tune.flows.resuming import read_known
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
 
@@ -136,3 +137,16 @@ def test_the_same_root_run_adds_once_and_what_it_left_over_comes_first(local_tar
     assert len(search(local_target, samples_per_run=2).trials) == 5
     state = experiment_at(local_target, "nightly")
     assert sorted(state.extensions.values()) == [2, 3]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_that_reads_the_journal_just_before_another_one_adds_to_what_both_have_added(
+    local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search(local_target, samples_per_run=1)
+    read_before = read_known(local_target, "nightly")
+    search(local_target, samples_per_run=1)
+    with monkeypatch.context() as reads:
+        reads.setattr("prefect_tune.flows.search.read_known", lambda *_: read_before)
+        assert len(search(local_target, samples_per_run=1).trials) == 3
+    assert experiment_at(local_target, "nightly").settings["num_samples"] == 3

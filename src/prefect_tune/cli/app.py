@@ -13,7 +13,21 @@ from prefect_tune.core.errors import TuneError
 __all__ = ["BYTES", "LOOK", "SEARCH", "START", "AsJson", "ExperimentName", "Target", "TrialName", "app", "main"]
 
 START, SEARCH, LOOK, BYTES = "To begin with", "Search", "Look", "Bytes"
-_ORDER = ("demo", "blocks", "run", "resume", "stop", "ls", "show", "report", "checkpoints", "verify", "export", "gc")
+_ORDER = (
+    "demo",
+    "blocks",
+    "run",
+    "resume",
+    "stop",
+    "deploy",
+    "ls",
+    "show",
+    "report",
+    "checkpoints",
+    "verify",
+    "export",
+    "gc",
+)
 
 
 class _InOrder(TyperGroup):
