@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.utilities.schema_tools.validation import validate
 
 import prefect_tune as pt
 from prefect_tune.flows.forms import form_of
 from prefect_tune.flows.given_parameters import checked
+from prefect_tune.flows.train_trial import TrialParameters, orders_as_parameters, train_trial
+from prefect_tune.tasks.plan import Orders
+from tests.fakes.far_attempts import plan_at
 
 SECRET = "never-shown-to-anybody"
 TUNE, RESUME = form_of(pt.tune), form_of(pt.resume)
@@ -131,3 +136,16 @@ def test_all_that_a_form_offers_is_accepted() -> None:
     }
     assert given(complete=True, **full) == full
     assert given(scheduler="FIFO", resume="auto+errored", stop="my_project.stops:enough", rerun_errored=True)
+
+
+def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
+    plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
+    said = TrialParameters.of(plan).model_dump(mode="json")
+    parameters = {"parameters": said, "orders": orders_as_parameters(Orders()), "attempt": 1}
+    assert said["cadence"]["every_steps"] is None
+    validate(parameters, form_of(train_trial), raise_on_error=True)
+
+
+def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:
+    fields = {name: None for name, each in TUNE["properties"].items() if "default" not in each and name not in GIVEN}
+    validate({**GIVEN, **fields}, TUNE, raise_on_error=True)
