@@ -23,7 +23,16 @@ __all__ = ["Asked", "from_settings", "only_in_code", "settings_of", "space_of"]
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 # What belongs to one run of the experiment, and not to the experiment.
 _OF_THE_RUN = frozenset(
-    {"target", "experiment", "resume", "rerun_errored", "time_budget_seconds", "on_code_change", "resources_total"}
+    {
+        "target",
+        "experiment",
+        "resume",
+        "rerun_errored",
+        "samples_per_run",
+        "time_budget_seconds",
+        "on_code_change",
+        "resources_total",
+    }
 )
 _VALUES: Mapping[str, type[Value]] = {"checkpoint": Cadence, "retention": Retention, "failures": FailurePolicy}
 
@@ -39,6 +48,7 @@ class Asked:
     metric: str | list[str] | None = None
     mode: Mode | list[Mode] = "min"
     num_samples: int | None = None
+    samples_per_run: int | None = None
     search: Any = None
     scheduler: Any = None
     seed: int | None = None

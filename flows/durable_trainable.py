@@ -12,7 +12,7 @@ from typing import Any, Literal, assert_never
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.blocks import SyncConfig, resolve_target
 from prefect_tune.checkpoint import Checkpoint
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, TrialFailed
@@ -28,6 +28,7 @@ from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.flows.agreement import require_goes_on
 from prefect_tune.flows.assets import Place
 from prefect_tune.flows.dispatches import Subject
+from prefect_tune.flows.forms import SyncField, TargetField, TrainableField
 from prefect_tune.flows.going_on import answers_for
 from prefect_tune.flows.herald import Herald, heralded, this_run
 from prefect_tune.flows.limits import has_had_enough, require_possible
@@ -72,16 +73,16 @@ class TrialResult:
 
 @flow_with_server(name="durable-trainable", persist_result=False)
 def durable_trainable(
-    trainable: Any,
+    trainable: TrainableField,
     config: dict[str, Any] | None = None,
     *,
-    target: StorageTarget | str,
+    target: TargetField,
     experiment: str | None = None,
     stop: Any = None,
     checkpoint: Cadence | None = None,
     retention: Retention | None = None,
     failures: FailurePolicy | None = None,
-    sync: SyncConfig | None = None,
+    sync: SyncField = None,
     isolation: Literal["process", "thread"] = "process",
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
@@ -93,18 +94,23 @@ def durable_trainable(
     that is done already is returned at once.
 
     Args:
-        trainable: a subclass of `pt.Trainable`, a function `train(config)`, or `"package.module:Name"`.
-        config: what the trainable is given; JSON.
-        target: where checkpoints and state live: a block, a `"block-type/name"` slug, or a URI.
-        experiment: its name on the target. Default: the id of the root flow run, which a Retry keeps.
-        stop: `{"step": 100}` or other limits (stop at `>=`), a function of the metrics, or a stopper.
+        trainable: what is trained: `package.module:Name`, installed where the flow runs; in code also the function
+            `train(config)` or the subclass of `pt.Trainable` itself.
+        config: what the trainable is given, such as `{"lr": 0.01, "layers": 3}`.
+        target: where checkpoints and state live. A URI such as `s3://bucket/runs`, the `type/name` of a saved block,
+            such as `s3-target/prod`, or the block. Secrets belong into blocks, where nobody sees them.
+        experiment: its name on the target; the same name goes on. Default: the id of the root flow run, which a Retry
+            keeps.
+        stop: when it has had enough: `{"step": 100}` or other limits (stop at `>=`); in code also a function of the
+            metrics, or a stopper. Default: when the trainable says so.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints stay. Default: all.
         failures: the two retry budgets. Default: none for the trainable's own failures, 10 for the machine's.
-        sync: periods, timeouts, artifacts, and `commit="async"` to train on while a checkpoint is uploaded.
-        isolation: `"process"` trains in a child process; `"thread"` in this one, for debuggers.
-        grace_period_seconds: how long the trial may take to save once SIGTERM or a cancellation arrives.
-        silence_timeout_seconds: without a report for so long the trial is taken for hung and started again.
+        sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to train on during an upload.
+        isolation: `process` trains in a child process; `thread` in this one, for debuggers.
+        grace_period_seconds: seconds that the trial may take to save once SIGTERM or a cancellation arrives.
+        silence_timeout_seconds: seconds without a report after which the trial is taken for hung and started again.
+            Default: never.
 
     Returns:
         TrialResult: step, metrics and newest checkpoint of the finished trial.

@@ -94,8 +94,8 @@ class OnDeployment:
                 client.read_deployment_by_name(self._deployment)
         except ObjectNotFound as missing:
             raise InvalidInput(
-                f"trial_deployment: there is no deployment {self._deployment!r}; `prefect deploy --all` "
-                "with prefect-tune's prefect.yaml makes it, or `train_trial.deploy(...)`"
+                f"trial_deployment: there is no deployment {self._deployment!r}; make it: "
+                "prefect-tune deploy train-trial --work-pool POOL"
             ) from missing
 
     def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:

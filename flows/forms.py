@@ -1,138 +1,145 @@
-"""The forms that a suspended run is resumed with, and what stands above them."""
+"""How the flows' parameters are asked for in a form, where their types alone would ask badly, or ask for secrets.
+
+What a flow accepts is not touched: a script passes objects as ever. But Prefect's API refuses parameters of a
+deployment that do not fit its form; so a block is picked there, or named, and never spelled out with its keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeAlias
 
-from prefect.input import RunInput
-from pydantic import Field, create_model
+from prefect import Flow
+from prefect.utilities.callables import parameter_schema
+from pydantic import WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
 
-from prefect_tune.core.choices import Standing
-from prefect_tune.core.events import Questioned
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.questions import default_of
-from prefect_tune.core.ranking import front, losses_in
-from prefect_tune.core.trial import Trial, newest_checkpoint
+from prefect_tune.blocks import AzureTarget, FsspecTarget, GcsTarget, LocalTarget, S3Target, StorageTarget, SyncConfig
+from prefect_tune.blocks.form import Form
+from prefect_tune.core.objective import Mode
+from prefect_tune.flows.resuming import RerunErrored
 
-__all__ = ["Form", "form_of_question", "form_of_search", "form_of_training", "page_of"]
+__all__ = [
+    "CallbacksField",
+    "MetricField",
+    "ModeField",
+    "OtherTrainableField",
+    "RerunField",
+    "ResumeField",
+    "SyncField",
+    "TargetField",
+    "TrainableField",
+    "form_of",
+]
 
-Form = type[RunInput]
-_MOST_STEPS = 20
-
-
-class _Search(RunInput):
-    """How the search goes on."""
-
-    way: Literal["continue", "extend", "stop here"] = Field(
-        default="continue",
-        title="How to go on",
-        description="continue: as it was asked for. extend: with the larger numbers below. stop here: save nothing "
-        "more, publish the results, and end; what is not finished can be resumed later.",
-    )
-    samples: int = Field(default=0, title="Samples in all", description="To extend: more than there are now.")
-    steps: int = Field(
-        default=0, title="Steps of each trial", description="To extend: finished trials go on, too. 0: as it is."
-    )
-    hours: float = Field(
-        default=0, title="Hours for this run", description="To extend: it saves and ends after so long. 0: as it is."
-    )
+_Schema: TypeAlias = Mapping[str, Any]
+_NOTHING: _Schema = {"type": "null"}
 
 
-class _Training(RunInput):
-    """How the training goes on."""
+def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
+    """Return the schema of a flow's parameters as forms show it best.
 
-    way: Literal["continue", "extend", "other checkpoint", "stop here"] = Field(
-        default="continue",
-        title="How to go on",
-        description="continue: from the newest checkpoint. extend: with the larger numbers below. other checkpoint: "
-        "go back to that of the step below; later ones are kept. stop here: end, finished.",
-    )
-    steps: int = Field(default=0, title="Steps in all", description="To extend: more than before. 0: as it is.")
-    hours: float = Field(
-        default=0, title="Hours of training in all", description="To extend: more than before. 0: as it is."
-    )
-    checkpoint: int = Field(
-        default=0, title="Step of the checkpoint", description="To go back: one of the steps named above."
-    )
-
-
-def form_of_search(standing: Standing, page: str) -> Form:
-    """Return the form of a search that was suspended, filled in with how it stands."""
-    return _filled(_Search, page, samples=standing.samples, steps=standing.steps)
-
-
-def form_of_training(standing: Standing, page: str) -> Form:
-    """Return the form of a training that was suspended, filled in with how it stands."""
-    newest = max(standing.checkpoints, default=0)
-    return _filled(_Training, page, steps=standing.steps, hours=standing.hours, checkpoint=newest)
-
-
-def _filled(form: Form, page: str, **defaults: float) -> Form:
-    """Prefect's own way would forget what the fields are called, and what is said about them."""
-    fields: dict[str, Any] = {
-        name: (
-            info.annotation,
-            Field(default=defaults.get(name, info.default), title=info.title, description=info.description),
-        )
-        for name, info in form.model_fields.items()
+    What may be left out is a field to leave empty, and not a choice between a type and None; and descriptions,
+    which a form shows as they are, have no Markdown in them.
+    """
+    schema = parameter_schema(flow).model_dump_for_openapi()
+    definitions = {
+        name: {**each, "properties": _fields(each.get("properties", {}))}
+        for name, each in schema.get("definitions", {}).items()
     }
-    filled = cast("Form", create_model(form.__name__.strip("_"), __base__=RunInput, **fields))
-    return filled.with_initial_data(description=page)
+    return {**schema, "properties": _fields(schema["properties"]), "definitions": definitions}
 
 
-def form_of_question(asked: Questioned, experiment: str, why: str = "") -> Form:
-    """Return the form of what a trial asks."""
-    fields: dict[str, Any] = {name: _field(value) for name, value in asked.fields.items()}
-    form = cast("Form", create_model("Answer", __base__=RunInput, **fields))
-    page = [*_refused(why), f"**{experiment}, trial {asked.trial}**, asks:", "", asked.question]
-    return form.with_initial_data(description="\n".join(page))
+def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
+    return {name: _left_empty({**each, **_described(each)}) for name, each in fields.items()}
 
 
-def _field(value: object) -> tuple[Any, Any]:
-    if isinstance(value, list | tuple):
-        return Literal[tuple(value)], value[0]
-    return type(value), default_of(value)
+def _described(field: _Schema) -> _Schema:
+    said = " ".join(str(field.get("description", "")).replace("`", "").split())
+    return {"description": said[:1].upper() + said[1:]} if said else {}
 
 
-def page_of(state: Experiment, uri: str, objective: Objective | None, code: str, why: str = "") -> str:
-    """Say how an experiment stands: what is above the form that asks how to go on."""
-    lines = [*_refused(why), f"**{state.name}** at `{uri}` is saved.", ""]
-    return "\n".join([*lines, *(f"- {fact}" for fact in _facts(state, objective, code))])
+def _left_empty(field: dict[str, Any]) -> _Schema:
+    kinds = [kind for kind in field.get("anyOf", ()) if kind != _NOTHING]
+    if field.get("default", ...) is not None or any({"$ref", "properties"} & kind.keys() for kind in kinds):
+        return field  # a section is better left closed
+    del field["default"]
+    if len(kinds) == 1:  # the API takes a null for it all the same
+        del field["anyOf"]
+        return {**kinds[0], **field}
+    return field
 
 
-def _refused(why: str) -> list[str]:
-    return [f"⚠️ **Please answer again**: {why}", ""] if why else []
+class _AskedAs:
+    """Ask for a parameter as this schema does, which is made when somebody wants to know."""
+
+    def __init__(self, schema: Callable[[], _Schema]) -> None:
+        self._schema = schema
+
+    def __get_pydantic_json_schema__(self, _core_schema: object, _handler: object) -> JsonSchemaValue:
+        return dict(self._schema())
 
 
-def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterator[str]:
-    trials = list(state.trials.values())
-    if len(trials) != 1 or trials[0].apart:
-        counts: dict[str, int] = {}
-        for each in trials:
-            counts[str(each.status)] = counts.get(str(each.status), 0) + 1
-        yield f"trials: {len(trials)} ({', '.join(f'{count} {status}' for status, count in sorted(counts.items()))})"
-    if objective is not None and (best := _best(state.trials, objective)) is not None:
-        metrics = ", ".join(f"{name} {best.metrics[name]:.6g}" for name in objective.metrics)
-        yield f"best so far: trial {best.trial}, {metrics} at step {best.step}"
-    yield from _of_one(trials[0]) if len(trials) == 1 else _newest(trials)
-    yield code
+def _one_of(*kinds: _Schema) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [dict(kind) for kind in kinds]})
 
 
-def _best(trials: Mapping[str, Trial], objective: Objective) -> Trial | None:
-    scores = [(name, losses) for name, each in trials.items() if (losses := losses_in(each.metrics, objective))]
-    best = front(scores)
-    return trials[best[0]] if best else None
+def _text(title: str) -> _Schema:
+    return {"title": title, "type": "string"}
 
 
-def _of_one(trial: Trial) -> Iterator[str]:
-    yield f"step {trial.step}, attempt {trial.attempt}, steps done again: {trial.wasted_steps}"
-    steps = [str(each.step) for each in reversed(trial.checkpoints)]
-    more = f", and {len(steps) - _MOST_STEPS} older ones" if len(steps) > _MOST_STEPS else ""
-    yield f"checkpoints, newest first: {', '.join(steps[:_MOST_STEPS]) or 'none'}{more}"
+def _choice(title: str, *words: str) -> _Schema:
+    return {"title": title, "type": "string", "enum": list(words)}
 
 
-def _newest(trials: list[Trial]) -> Iterator[str]:
-    saved = [(newest, each.trial) for each in trials if (newest := newest_checkpoint(each)) is not None]
-    yield f"checkpoints: {sum(len(each.checkpoints) for each in trials)}, of {len(saved)} trials"
+def _list_of(title: str, each: _Schema) -> _Schema:
+    return {"title": title, "type": "array", "items": dict(each)}
+
+
+def _saved(block: type[Form]) -> _Schema:
+    """A saved block, picked from a list: its parameter is a reference, and nothing that stands in it."""
+    reference = {"type": "string"}
+    ways = {"block_document_id": reference, "block_document_slug": reference}
+    there = {"type": "object", "properties": ways, "additionalProperties": False, "minProperties": 1}
+    return {
+        "title": f"{block.get_block_type_name()} block",
+        "block_type_slug": block.get_block_type_slug(),
+        "type": "object",
+        "properties": {"$ref": there},
+        "required": ["$ref"],
+        "additionalProperties": False,
+    }
+
+
+def _target() -> _Schema:
+    kinds = (S3Target, GcsTarget, AzureTarget, LocalTarget, FsspecTarget)
+    return {"anyOf": [_text("URI, or type/name of a saved block"), *(_saved(kind) for kind in kinds)]}
+
+
+def _sync() -> _Schema:
+    fields = dict(SyncConfig.model_json_schema()["properties"])
+    fields["upload_dir"] = {**fields["upload_dir"], "anyOf": [_text("URI, or type/name of a saved block"), _NOTHING]}
+    options = {"title": "Options", "type": "object", "properties": fields, "additionalProperties": False}
+    return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
+
+
+_MODE = _choice("One for all", "min", "max")
+
+TargetField: TypeAlias = Annotated[StorageTarget | str, _AskedAs(_target)]
+SyncField: TypeAlias = Annotated[SyncConfig | None, _AskedAs(_sync)]
+TrainableField: TypeAlias = Annotated[Any, WithJsonSchema({"type": "string"})]
+OtherTrainableField: TypeAlias = Annotated[Any, _one_of(_text("package.module:Name"), _NOTHING)]
+MetricField: TypeAlias = Annotated[
+    str | list[str] | None, _one_of(_text("One"), _list_of("Several", {"type": "string"}), _NOTHING)
+]
+ModeField: TypeAlias = Annotated[Mode | list[Mode], _one_of(_MODE, _list_of("One for each", _MODE))]
+CallbacksField: TypeAlias = Annotated[
+    list[Any] | None, _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING)
+]
+ResumeField: TypeAlias = Annotated[
+    bool | str,
+    _one_of(_choice("One of these", "auto", "must", "never"), _text("Ray Tune's words"), {"type": "boolean"}),
+]
+RerunField: TypeAlias = Annotated[
+    RerunErrored, _one_of({"title": "Go on, and try them again", "type": "boolean"}, _choice("Nothing else", "only"))
+]

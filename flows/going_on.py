@@ -16,8 +16,8 @@ from prefect_tune.core.questions import answer_to
 from prefect_tune.core.stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.values import digest_of
 from prefect_tune.flows.asked import Asked
-from prefect_tune.flows.forms import Form, form_of_question
 from prefect_tune.flows.request import stopper_for
+from prefect_tune.flows.resume_forms import Form, form_of_question
 from prefect_tune.flows.spelled import spelled_stop
 from prefect_tune.flows.suspension import Reply, forget, leave_with
 

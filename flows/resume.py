@@ -6,11 +6,19 @@ from typing import Any, Literal
 
 from prefect.logging import get_run_logger
 
-from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.journal import Loaded
 from prefect_tune.core.values import valid_name
 from prefect_tune.flows.asked import from_settings, only_in_code
+from prefect_tune.flows.extending import require_one_count
+from prefect_tune.flows.forms import (
+    CallbacksField,
+    OtherTrainableField,
+    RerunField,
+    SyncField,
+    TargetField,
+)
 from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import read_known
@@ -34,31 +42,34 @@ _CHANGES = frozenset(
         "sync",
     }
 )
-_OF_THIS_RUN = frozenset({"rerun_errored", "on_code_change", "time_budget_seconds", "resources_total"})
+_OF_THIS_RUN = frozenset(
+    {"rerun_errored", "samples_per_run", "on_code_change", "time_budget_seconds", "resources_total"}
+)
 
 
 @flow_with_server(name="resume", persist_result=False)
 def resume(
     experiment: str,
     *,
-    target: StorageTarget | str,
+    target: TargetField,
+    num_samples: int | None = None,
+    samples_per_run: int | None = None,
+    stop: Any = None,
+    rerun_errored: RerunField = False,
+    time_budget_seconds: float | None = None,
     fork: str | None = None,
     at: int | None = None,
     strict_fork: bool = False,
-    rerun_errored: bool | Literal["only"] = False,
-    num_samples: int | None = None,
-    stop: Any = None,
     space: dict[str, Any] | None = None,
+    search: Any = None,
+    scheduler: Any = None,
+    warm_start: list[str] | None = None,
     max_concurrent_trials: int | None = None,
     resources_per_trial: dict[str, float] | None = None,
     resources_total: dict[str, float] | None = None,
-    time_budget_seconds: float | None = None,
-    trainable: Any = None,
-    scheduler: Any = None,
-    search: Any = None,
-    warm_start: list[str] | None = None,
-    callbacks: list[Any] | None = None,
-    sync: SyncConfig | None = None,
+    trainable: OtherTrainableField = None,
+    callbacks: CallbacksField = None,
+    sync: SyncField = None,
     on_code_change: Literal["warn", "refuse"] = "warn",
 ) -> Results:
     """Go on with the search `experiment` as its journal describes it; what is given here is changed.
@@ -68,28 +79,31 @@ def resume(
 
     Args:
         experiment: its name on the target.
-        target: where it lives: a block, a `"block-type/name"` slug, or a URI.
+        target: where it lives. A URI such as `s3://bucket/runs`, the `type/name` of a saved block, such as
+            `s3-target/prod`, or the block.
+        num_samples: more samples in all than before: the search goes on where it ended. Default: as many as before.
+        samples_per_run: in place of `num_samples`: how many this run adds, as in `tune`.
+        stop: a larger budget for each trial, such as `{"step": 200}`: those that met the old criterion go on.
+        rerun_errored: try trials again that errored; `only` those, and nothing else.
+        time_budget_seconds: seconds, after which everything saves and ends; running it again goes on. Default: none.
         fork: a name: leave `experiment` as it is, and go on under this one. No checkpoint is copied, and the other
             may be running. Asked for again, by a retry for one, the fork that is there goes on.
-        at: the entry of its journal to fork from; of each trial that is what had been absorbed by then. Default: the
-            last one.
+        at: with `fork`: the entry of its journal to fork from; of each trial that is what had been absorbed by then.
+            Default: the last one.
         strict_fork: refuse to fork where a checkpoint of that entry has been deleted since. Otherwise a trial goes on
             from the newest that is left, or from nothing, and the log says so.
-        rerun_errored: try trials again that errored; `"only"` those, and nothing else.
-        num_samples: more samples than before: the search goes on where it ended.
-        stop: a larger budget for each trial: those that met the old criterion go on.
-        space: another space for the trials to come; earlier ones stay data.
+        space: another space for the trials to come, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier ones stay
+            data.
+        search: another one than before proposes from now on; needed where it was an object without a JSON form.
+        scheduler: likewise; another one than before decides from now on: `{"ASHA": {"max_t": 81}}`.
+        warm_start: experiments whose finished trials the search learns from, as in `tune`.
         max_concurrent_trials: how many train at once from now on.
-        resources_per_trial: what each trial has for itself from now on, as in `tune`.
+        resources_per_trial: what each trial has for itself from now on, as in `tune`: `{"cpu": 2, "gpu": 1}`.
         resources_total: what this machine may give, as in `tune`; it is not kept.
-        time_budget_seconds: after so long in this run everything saves and ends; running it again goes on.
-        trainable: needed where the experiment was begun with an object that has no import path.
-        scheduler: likewise; another one than before decides from now on.
-        search: likewise; another one than before proposes from now on.
+        trainable: `package.module:Name`; needed where the experiment was begun with an object that has no import path.
         callbacks: who hears of the trials from now on. Those that are objects the journal does not hold: without them
             here it goes on without them, and says so.
-        sync: periods, timeouts and artifacts from now on.
-        warm_start: experiments whose finished trials the search learns from, as in `tune`.
+        sync: periods and timeouts in seconds, and artifacts, from now on.
         on_code_change: whether it goes on when the trainable's source has changed, or is refused.
 
     Returns:
@@ -102,6 +116,7 @@ def resume(
         Superseded: another run has taken the experiment over.
     """
     given = dict(locals())  # the parameters: `Asked` names them alike
+    require_one_count(num_samples, samples_per_run)
     where = resolve_target(target)
     if fork is None and (at is not None or strict_fork):
         raise InvalidInput("at: an experiment goes on from its end; to go on from an entry, name the fork: fork='name'")

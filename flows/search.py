@@ -26,9 +26,8 @@ from prefect_tune.core.objective import Objective, objective_of
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
-from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.search.search import Search
 from prefect_tune.core.stoppers import Stopper
+from prefect_tune.flows import extending
 from prefect_tune.flows.agreement import require_code, require_same, say_code, settings_today
 from prefect_tune.flows.asked import Asked, space_of
 from prefect_tune.flows.assets import Place
@@ -39,6 +38,7 @@ from prefect_tune.flows.crew import Crew, LocalCrew
 from prefect_tune.flows.dispatches import Subject, budgets_of
 from prefect_tune.flows.driver import Driver
 from prefect_tune.flows.elsewhere import OnDeployment, OnTaskRunner
+from prefect_tune.flows.extending import search_of
 from prefect_tune.flows.herald import this_run
 from prefect_tune.flows.lessons import lessons_known, new_lessons, source_names
 from prefect_tune.flows.limits import Limits, has_had_enough, require_possible
@@ -49,7 +49,7 @@ from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import read_known, require_presence, resuming
 from prefect_tune.flows.search_turns import Turn, first_turn, next_turn
 from prefect_tune.flows.slots import Slots, resources_asked, slots_elsewhere, slots_here
-from prefect_tune.flows.spelled import scheduler_from, search_from
+from prefect_tune.flows.spelled import scheduler_from
 from prefect_tune.flows.stop_desk import StopDesk
 from prefect_tune.flows.turns import STOPPED_HERE, as_one_owner, say_what_is_resumable
 from prefect_tune.tasks import restore_experiment_state
@@ -64,7 +64,6 @@ from prefect_tune.terminal.watch import Outlook
 
 __all__ = ["searched"]
 
-_SAMPLES = 10
 _LOOK_EVERY = timedelta(seconds=0.5)
 _LOOK_FOR_REQUESTS = timedelta(seconds=5)
 _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
@@ -108,24 +107,28 @@ def _searched(turn: Turn) -> Results:
             require_code(before.experiment, settings)
         owner = owner_after(before.experiment, limits.failures.max_restarts)
         state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(before))
-        require_same(state, settings)
+        now, added = extending.extended(asked, state, extending.this_run())
+        require_same(state, settings := settings_today(now))
         say_code(state, settings, get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
         turn.reached(state)
         described = [Described(settings=settings)] if settings != state.settings else []
-        news: list[Event] = [*turn.news, *described, *(each for each in learned if each.source not in state.learned)]
+        learns = [each for each in learned if each.source not in state.learned]
+        news: list[Event] = [*turn.news, *described, *added, *learns]
         if news:
             book.write(news)
         if book.experiment.questions:
             return book.experiment  # nothing is begun before they are answered
-        _learn(council, book)
+        # Another run may have added samples between the reading and the opening.
+        asks = council if now.num_samples == asked.num_samples else _council(now, name, objective, whole)
+        _learn(asks, book)
         log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, max(_LOOK_EVERY, plan.sync.sync_period))
         with (
             StopDesk(plan.target, name, len(state.heard), look_every, stop) as desk,
             crew as who,
             audience.listening(book, stop, log) as listener,
         ):
-            return Driver(plan, limits, council, who, book, log, listener).run(desk)
+            return Driver(plan, limits, asks, who, book, log, listener).run(desk)
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
         return Results(interruptible(search, grace=plan.grace), plan.target, objective)
@@ -179,17 +182,11 @@ def _limits(turn: Turn, plan: TrialPlan, stopper: Stopper, slots: Slots) -> Limi
 
 def _council(asked: Asked, experiment: str, objective: Objective | None, stopper: Stopper) -> Council:
     seed = asked.seed if asked.seed is not None else seed_named(experiment)
-    search = _search(asked)
+    search = search_of(asked)
     scheduler = FIFO() if asked.scheduler is None else scheduler_from(asked.scheduler)
     tallies = [each.begin(objective) for each in of_experiment(stopper)]
     proposals = search.begin(space_of(asked.space or {}), objective, seed)
     return Council(proposals, _begun(scheduler, objective, seed), tallies)
-
-
-def _search(asked: Asked) -> Search:
-    if asked.search is None:
-        return RandomSearch(_SAMPLES if asked.num_samples is None else asked.num_samples)
-    return search_from(asked.search, asked.num_samples)
 
 
 def _outlook(asked: Asked, experiment: str, objective: Objective | None, stopper: Stopper) -> Outlook:
@@ -197,7 +194,7 @@ def _outlook(asked: Asked, experiment: str, objective: Objective | None, stopper
     return Outlook(
         experiment,
         objective,
-        trial_count=_search(asked).trial_count(space_of(asked.space or {})),
+        trial_count=search_of(asked).trial_count(space_of(asked.space or {})),
         step_count=stopper.step_count,
         time=None if budget is None else timedelta(seconds=budget),
     )

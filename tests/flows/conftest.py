@@ -15,6 +15,7 @@ from prefect.client.orchestration import get_client
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target
+from tests.fakes.offers import there
 from tests.fakes.processes import free_port, running
 from tests.flows.driver import Drivers
 from tests.flows.trouble import Trouble, listening
@@ -100,7 +101,6 @@ def _environment(prefect_server: str) -> dict[str, str]:
     return {
         **os.environ,
         "PREFECT_API_URL": prefect_server,
-        "PREFECT_TUNE_WORK_POOL": _POOL,
         "PYTHONPATH": str(_REPOSITORY),
         "PREFECT_WORKER_QUERY_SECONDS": "1",
     }
@@ -108,7 +108,7 @@ def _environment(prefect_server: str) -> dict[str, str]:
 
 @pytest.fixture
 def deployed(environment: dict[str, str]) -> None:
-    """`prefect deploy --all`, to a pool without a worker."""
+    """`prefect-tune deploy`, to a pool without a worker."""
     _deploy(environment)
 
 
@@ -132,8 +132,8 @@ def ui(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def _deploy(environment: dict[str, str]) -> None:
-    _prefect(environment, "work-pool", "create", _POOL, "--type", "process", "--overwrite")
-    _prefect(environment, "--no-prompt", "deploy", "--all")
+    _done(environment, "prefect", "work-pool", "create", _POOL, "--type", "process", "--overwrite")
+    _done(environment, "prefect-tune", "deploy", *there(), "--work-pool", _POOL, "--no-automations")
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _working(environment: dict[str, str], folder: Path, *options: str) -> Iterat
     process.wait(60)
 
 
-def _prefect(environment: dict[str, str], *arguments: str) -> None:
-    command = [sys.executable, "-m", "prefect", *arguments]
+def _done(environment: dict[str, str], program: str, *arguments: str) -> None:
+    command = [str(Path(sys.executable).parent / program), *arguments]
     done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -34,19 +34,19 @@ CHARTS: list[Chart] = [
 def marks(svg: str | None, kind: str) -> int:
     """How many elements of a class there are; of dots, how many dots."""
     assert svg is not None
-    found = [each for each in ElementTree.fromstring(svg).iter() if each.get("class") == kind]
+    found = [each for each in ET.fromstring(svg).iter() if each.get("class") == kind]
     return sum(str(each.get("d")).count("h0") for each in found) if kind == "dots" else len(found)
 
 
 def said(svg: str | None) -> list[str]:
     assert svg is not None
-    return [each.text or "" for each in ElementTree.fromstring(svg).iter() if each.tag.endswith("text")]
+    return [each.text or "" for each in ET.fromstring(svg).iter() if each.tag.endswith("text")]
 
 
 def thick(svg: str | None, ink: str) -> int:
     """How many lines the groups of this ink hold."""
     assert svg is not None
-    groups = [each for each in ElementTree.fromstring(svg).iter() if each.get("stroke") == ink]
+    groups = [each for each in ET.fromstring(svg).iter() if each.get("stroke") == ink]
     return sum(len(each.findall("{http://www.w3.org/2000/svg}path")) for each in groups)
 
 
@@ -144,7 +144,7 @@ def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> N
             told.trains(str(index), 1, {"loss": value})
             told.trains(str(index), 2, {"loss": value if index else -1e12})
         if (svg := chart(told.material())) is not None:
-            ElementTree.fromstring(svg)
+            ET.fromstring(svg)
             assert not re.search(r"nan|inf", svg.partition(">")[2].replace("font-family", ""))
 
 
@@ -157,4 +157,4 @@ def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
         told.trains(str(index), 1, {'<b>&"\x00': float(index % 5)})
     if (svg := chart(told.material())) is not None:
         assert "<script" not in svg
-        ElementTree.fromstring(svg)
+        ET.fromstring(svg)

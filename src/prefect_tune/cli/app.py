@@ -14,7 +14,7 @@ __all__ = ["BYTES", "LOOK", "SEARCH", "START", "AsJson", "ExperimentName", "Targ
 
 START, SEARCH, LOOK, BYTES = "To begin with", "Search", "Look", "Bytes"
 _ORDER = (
-    *("demo", "blocks", "run", "resume", "stop", "ls", "show", "report"),
+    *("demo", "blocks", "run", "resume", "stop", "deploy", "ls", "show", "report"),
     *("checkpoints", "verify", "export", "gc", "maintain"),
 )
 

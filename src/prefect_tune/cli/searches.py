@@ -70,6 +70,7 @@ _Search = Annotated[str | None, _asks("--search", "NAME", "Likewise. Default: ra
 _Samples = Annotated[
     int | None, _asks("--num-samples", "N", "Trials; with a grid, of each point. Default: 10.", at_least=1)
 ]
+_MoreSamples = Annotated[int | None, _asks("--samples-per-run", "N", "Instead: so many more than before.", at_least=1)]
 _Heard = Annotated[list[str] | None, _asks("--callback", "MODULE:NAME", "Who hears of the trials.")]
 _Every = Annotated[int | None, _asks("--checkpoint-every", "STEPS", "Default: every 60 s, and at the end.", at_least=1)]
 _Kept = Annotated[int | None, _asks("--keep-last", "N", "Checkpoints of a trial that stay. Default: all.", at_least=1)]
@@ -103,6 +104,7 @@ def run(
     metric: Annotated[list[str] | None, _asks("--metric", "NAME", "What trials are compared by.")] = None,
     mode: Annotated[list[_Mode] | None, _asks("--mode", "min|max", "Which metric is good. Default: min.")] = None,
     num_samples: _Samples = None,
+    samples_per_run: _MoreSamples = None,
     scheduler: _Scheduler = None,
     search: _Search = None,
     warm_start: Annotated[list[str] | None, _asks("--warm-start", "NAME", "Learn from this experiment.")] = None,
@@ -150,6 +152,7 @@ def resume(
     rerun_errored: Annotated[bool, typer.Option("--rerun-errored", help="Try errored trials again.")] = False,
     only_errored: Annotated[bool, typer.Option("--only-errored", help="Try those again, and do no more.")] = False,
     num_samples: Annotated[int | None, _asks("--num-samples", "N", "More than before.", at_least=1)] = None,
+    samples_per_run: _MoreSamples = None,
     stop: _Stop = None,
     space: _Space = None,
     settings: _Set = None,
@@ -172,6 +175,7 @@ def resume(
         "at": at,
         "rerun_errored": "only" if only_errored else rerun_errored,
         "num_samples": num_samples,
+        "samples_per_run": samples_per_run,
         "stop": stop_from(stop or ()),
         "space": space_from(space, settings or ()) or None,
         "max_concurrent_trials": max_concurrent_trials,

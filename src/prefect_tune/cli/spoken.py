@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["numbers_from", "space_from", "spelling_from", "stop_from", "values_from"]
+__all__ = ["numbers_from", "object_from", "space_from", "spelling_from", "stop_from", "values_from"]
 
 _CALL = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -49,6 +49,18 @@ def _read(file: Path) -> dict[str, Any]:
     if isinstance(found, dict):
         return found
     raise InvalidInput(f'--space {file}: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}')
+
+
+def object_from(text: str, where: str) -> dict[str, Any]:
+    """Return the object that `text` is in JSON.
+
+    Raises:
+        InvalidInput: it is none.
+    """
+    found = _json(text, where)
+    if isinstance(found, dict):
+        return found
+    raise InvalidInput(f'{where}: expected a JSON object such as {{"name": "value"}}, found {text[:40]!r}')
 
 
 def _json(text: str, where: str) -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "Decided",
     "Described",
     "Event",
+    "Extended",
     "Finished",
     "ForkBegun",
     "ForkOrigin",
@@ -86,6 +87,15 @@ class Described(Value):
 
     type: Literal["described"] = "described"
     settings: Mapping[str, object]
+
+
+class Extended(Value):
+    """A run of the search has added so many samples to those that there were to be; once, however often it starts."""
+
+    type: Literal["extended"] = "extended"
+    run: str
+    """What stays the same when the run is started again: the id of its root flow run."""
+    samples: int
 
 
 class StopAsked(Value):
@@ -415,6 +425,7 @@ Event: TypeAlias = Annotated[
     Opened
     | Adopted
     | Described
+    | Extended
     | StopAsked
     | Answered
     | Questioned

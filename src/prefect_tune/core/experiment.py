@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeVar, assert_never
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt
 from prefect_tune.core.events import (
@@ -16,6 +16,7 @@ from prefect_tune.core.events import (
     Decided,
     Described,
     Event,
+    Extended,
     ForkBegun,
     Forked,
     ForkOrigin,
@@ -71,6 +72,8 @@ class Experiment(Value):
     """Manifests whose sequence is below this and that no entry names were never commits."""
     settings: Mapping[str, object] = Field(default_factory=dict)
     """What it was asked to be when it was last opened; see `Described`."""
+    extensions: Mapping[str, int] = Field(default_factory=dict)
+    """How many samples each run has added that was to add some, by the id of its root flow run, in their order."""
     origin: ForkOrigin | None = None
     """What it was forked from."""
     is_whole: bool = True
@@ -102,6 +105,12 @@ class Experiment(Value):
     def name(self) -> str:
         """The experiment's name, whether this is its journal or that of one of its trials."""
         return self.key.experiment
+
+    @model_serializer(mode="wrap")
+    def _extended_or_says_nothing_of_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Most are not, and their segments are as they were before any could be."""
+        dumped: dict[str, object] = dump(self)
+        return dumped if self.extensions else {name: value for name, value in dumped.items() if name != "extensions"}
 
     def opened_by(self) -> Opened:
         """Return what the present owner opened the journal with."""
@@ -167,8 +176,8 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _opened(experiment, event, number)
         case Adopted():
             return _adopted(experiment, event)
-        case Described(settings=settings):
-            return experiment.model_copy(update={"settings": settings})
+        case Described() | Extended():
+            return _asked_for(experiment, event)
         case ForkBegun() | Forked() | RemovalBegun():
             return _came_or_goes(experiment, event)
         case Learned(source=source):
@@ -209,6 +218,14 @@ def _spoken(experiment: Experiment, event: Answered | Questioned) -> Experiment:
     answered = (event.trial, event.key)
     open_ones = {name: each for name, each in experiment.questions.items() if (name, each.key) != answered}
     return experiment.model_copy(update={"answers": (*experiment.answers, event), "questions": open_ones})
+
+
+def _asked_for(experiment: Experiment, event: Described | Extended) -> Experiment:
+    if isinstance(event, Described):
+        return experiment.model_copy(update={"settings": event.settings})
+    if event.run in experiment.extensions:
+        raise IllegalTransition(f"run {event.run} has added its samples before")
+    return experiment.model_copy(update={"extensions": {**experiment.extensions, event.run: event.samples}})
 
 
 def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:

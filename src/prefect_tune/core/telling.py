@@ -17,6 +17,7 @@ from prefect_tune.core.events import (
     Answered,
     Described,
     Event,
+    Extended,
     Finished,
     ForkBegun,
     Forked,
@@ -96,7 +97,7 @@ class Telling:
     def news(self, event: Event) -> Iterator[OneTrialsEvent]:
         """Return what is news in an event, and in those that it absorbs."""
         match event:
-            case Opened() | Adopted() | Described() | StopAsked() | TrialAdded():
+            case Opened() | Adopted() | Described() | Extended() | StopAsked() | TrialAdded():
                 return
             case ForkBegun() | Forked() | Learned() | RemovalBegun() | Answered() | Questioned():
                 return

@@ -1,0 +1,235 @@
+"""Make deployments what they are wanted to be, on a Prefect server; again and again, to the same end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+from uuid import UUID
+
+import httpx
+from prefect import Flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentScheduleUpdate, DeploymentUpdate
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, WorkPool
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.settings import get_current_settings
+from prefect.utilities.urls import url_for
+from pydantic import ValidationError
+
+from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.flows.deployments import TAG, Every, Offer, Schedule, Wanted
+from prefect_tune.flows.forms import form_of
+from prefect_tune.flows.given_parameters import SavedBlocks, checked
+
+__all__ = ["Deployed", "Pool", "deploy"]
+
+_Times: TypeAlias = CronSchedule | IntervalSchedule
+_STRATEGIES = {"cancel-new": ConcurrencyLimitStrategy.CANCEL_NEW, "enqueue": ConcurrencyLimitStrategy.ENQUEUE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Where the runs go; which kind of pool it is does not matter."""
+
+    name: str
+    queue: str | None = None
+    job_variables: Mapping[str, Any] = field(default_factory=dict)
+    """What its base job template leaves open, such as `image`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """What became of one deployment."""
+
+    name: str
+    outcome: Literal["created", "updated"]
+    link: str | None
+    """To the UI, where it is known."""
+    schedules: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A deployment whose every part was looked at."""
+
+    wanted: Wanted
+    flow: Flow[Any, Any]
+    schema: Mapping[str, Any]
+    parameters: Mapping[str, Any]
+    times: Sequence[_Times] | None
+
+
+def deploy(wanted: Sequence[Wanted], pool: Pool) -> Sequence[Deployed]:
+    """Create or update these deployments; everything is looked at before anything is written.
+
+    The code is the package as it is installed where the runs are: nothing is pulled. A schedule that is there
+    already stays as it is, paused or not; another one takes the place of all that were there.
+
+    Raises:
+        InvalidInput: a flow cannot be imported, the pool is not there, or a parameter or schedule cannot be.
+        TuneError: no Prefect server answers, or it refuses.
+    """
+    with _server() as client:
+        _require_pool(client, pool)
+        ready = [_ready(client, each) for each in wanted]
+        return [_deployed(client, each, pool) for each in ready]
+
+
+@contextmanager
+def _server() -> Iterator[SyncPrefectClient]:
+    url = get_current_settings().api.url
+    if not url:
+        raise InvalidInput(
+            "no Prefect server is set up, and a deployment lives on one: prefect server start, then "
+            "prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
+        )
+    try:
+        with get_client(sync_client=True) as client:
+            yield client
+    except PrefectHTTPStatusError as error:
+        raise TuneError(f"the Prefect server at {url} refused: {_reason(error)}") from error
+    except httpx.HTTPError as error:
+        raise TuneError(f"the Prefect server at {url} did not answer: {str(error) or type(error).__name__}") from error
+
+
+def _reason(error: PrefectHTTPStatusError) -> str:
+    try:
+        return str(error.response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {error.response.status_code}"
+
+
+# ------------------------------------------------------------------------------------------- looking before leaping
+
+
+def _require_pool(client: SyncPrefectClient, pool: Pool) -> None:
+    try:
+        found = client.read_work_pool(pool.name)
+    except ObjectNotFound as missing:
+        there = ", ".join(sorted(each.name for each in client.read_work_pools())) or "none"
+        raise InvalidInput(
+            f"there is no work pool {pool.name!r} (there: {there}); make it: "
+            f"prefect work-pool create {pool.name} --type process"
+        ) from missing
+    _require_variables(found, pool.job_variables)
+
+
+def _require_variables(pool: WorkPool, given: Mapping[str, Any]) -> None:
+    """Prefect passes over a variable that the pool's template does not have."""
+    known = pool.base_job_template.get("variables", {}).get("properties", {})
+    for name in given:
+        if known and name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
+            raise InvalidInput(f"work pool {pool.name!r} of type {pool.type!r} has no job variable {name!r}: {hint}")
+
+
+def _ready(client: SyncPrefectClient, wanted: Wanted) -> _Ready:
+    flow = _flow(wanted.offer)
+    schema = form_of(flow)
+    times = None if wanted.schedules is None else [_times(each) for each in wanted.schedules]
+    parameters = checked(wanted.parameters, schema, SavedBlocks(client), complete=bool(times))
+    return _Ready(wanted, flow, schema, parameters, times)
+
+
+def _flow(offer: Offer) -> Flow[Any, Any]:
+    module, _, name = offer.entrypoint.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise InvalidInput(f"{offer.name}: {offer.entrypoint} cannot be imported: {error}") from error
+    if isinstance(found, Flow):
+        return found
+    raise InvalidInput(f"{offer.name}: {offer.entrypoint} is no flow, but a {type(found).__name__}")
+
+
+def _times(schedule: Schedule) -> _Times:
+    try:
+        if isinstance(schedule.when, Every):
+            return IntervalSchedule(interval=schedule.when.interval, timezone=schedule.time_zone)
+        return CronSchedule(cron=schedule.when, timezone=schedule.time_zone)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise InvalidInput(f"schedule {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def _deployed(client: SyncPrefectClient, ready: _Ready, pool: Pool) -> Deployed:
+    before = _before(client, ready.wanted)
+    if before is None:
+        number = _created(client, ready, pool)
+    else:
+        number = before.id
+        _updated(client, before, ready, pool)
+    now = client.read_deployment(number)
+    return Deployed(
+        name=ready.wanted.full_name,
+        outcome="created" if before is None else "updated",
+        link=url_for("deployment", obj_id=number),
+        schedules=[_said(each.schedule, active=each.active) for each in now.schedules],
+    )
+
+
+def _before(client: SyncPrefectClient, wanted: Wanted) -> DeploymentResponse | None:
+    try:
+        return client.read_deployment_by_name(wanted.full_name)
+    except ObjectNotFound:
+        return None
+
+
+def _fields(ready: _Ready, pool: Pool) -> dict[str, Any]:
+    wanted = ready.wanted
+    strategy = _STRATEGIES[wanted.collision]
+    return {
+        "description": wanted.offer.description,
+        "entrypoint": wanted.offer.entrypoint,
+        "parameters": dict(ready.parameters),
+        "parameter_openapi_schema": dict(ready.schema),
+        "enforce_parameter_schema": True,
+        "tags": [TAG],
+        "work_pool_name": pool.name,
+        "work_queue_name": pool.queue,
+        "job_variables": dict(pool.job_variables),
+        "concurrency_limit": wanted.at_once,
+        "concurrency_options": ConcurrencyOptions(collision_strategy=strategy) if wanted.at_once else None,
+        "pull_steps": [],
+    }
+
+
+def _created(client: SyncPrefectClient, ready: _Ready, pool: Pool) -> UUID:
+    schedules = [DeploymentScheduleCreate(schedule=each, active=True) for each in ready.times or ()]
+    flow_id = client.create_flow(ready.flow)
+    return client.create_deployment(flow_id, ready.wanted.name, schedules=schedules, **_fields(ready, pool))
+
+
+def _updated(client: SyncPrefectClient, before: DeploymentResponse, ready: _Ready, pool: Pool) -> None:
+    """Prefect's own way to create what is there already would delete its schedules."""
+    fields = _fields(ready, pool)
+    if not _has_times(before, ready.times):
+        for each in before.schedules:
+            client.delete_deployment_schedule(before.id, each.id)
+        fields["schedules"] = [DeploymentScheduleUpdate(schedule=each, active=True) for each in ready.times or ()]
+    client.update_deployment(before.id, DeploymentUpdate(**fields))
+
+
+def _has_times(before: DeploymentResponse, times: Sequence[_Times] | None) -> bool:
+    there = sorted(_key(each.schedule) for each in before.schedules)
+    return times is None or there == sorted(_key(each) for each in times)
+
+
+def _key(schedule: Any) -> str:
+    """Since when an interval is counted is not asked for."""
+    return str(sorted(schedule.model_dump(exclude={"anchor_date"}).items()))
+
+
+def _said(schedule: Any, *, active: bool) -> str:
+    when = getattr(schedule, "cron", None) or getattr(schedule, "rrule", None) or f"every {schedule.interval}"
+    return f"{when} {schedule.timezone}{'' if active else ' (paused)'}"

@@ -1,0 +1,88 @@
+"""Samples that each run of a search adds to those of earlier runs: a schedule that goes on and on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from prefect.runtime import flow_run
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events import Extended
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
+from prefect_tune.core.search.search import Search
+from prefect_tune.flows.asked import Asked, only_in_code
+from prefect_tune.flows.spelled import search_from
+
+__all__ = ["extended", "require_one_count", "search_of", "this_run"]
+
+_SAMPLES = 10
+
+
+def this_run() -> str:
+    """Return what stays the same when this run is started again, by a Retry, by *Resume*, by an automation."""
+    return str(flow_run.root_flow_run_id or flow_run.id)
+
+
+def require_one_count(num_samples: int | None, samples_per_run: int | None) -> None:
+    """Find out before anything is read whether it is clear how many samples there are to be.
+
+    Raises:
+        InvalidInput: it is not.
+    """
+    if samples_per_run is None:
+        return
+    if num_samples is not None:
+        raise InvalidInput(
+            f"num_samples={num_samples} says how many there are in all, samples_per_run={samples_per_run} how many "
+            "this run adds: give one of them"
+        )
+    if samples_per_run < 1:
+        raise InvalidInput(f"samples_per_run: expected 1 or more, found {samples_per_run}")
+
+
+def extended(asked: Asked, state: Experiment, run: str) -> tuple[Asked, Sequence[Extended]]:
+    """Return `asked` with the samples that there are to be in all, and what the journal has to be told of it.
+
+    What earlier runs were to propose and did not, this one proposes too. A run that is started again adds
+    nothing again.
+
+    Raises:
+        InvalidInput: there is no number to add to.
+    """
+    added = asked.samples_per_run
+    if added is None:
+        return asked, ()
+    before, chosen = _samples_before(asked, state), asked.num_samples or 0  # by a person, while the run was suspended
+    if run in state.extensions:
+        return replace(asked, num_samples=max(before, chosen)), ()
+    return replace(asked, num_samples=max(before + added, chosen)), (Extended(run=run, samples=added),)
+
+
+def search_of(asked: Asked) -> Search:
+    """Return who proposes, with the samples that were asked for.
+
+    Raises:
+        InvalidInput: it is no search, or cannot be told how many.
+    """
+    if asked.search is None:
+        return RandomSearch(_SAMPLES if asked.num_samples is None else asked.num_samples)
+    return search_from(asked.search, asked.num_samples)
+
+
+def _samples_before(asked: Asked, state: Experiment) -> int:
+    """How many earlier runs were to propose in all."""
+    if not state.settings:
+        return 0
+    search = state.settings.get("search", asked.search if "search" in only_in_code(state.settings) else None)
+    said: Any = state.settings.get("num_samples")
+    counted: Any = said if said is not None else search_of(replace(asked, search=search, num_samples=None))
+    found = getattr(counted, "num_samples", counted)
+    if not isinstance(found, int) or found == ENDLESS:
+        raise InvalidInput(
+            f"samples_per_run: experiment {state.name!r} was not begun with a number of samples that some could be "
+            "added to; leave it out, or take another name"
+        )
+    return found

@@ -1,0 +1,138 @@
+"""The forms that a suspended run is resumed with, and what stands above them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
+
+from prefect.input import RunInput
+from pydantic import Field, create_model
+
+from prefect_tune.core.choices import Standing
+from prefect_tune.core.events import Questioned
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.questions import default_of
+from prefect_tune.core.ranking import front, losses_in
+from prefect_tune.core.trial import Trial, newest_checkpoint
+
+__all__ = ["Form", "form_of_question", "form_of_search", "form_of_training", "page_of"]
+
+Form = type[RunInput]
+_MOST_STEPS = 20
+
+
+class _Search(RunInput):
+    """How the search goes on."""
+
+    way: Literal["continue", "extend", "stop here"] = Field(
+        default="continue",
+        title="How to go on",
+        description="continue: as it was asked for. extend: with the larger numbers below. stop here: save nothing "
+        "more, publish the results, and end; what is not finished can be resumed later.",
+    )
+    samples: int = Field(default=0, title="Samples in all", description="To extend: more than there are now.")
+    steps: int = Field(
+        default=0, title="Steps of each trial", description="To extend: finished trials go on, too. 0: as it is."
+    )
+    hours: float = Field(
+        default=0, title="Hours for this run", description="To extend: it saves and ends after so long. 0: as it is."
+    )
+
+
+class _Training(RunInput):
+    """How the training goes on."""
+
+    way: Literal["continue", "extend", "other checkpoint", "stop here"] = Field(
+        default="continue",
+        title="How to go on",
+        description="continue: from the newest checkpoint. extend: with the larger numbers below. other checkpoint: "
+        "go back to that of the step below; later ones are kept. stop here: end, finished.",
+    )
+    steps: int = Field(default=0, title="Steps in all", description="To extend: more than before. 0: as it is.")
+    hours: float = Field(
+        default=0, title="Hours of training in all", description="To extend: more than before. 0: as it is."
+    )
+    checkpoint: int = Field(
+        default=0, title="Step of the checkpoint", description="To go back: one of the steps named above."
+    )
+
+
+def form_of_search(standing: Standing, page: str) -> Form:
+    """Return the form of a search that was suspended, filled in with how it stands."""
+    return _filled(_Search, page, samples=standing.samples, steps=standing.steps)
+
+
+def form_of_training(standing: Standing, page: str) -> Form:
+    """Return the form of a training that was suspended, filled in with how it stands."""
+    newest = max(standing.checkpoints, default=0)
+    return _filled(_Training, page, steps=standing.steps, hours=standing.hours, checkpoint=newest)
+
+
+def _filled(form: Form, page: str, **defaults: float) -> Form:
+    """Prefect's own way would forget what the fields are called, and what is said about them."""
+    fields: dict[str, Any] = {
+        name: (
+            info.annotation,
+            Field(default=defaults.get(name, info.default), title=info.title, description=info.description),
+        )
+        for name, info in form.model_fields.items()
+    }
+    filled = cast("Form", create_model(form.__name__.strip("_"), __base__=RunInput, **fields))
+    return filled.with_initial_data(description=page)
+
+
+def form_of_question(asked: Questioned, experiment: str, why: str = "") -> Form:
+    """Return the form of what a trial asks."""
+    fields: dict[str, Any] = {name: _field(value) for name, value in asked.fields.items()}
+    form = cast("Form", create_model("Answer", __base__=RunInput, **fields))
+    page = [*_refused(why), f"**{experiment}, trial {asked.trial}**, asks:", "", asked.question]
+    return form.with_initial_data(description="\n".join(page))
+
+
+def _field(value: object) -> tuple[Any, Any]:
+    if isinstance(value, list | tuple):
+        return Literal[tuple(value)], value[0]
+    return type(value), default_of(value)
+
+
+def page_of(state: Experiment, uri: str, objective: Objective | None, code: str, why: str = "") -> str:
+    """Say how an experiment stands: what is above the form that asks how to go on."""
+    lines = [*_refused(why), f"**{state.name}** at `{uri}` is saved.", ""]
+    return "\n".join([*lines, *(f"- {fact}" for fact in _facts(state, objective, code))])
+
+
+def _refused(why: str) -> list[str]:
+    return [f"⚠️ **Please answer again**: {why}", ""] if why else []
+
+
+def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterator[str]:
+    trials = list(state.trials.values())
+    if len(trials) != 1 or trials[0].apart:
+        counts: dict[str, int] = {}
+        for each in trials:
+            counts[str(each.status)] = counts.get(str(each.status), 0) + 1
+        yield f"trials: {len(trials)} ({', '.join(f'{count} {status}' for status, count in sorted(counts.items()))})"
+    if objective is not None and (best := _best(state.trials, objective)) is not None:
+        metrics = ", ".join(f"{name} {best.metrics[name]:.6g}" for name in objective.metrics)
+        yield f"best so far: trial {best.trial}, {metrics} at step {best.step}"
+    yield from _of_one(trials[0]) if len(trials) == 1 else _newest(trials)
+    yield code
+
+
+def _best(trials: Mapping[str, Trial], objective: Objective) -> Trial | None:
+    scores = [(name, losses) for name, each in trials.items() if (losses := losses_in(each.metrics, objective))]
+    best = front(scores)
+    return trials[best[0]] if best else None
+
+
+def _of_one(trial: Trial) -> Iterator[str]:
+    yield f"step {trial.step}, attempt {trial.attempt}, steps done again: {trial.wasted_steps}"
+    steps = [str(each.step) for each in reversed(trial.checkpoints)]
+    more = f", and {len(steps) - _MOST_STEPS} older ones" if len(steps) > _MOST_STEPS else ""
+    yield f"checkpoints, newest first: {', '.join(steps[:_MOST_STEPS]) or 'none'}{more}"
+
+
+def _newest(trials: list[Trial]) -> Iterator[str]:
+    saved = [(newest, each.trial) for each in trials if (newest := newest_checkpoint(each)) is not None]
+    yield f"checkpoints: {sum(len(each.checkpoints) for each in trials)}, of {len(saved)} trials"

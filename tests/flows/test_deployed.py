@@ -1,0 +1,159 @@
+"""Runs of deployments: three extend one experiment, one too many does no harm, and no secret is ever told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import pytest
+from prefect import Flow
+from prefect.blocks.core import Block
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.flow_engine import run_flow
+from prefect.logging.handlers import APILogWorker
+from prefect.states import Pending
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget, S3Target
+from prefect_tune.flows.deploying import Pool, deploy
+from prefect_tune.flows.deployments import Schedule, named, of_one_experiment, wanted
+from tests.flows.training import experiment_at
+
+POOL, SECRET = "deployed", "never-shown-to-anybody"
+TRAINABLE = "tests.trainables.digits_table:DigitsTable"
+
+
+@pytest.fixture(scope="module")
+def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
+    assert prefect_server
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"), overwrite=True)
+        yield client
+
+
+def deployed(flow: str, name: str, parameters: Mapping[str, Any], schedules: Sequence[Schedule] | None = None) -> str:
+    """Make a deployment for one experiment; return its full name."""
+    (made,) = deploy([of_one_experiment(named([flow])[0], name, parameters, schedules)], Pool(name=POOL))
+    return made.name
+
+
+def begun(client: SyncPrefectClient, name: str, **parameters: Any) -> FlowRun:
+    """A run of a deployment as a schedule or a form creates it."""
+    deployment = client.read_deployment_by_name(name)
+    return client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+
+
+def ended(client: SyncPrefectClient, name: str, flow_run: FlowRun) -> State[Any]:
+    """The state after what a worker's process would do with it."""
+    module, _, attribute = str(client.read_deployment_by_name(name).entrypoint).rpartition(".")
+    flow: Flow[..., Any] = getattr(import_module(module), attribute)
+    found: Any = run_flow(flow, flow_run=client.read_flow_run(flow_run.id), return_type="state")
+    state: State[Any] = found
+    return state
+
+
+def test_three_scheduled_runs_extend_one_experiment_and_one_too_many_is_cancelled(
+    client: SyncPrefectClient, local_target: LocalTarget
+) -> None:
+    parameters = {
+        "trainable": TRAINABLE,
+        "space": {"row": {"randint": [0, 160]}},
+        "target": local_target.uri,
+        "metric": "error",
+        "stop": {"step": 2},
+        "samples_per_run": 2,
+        "max_concurrent_trials": 1,
+        "isolation": "thread",
+    }
+    name = deployed("tune", "extends", parameters, [Schedule("0 2 * * *")])
+    runs = [begun(client, name) for _ in range(3)]
+    for number, each in enumerate(runs, 1):
+        assert ended(client, name, each).is_completed()
+        assert len(experiment_at(local_target, "extends").trials) == 2 * number
+    state = experiment_at(local_target, "extends")
+    assert state.extensions == {str(each.id): 2 for each in runs}
+
+    going, late = begun(client, name), begun(client, name)
+    assert client.set_flow_run_state(going.id, Pending()).state.is_pending()  # a worker has taken it
+    refused = client.set_flow_run_state(late.id, Pending()).state
+    assert refused.is_cancelled()
+    assert refused.message == "Deployment concurrency limit reached."
+    assert experiment_at(local_target, "extends").number == state.number
+
+
+# -------------------------------------------------------------------------------------------------------- secrets
+
+
+@pytest.fixture
+def vault(client: SyncPrefectClient, s3_port: int) -> S3Target:
+    """A saved block whose secret is nobody's business."""
+    del client  # the server that it speaks with
+    block = S3Target(
+        bucket="durable",
+        prefix="vault",
+        region="us-east-1",
+        endpoint_url=f"http://127.0.0.1:{s3_port}",
+        allow_http=True,
+        access_key_id="id",
+        secret_access_key=SECRET,
+    )
+    block.save("vault", overwrite=True, _sync=True)  # type: ignore[call-arg]  # added by Prefect's async_dispatch
+    return block
+
+
+def everything(client: SyncPrefectClient) -> str:
+    """All that a person can read on the server."""
+    APILogWorker.drain_all(timeout=30)
+    found: list[Any] = [*client.read_deployments(limit=200), *client.read_flow_runs(limit=200)]
+    found += client.read_artifacts(limit=200)
+    for offset in range(0, 1000, 200):
+        found += client.read_logs(limit=200, offset=offset)
+    return "\n".join(each.model_dump_json() for each in found)
+
+
+def ways(client: SyncPrefectClient) -> Mapping[str, Any]:
+    """All ways to mean the block."""
+    document = client.read_block_document_by_name("vault", "s3-target")
+    return {
+        "slug": "s3-target/vault",
+        "reference": {"$ref": {"block_document_slug": "s3-target/vault"}},
+        "form": {"$ref": {"block_document_id": str(document.id)}},
+    }
+
+
+@pytest.mark.usefixtures("vault")
+@pytest.mark.parametrize("way", ["slug", "reference", "form"])
+def test_a_secret_is_used_and_never_told(client: SyncPrefectClient, way: str) -> None:
+    target = ways(client)[way]
+    asked = {"trainable": TRAINABLE, "config": {"row": 1}, "stop": {"step": 2}, "isolation": "thread"}
+    name = deployed("durable-trainable", f"vault-{way}", {**asked, "target": target})
+    assert client.read_deployment_by_name(name).parameters["target"] == "s3-target/vault"
+    flow_run = begun(client, name, target=target)
+    assert flow_run.parameters["target"] == target
+    assert ended(client, name, flow_run).is_completed()
+    assert SECRET not in everything(client)
+
+
+@pytest.mark.usefixtures("vault")
+def test_a_block_that_is_spelled_out_is_refused_by_every_way_in(client: SyncPrefectClient) -> None:
+    fields = {"bucket": "durable", "access_key_id": "id", "secret_access_key": SECRET}
+    with pytest.raises(pt.InvalidInput, match="spelled out here, where everybody could read its keys") as refused:
+        deployed("tune", "told", {"target": fields})
+    assert SECRET not in str(refused.value)
+    deploy(wanted(named(["tune"]), suffix="-told"), Pool(name=POOL))
+    for parameters in ({"target": fields}, {"target": "s3-target/vault", "sync": {"upload_dir": fields}}):
+        with pytest.raises(PrefectHTTPStatusError, match="409"):
+            begun(client, "tune/tune-told", trainable=TRAINABLE, **parameters)
+    assert SECRET not in everything(client)
+
+
+def test_a_script_that_passes_the_block_itself_tells_nothing_either(client: SyncPrefectClient, vault: S3Target) -> None:
+    for target in (vault, Block.load("s3-target/vault", _sync=True)):  # type: ignore[call-arg]  # as above
+        pt.durable_trainable(
+            TRAINABLE, {"row": 1}, target=target, experiment="script", stop={"step": 1}, isolation="thread"
+        )
+    assert SECRET not in everything(client)

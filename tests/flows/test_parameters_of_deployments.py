@@ -1,0 +1,151 @@
+"""What a deployment is given is checked before anything is written, and nothing secret is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.utilities.schema_tools.validation import validate
+
+import prefect_tune as pt
+from prefect_tune.flows.forms import form_of
+from prefect_tune.flows.given_parameters import checked
+from prefect_tune.flows.train_trial import TrialParameters, orders_as_parameters, train_trial
+from prefect_tune.tasks.plan import Orders
+from tests.fakes.far_attempts import plan_at
+
+SECRET = "never-shown-to-anybody"
+TUNE, RESUME = form_of(pt.tune), form_of(pt.resume)
+GIVEN = {"trainable": "my_project.train:Net", "target": "s3-target/prod"}
+
+
+class Shelf:
+    """The blocks that are saved, by id."""
+
+    def slug(self, document: str) -> str | None:
+        saved = {"1f0e": "s3-target/prod", "2f0e": "sync-config/slow"}
+        return saved.get(document) or (document if document in saved.values() else None)
+
+
+def given(schema: Mapping[str, Any] = TUNE, *, complete: bool = False, **parameters: Any) -> Mapping[str, Any]:
+    return checked(parameters, schema, Shelf(), complete=complete)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "s3-target/prod",
+        {"$ref": {"block_document_slug": "s3-target/prod"}},
+        {"$ref": {"block_document_id": "1f0e"}},
+        {"$ref": "1f0e"},
+        "{{ prefect.blocks.s3-target.prod }}",
+    ],
+)
+def test_however_a_saved_block_is_meant_its_name_is_stored_and_nothing_of_it(target: object) -> None:
+    assert given(target=target) == {"target": "s3-target/prod"}
+    stored = given(sync={"upload_dir": target, "commit": "async"})
+    assert stored == {"sync": {"upload_dir": "s3-target/prod", "commit": "async"}}
+
+
+def test_a_saved_way_to_sync_is_stored_as_a_reference() -> None:
+    assert given(sync={"$ref": {"block_document_id": "2f0e"}}) == {
+        "sync": {"$ref": {"block_document_slug": "sync-config/slow"}}
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ({"bucket": "b", "access_key_id": "id", "secret_access_key": SECRET}, "spelled out here, where everybody"),
+        (
+            pt.S3Target(bucket="bucket", access_key_id="id", secret_access_key=SECRET),
+            "save the block and pass its slug",
+        ),
+        (f"sftp://me:{SECRET}@host/runs", "no credentials in a URI"),
+        (f"s3://me:{SECRET}@bucket/runs", "no credentials in a URI"),
+        ("s3-target/gone", "no block 's3-target/gone' is saved"),
+        ({"$ref": {"block_document_id": "9f0e"}}, "no block '9f0e' is saved"),
+        ("runs/first", "'runs' is no type of target block"),
+        (3, "expected a URI or the type/name of a saved block, found int"),
+    ],
+)
+@pytest.mark.parametrize("place", ["target", "sync"])
+def test_what_would_tell_a_secret_or_is_not_there_is_refused_and_not_repeated(
+    target: object, said: str, place: str
+) -> None:
+    parameters = {"target": target} if place == "target" else {"sync": {"upload_dir": target}}
+    with pytest.raises(pt.InvalidInput, match=said) as refused:
+        given(**parameters)
+    assert SECRET not in str(refused.value)
+
+
+def test_a_folder_is_stored_so_that_it_means_the_same_elsewhere() -> None:
+    assert given(target="/runs") == {"target": "file:///runs"}
+    assert given(target="s3://bucket/runs") == {"target": "s3://bucket/runs"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"num_sample": 3}, r"no parameter 'num_sample': did you mean 'num_samples'\?"),
+        ({"num_samples": "many"}, "num_samples"),
+        ({"num_samples": 3, "samples_per_run": 3}, "give one of them"),
+        ({"samples_per_run": 0}, "expected 1 or more, found 0"),
+        ({"space": {"lr": {"uniform": [2, 1]}}}, "lr"),
+        ({"scheduler": {"ASHA": {"maxt": 3}}}, "scheduler: ASHA"),
+        ({"search": "OptunaSerch"}, r"did you mean 'OptunaSearch'\?"),
+        ({"stop": {"MaxFailure": {"failures": 3}}}, r"did you mean 'MaxFailures'\?"),
+        ({"experiment": "../up"}, "becomes a folder"),
+        ({"metric": ["a", "b"], "mode": ["min"]}, "mode"),
+        ({"resume": "perhaps"}, "resume='perhaps'"),
+        ({"trials": "somewhere"}, "trials"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_before_there_is_one(parameters: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(pt.InvalidInput, match=said):
+        given(**GIVEN, **parameters)
+
+
+def test_what_nobody_will_be_asked_for_must_be_there() -> None:
+    assert given(target="s3-target/prod") == {"target": "s3-target/prod"}
+    with pytest.raises(pt.InvalidInput, match=r"'trainable' missing: a run that is started by a schedule asks nobody"):
+        given(target="s3-target/prod", complete=True)
+    assert given(RESUME, complete=True, experiment="digits", target="/runs", samples_per_run=5)
+
+
+def test_all_that_a_form_offers_is_accepted() -> None:
+    full: dict[str, Any] = {
+        **GIVEN,
+        "space": {"lr": {"loguniform": [1e-4, 0.1]}, "layers": {"choice": [1, 2]}, "batch": 32},
+        "experiment": "nightly",
+        "metric": "loss",
+        "mode": "min",
+        "samples_per_run": 20,
+        "stop": {"step": 100, "MaxFailures": {"failures": 5}},
+        "scheduler": {"ASHA": {"max_t": 81}},
+        "search": {"OptunaSearch": {"num_samples": 40}},
+        "checkpoint": {"every_steps": 5},
+        "retention": {"last": 2},
+        "failures": {"max_failures": 1},
+        "resume": True,
+        "rerun_errored": "only",
+        "sync": {"commit": "async", "sync_period_seconds": 30},
+        "callbacks": ["my_project.hear:Me"],
+    }
+    assert given(complete=True, **full) == full
+    assert given(scheduler="FIFO", resume="auto+errored", stop="my_project.stops:enough", rerun_errored=True)
+
+
+def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
+    plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
+    said = TrialParameters.of(plan).model_dump(mode="json")
+    parameters = {"parameters": said, "orders": orders_as_parameters(Orders()), "attempt": 1}
+    assert said["cadence"]["every_steps"] is None
+    validate(parameters, form_of(train_trial), raise_on_error=True)
+
+
+def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:
+    fields = {name: None for name, each in TUNE["properties"].items() if "default" not in each and name not in GIVEN}
+    validate({**GIVEN, **fields}, TUNE, raise_on_error=True)
