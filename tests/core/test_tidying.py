@@ -20,7 +20,7 @@ from prefect_tune.core.events import (
     Requeued,
     Retired,
 )
-from prefect_tune.core.layout import CheckpointKey, JournalKey
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.store import ObjectStore
@@ -138,7 +138,7 @@ def ended(source: JournalKey, clone: JournalKey) -> Scene:
     member.retention = Retention()
     member.save()
     stray = CheckpointKey(trial=member.key, step=9, sequence=member.experiment.number)
-    member._commit(stray, {"head": b"nobody's", "backbone": b"of its own, and of nobody else"}, member._about(9))
+    member._commit(stray, {"head": b"nobodys", "backbone": b"of its own, and of nobody else"}, member._about(9))
     member.append([Finished(trial="s", reason="enough")])
     member.retention = KEEPS
     return scene
@@ -370,3 +370,25 @@ def test_the_suite_notices_when_an_owner_may_not_start_from_what_is_aside(monkey
     break_lines(monkeypatch, trial._started, {"(*trial.checkpoints, *unheard)": "trial.checkpoints"})
     with pytest.raises(JournalCorrupt, match="cannot start"):
         test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside()
+
+
+def test_of_a_trial_that_is_not_there_nothing_is_put_aside_reinstated_or_collected() -> None:
+    scene = training(SOURCE, CLONE)
+    nobody = TrialKey(experiment="nobodys", trial="t")
+    key, stamp = CheckpointKey(trial=nobody, step=1, sequence=1), scene.chronicle.stamp()
+    before = dict(scene.store.objects)
+    assert put_aside(scene.store, nobody, {key: "damaged"}, stamp, side_by_side=map) == []
+    assert reinstate(scene.store, nobody, [key], stamp, side_by_side=map) == []
+    assert look_for_garbage(scene.store, nobody, side_by_side=map) == Collected("t")
+    assert collect_from(scene.store, nobody, stamp, side_by_side=map) == Collected("t")
+    assert scene.store.objects == before
+
+
+def test_with_a_live_manifest_unreadable_nothing_is_deleted_and_it_is_said_why() -> None:
+    scene = training(SOURCE, CLONE)
+    member = scene.members["s"]
+    scene.store.objects[newest(member).manifest_path] = b"torn"
+    before = dict(scene.store.objects)
+    assert look_for_garbage(scene.store, member.key, side_by_side=map).damage is not None
+    assert collect_from(scene.store, member.key, scene.chronicle.stamp(), side_by_side=map).damage is not None
+    assert scene.store.objects == before
