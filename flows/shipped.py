@@ -44,7 +44,7 @@ _GOES_ON = (
     "Resuming",
     "heartbeat",
 )
-_IS_OVER = ("Completed", "Failed", "Cancelled", "Cancelling", "Suspended", "Paused")
+_IS_OVER = ("Completed", "Failed", "Cancelled", "Cancelling", "Suspended", "Paused", "Skipped")
 
 
 @dataclass(frozen=True, slots=True)
