@@ -30,10 +30,21 @@ _PREFIX = "prefect-tune: "
 _TAG = "prefect-tune"
 _ATTEMPTS = "train-trial"
 _FLOW_RUN = "prefect.flow-run."
+_UNTIL = "Until it is given an action, it is seen in the event feed only."
 _COOL_DOWN = timedelta(seconds=30)
 # Who does one of these has been started again already, or is to be left alone. A heartbeat: it is alive after all.
-_GOES_ON = ("Pending", "Running", "Retrying", "AwaitingRetry", "Scheduled", "Late", "Resuming", "heartbeat")
-_IS_OVER = ("Completed", "Failed", "Cancelled", "Cancelling", "Suspended", "Paused")
+_GOES_ON = (
+    "Pending",
+    "Submitting",
+    "Running",
+    "Retrying",
+    "AwaitingRetry",
+    "Scheduled",
+    "Late",
+    "Resuming",
+    "heartbeat",
+)
+_IS_OVER = ("Completed", "Failed", "Cancelled", "Cancelling", "Suspended", "Paused", "Skipped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +139,7 @@ def _alert(name: str, news: type[News], description: str, says: str) -> Shipped:
         threshold=1,
         within=timedelta(0),
     )
-    return Shipped(f"{_PREFIX}{name}", description, trigger, says=about + says)
+    return Shipped(f"{_PREFIX}{name}", f"{description} {_UNTIL}", trigger, says=about + says)
 
 
 _ALERTS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefect_tune.core import news
-from prefect_tune.core.news import TrialNews
+from prefect_tune.core.news import News, TrialNews
 
 __all__ = ["events_table"]
 
@@ -11,7 +11,7 @@ __all__ = ["events_table"]
 def events_table() -> str:
     rows = ["| event | when | it says |", "|---|---|---|"]
     for kind in vars(news).values():
-        if isinstance(kind, type) and "name" in vars(kind):
+        if isinstance(kind, type) and issubclass(kind, News) and "name" in vars(kind):
             fields = ", ".join(f"`{name}`" for name in kind.model_fields)
             name = f"`{kind.name}`" if not issubclass(kind, TrialNews) or kind.is_urgent else f"`{kind.name}` *"
             rows.append(f"| {name} | {' '.join(str(kind.__doc__).split())} | {fields} |")

@@ -289,7 +289,7 @@ def test_a_run_that_dies_of_an_error_says_so_and_the_error_goes_on(
     with pytest.raises(type(error)), heralded(herald, threading.Event()):
         raise error
     assert names(emitted)[-1] == f"experiment.{name}"
-    assert str(error) in emitted[-1].payload["message"]
+    assert str(error) in str(emitted[-1].payload["message"])
 
 
 def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emitted: list[Notice]) -> None:

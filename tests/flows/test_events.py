@@ -20,7 +20,11 @@ from tests.trainables.moody import Moody
 Events = Sequence[dict[str, Any]]
 FINISHED = "prefect-tune.experiment.finished"
 MADE = "prefect.asset.materialization.succeeded"
-KINDS = {kind.name: kind for kind in vars(news).values() if isinstance(kind, type) and "name" in vars(kind)}
+KINDS = {
+    kind.name: kind
+    for kind in vars(news).values()
+    if isinstance(kind, type) and hasattr(kind, "is_urgent") and "name" in vars(kind)
+}
 
 
 def names(events: Events) -> Counter[str]:
