@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from xml.etree import ElementTree
+from datetime import datetime
+from xml.etree import ElementTree as ET
 
 import pytest
 
+from prefect_tune.core.events import Absorbed, AttemptEnded, Cause, Opened, Owner, Reported, Started
+from prefect_tune.core.values import StepReport
 from prefect_tune.report.charts_of_time import lineage_chart, timeline
 from prefect_tune.report.charts_of_trials import (
     front_chart,
@@ -34,19 +37,19 @@ CHARTS: list[Chart] = [
 def marks(svg: str | None, kind: str) -> int:
     """How many elements of a class there are; of dots, how many dots."""
     assert svg is not None
-    found = [each for each in ElementTree.fromstring(svg).iter() if each.get("class") == kind]
+    found = [each for each in ET.fromstring(svg).iter() if each.get("class") == kind]
     return sum(str(each.get("d")).count("h0") for each in found) if kind == "dots" else len(found)
 
 
 def said(svg: str | None) -> list[str]:
     assert svg is not None
-    return [each.text or "" for each in ElementTree.fromstring(svg).iter() if each.tag.endswith("text")]
+    return [each.text or "" for each in ET.fromstring(svg).iter() if each.tag.endswith("text")]
 
 
 def thick(svg: str | None, ink: str) -> int:
     """How many lines the groups of this ink hold."""
     assert svg is not None
-    groups = [each for each in ElementTree.fromstring(svg).iter() if each.get("stroke") == ink]
+    groups = [each for each in ET.fromstring(svg).iter() if each.get("stroke") == ink]
     return sum(len(each.findall("{http://www.w3.org/2000/svg}path")) for each in groups)
 
 
@@ -115,11 +118,29 @@ def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out(
 
 
 def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_found() -> None:
-    stints = single(60, kills=(23,)).material().story.stints
-    reigns = single(60, kills=(23,)).material().story.reigns
+    story = single(60, kills=(23,)).material().story
+    stints, reigns = story.stints, story.reigns
     assert stints[0].ended == reigns[0].last
     assert stints[0].end == "lost"
     assert (stints[1].attempt, stints[1].from_step) == (2, 20)
+
+
+def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_written() -> None:
+    told, at = Telling(), "2026-11-21T08:00:30+00:00"
+    told.adds("0", {})
+    owner = Owner(name="n", host="h", pid=1, flow_run="f")
+    opened = Opened(experiment=told.name, trial="0", epoch=1, owner=owner)
+    told.tell(Absorbed(trial="0", number=1, events=(opened,), at="2026-11-21T08:00:01+00:00"))
+    told.tell(Absorbed(trial="0", number=2, events=(Started(trial="0", attempt=1, from_step=0),), at=at))
+    told.opens("later", after=3600)
+    report = Reported(trial="0", report=StepReport(step=1, metrics={"loss": 1.0}))
+    told.tell(Absorbed(trial="0", number=3, events=(report,), at=at), after=1)
+    lost = AttemptEnded(trial="0", cause=Cause.MACHINE, message="its owner died")
+    again = Opened(experiment=told.name, trial="0", epoch=2, owner=owner)
+    told.tell(Absorbed(trial="0", number=4, events=(again, lost), at=told.now.isoformat()), after=1)
+    story = told.material().story
+    assert story.stints[0].ended == datetime.fromisoformat(at)
+    assert story.reigns[0].last == datetime.fromisoformat(at)
 
 
 def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once() -> None:
@@ -144,7 +165,7 @@ def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> N
             told.trains(str(index), 1, {"loss": value})
             told.trains(str(index), 2, {"loss": value if index else -1e12})
         if (svg := chart(told.material())) is not None:
-            ElementTree.fromstring(svg)
+            ET.fromstring(svg)
             assert not re.search(r"nan|inf", svg.partition(">")[2].replace("font-family", ""))
 
 
@@ -157,4 +178,4 @@ def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
         told.trains(str(index), 1, {'<b>&"\x00': float(index % 5)})
     if (svg := chart(told.material())) is not None:
         assert "<script" not in svg
-        ElementTree.fromstring(svg)
+        ET.fromstring(svg)
