@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "report.png"
-SIZE = (1000, 1640)
-_SECONDS_UNTIL_KILLED = 45
+SIZE = (1000, 2480)
+_KILLED_AT = "runs/digits/trials/00015"
+"""As soon as this trial has begun."""
 _TRAINABLE = """
 import math, random, time
 from pathlib import Path
@@ -58,15 +59,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "net.py").write_text(_TRAINABLE)
         killed = subprocess.Popen([sys.executable, "-c", _SEARCH], cwd=folder)
-        time.sleep(_SECONDS_UNTIL_KILLED)
+        while not Path(folder, _KILLED_AT).exists() and killed.poll() is None:
+            time.sleep(0.2)
         killed.kill()
         killed.wait()
         subprocess.run([sys.executable, "-c", _SEARCH], cwd=folder, check=True)
         report = [str(Path(sys.executable).with_name("prefect-tune")), "report", "runs", "digits", "-o", "page.html"]
         subprocess.run(report, cwd=folder, check=True)
         window = ["--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={SIZE[0]},{SIZE[1]}"]
-        page = Path(folder, "page.html").as_uri()
-        subprocess.run([browser, *window, f"--screenshot={PICTURE}", page], check=True)
+        page = Path(folder, "page.html")
+        page.write_text(page.read_text().replace(Path(folder).as_uri(), "s3://bucket"))
+        subprocess.run([browser, *window, f"--screenshot={PICTURE}", page.as_uri()], check=True)
     return 0
 
 
