@@ -41,7 +41,7 @@ class Intake:
         if wrote.number > due:
             self.catch_up(wrote.trial)
         elif wrote.number == due:
-            self._take_in(wrote.trial, wrote.number, wrote.events)
+            self._take_in(wrote.trial, wrote.number, wrote.events, wrote.at)
 
     def catch_up(self, trial: str) -> None:
         """Take in what was written where nobody listened: by an owner that died, or by a trial that outlived one."""
@@ -52,7 +52,7 @@ class Intake:
                 return entries_beyond(store, self._journal(trial), absorbed, side_by_side=transfers)
 
         for entry in retrying(read):
-            self._take_in(trial, entry.number, entry.events)
+            self._take_in(trial, entry.number, entry.events, entry.at)
 
     def settle(self, trial: str) -> None:
         """End, in its own journal, an attempt that died without a word, and take in what it had saved by then."""
@@ -63,7 +63,7 @@ class Intake:
     def _journal(self, trial: str) -> JournalKey:
         return JournalKey(experiment=self._page.state.name, trial=trial)
 
-    def _take_in(self, trial: str, number: int, events: Sequence[Event]) -> None:
+    def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None) -> None:
         own = tuple(event for event in events if not isinstance(event, Absorbed))
-        self._page.put(Absorbed(trial=trial, number=number, events=own))
+        self._page.put(Absorbed(trial=trial, number=number, events=own, at=at))
         self._council.has_trained(self._page.state.trial(trial))

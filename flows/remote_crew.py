@@ -147,7 +147,7 @@ class RemoteCrew:
 
     def _said_in(self, entry: Entry, attempt: _Attempt) -> list[Message]:
         trial = attempt.plan.trial.trial
-        heard: list[Message] = [Wrote(trial, entry.number, entry.events)]
+        heard: list[Message] = [Wrote(trial, entry.number, entry.events, entry.at)]
         for event in entry.events:
             match event:
                 case Started():

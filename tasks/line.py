@@ -14,6 +14,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import GoOn, Leave, Start
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.trial_channel import TrialChannel, trial_process
 from prefect_tune.tasks.trial_output import Log
 
@@ -72,6 +73,8 @@ class Wrote:
     trial: str
     number: int
     events: tuple[Event, ...]
+    at: str | None = None
+    """When it was written."""
 
 
 Heard: TypeAlias = Told | Wrote
@@ -108,7 +111,7 @@ class DirectLine:
         self._hear(Told(self.trial, report, asks))
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        self._hear(Wrote(self.trial, experiment.number, tuple(events)))
+        self._hear(Wrote(self.trial, experiment.number, tuple(events), new_stamp().at))
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,11 +84,24 @@ def test_a_target_without_experiments_says_so(run: Run, tmp_path: Path) -> None:
 def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods: Path, tmp_path: Path) -> None:
     page = run("report", moods, "moods").out
     assert "## Best: trial 00003" in page
-    assert page.count("| finished |") == 2
+    assert page.count("| ✅ finished |") == 2
     assert page.count("ValueError: in a mood") == 2
-    assert "fails" in page.partition("## Asked for")[2]
+    assert "fails" in page.partition("What was asked for")[2]
     assert run("report", moods, "moods", "--output", tmp_path / "page.md").out == ""
     assert (tmp_path / "page.md").read_text() == page
+
+
+def test_a_report_is_one_html_file_or_json_of_the_same_facts(run: Run, moods: Path, tmp_path: Path) -> None:
+    assert run("report", moods, "moods", "--output", tmp_path / "page.html").out == ""
+    html = (tmp_path / "page.html").read_text()
+    assert html.startswith("<!doctype html>")
+    assert "<h2>Best: trial 00003</h2>" in html
+    assert not re.search(r'(src|href)="(?!data:|http://[^"]*/runs/)', html)
+    told = json.loads(run("report", moods, "moods", "--json").out)
+    assert (told["best"][0]["trial"], told["trials_by_status"]) == ("00003", {"finished": 2, "errored": 2})
+    assert [each["trial"] for each in told["errors"]] == ["00000", "00002"]
+    assert told["cost"]["sent_bytes"] > 0
+    assert told["runs"][0]["attempts"] == 4
 
 
 def test_a_report_that_cannot_be_written_is_one_line(run: Run, moods: Path, tmp_path: Path) -> None:

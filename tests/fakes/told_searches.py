@@ -8,6 +8,7 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from prefect_tune.core.events import (
     AttemptEnded,
@@ -113,7 +114,7 @@ def _asha_trial(
     told: Telling, trial: str, draw: random.Random, rungs: tuple[dict[int, list[float]], int], *, kills: bool
 ) -> None:
     seen, steps = rungs
-    config = {
+    config: dict[str, Any] = {
         "lr": 10 ** draw.uniform(-4, -0.5),
         "model": {"depth": draw.choice([2, 3, 4]), "act": draw.choice(["relu", "gelu"])},
         "dropout": draw.uniform(0, 0.5),
@@ -163,7 +164,9 @@ def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> Telling:
         for name in names:
             told.starts(name)
             step = turn * 4
-            scores[name] = scores.get(name, 0.0) + told.state.trial(name).config["h0"] * draw.uniform(0.5, 1.5)
+            scores[name] = scores.get(name, 0.0) + float(str(told.state.trial(name).config["h0"])) * draw.uniform(
+                0.5, 1.5
+            )
             told.trains(name, step, {"score": scores[name]}, seconds=4)
             told.saves(name)
             worst, best = sorted(scores, key=scores.__getitem__)[: members // 4], max(scores, key=scores.__getitem__)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -193,12 +194,12 @@ def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
 
 
 def test_what_is_short_is_shown_once_in_the_end() -> None:
-    rendered: list[int] = []
-    shown = Bulletin(sheets("report-short", lambda: str(rendered.append(1))), LOG)
+    numbers = count(1)
+    shown = Bulletin(sheets("report-short", lambda: f"drawn {next(numbers)}"), LOG)
     shown.stir()
     shown.close(PATIENCE)
-    assert len(rendered) == 1
-    assert len(artifacts("report-short")) == 1
+    assert [each.data for each in artifacts("report-short")] == ["drawn 1"]
+    assert next(numbers) == 2
 
 
 def test_what_is_somebody_elses_now_is_left_alone() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import datetime
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from prefect_tune.core.events import Absorbed, AttemptEnded, Cause, Opened, Owner, Reported, Started
+from prefect_tune.core.values import StepReport
 from prefect_tune.report.charts_of_time import lineage_chart, timeline
 from prefect_tune.report.charts_of_trials import (
     front_chart,
@@ -115,11 +118,29 @@ def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out(
 
 
 def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_found() -> None:
-    stints = single(60, kills=(23,)).material().story.stints
-    reigns = single(60, kills=(23,)).material().story.reigns
+    story = single(60, kills=(23,)).material().story
+    stints, reigns = story.stints, story.reigns
     assert stints[0].ended == reigns[0].last
     assert stints[0].end == "lost"
     assert (stints[1].attempt, stints[1].from_step) == (2, 20)
+
+
+def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_written() -> None:
+    told, at = Telling(), "2026-11-21T08:00:30+00:00"
+    told.adds("0", {})
+    owner = Owner(name="n", host="h", pid=1, flow_run="f")
+    opened = Opened(experiment=told.name, trial="0", epoch=1, owner=owner)
+    told.tell(Absorbed(trial="0", number=1, events=(opened,), at="2026-11-21T08:00:01+00:00"))
+    told.tell(Absorbed(trial="0", number=2, events=(Started(trial="0", attempt=1, from_step=0),), at=at))
+    told.opens("later", after=3600)
+    report = Reported(trial="0", report=StepReport(step=1, metrics={"loss": 1.0}))
+    told.tell(Absorbed(trial="0", number=3, events=(report,), at=at), after=1)
+    lost = AttemptEnded(trial="0", cause=Cause.MACHINE, message="its owner died")
+    again = Opened(experiment=told.name, trial="0", epoch=2, owner=owner)
+    told.tell(Absorbed(trial="0", number=4, events=(again, lost), at=told.now.isoformat()), after=1)
+    story = told.material().story
+    assert story.stints[0].ended == datetime.fromisoformat(at)
+    assert story.reigns[0].last == datetime.fromisoformat(at)
 
 
 def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once() -> None:

@@ -419,6 +419,13 @@ class Absorbed(TrialEvent):
     number: int
     """The entry's, there. None is left out."""
     events: tuple[_OwnEvent, ...]
+    at: str | None = None
+    """When it was written there, by the clock of whoever did; for people."""
+
+    @model_serializer(mode="wrap")
+    def _says_when_if_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Without the time it is written as before there was one."""
+        return without_none(dump(self), "at")
 
 
 Event: TypeAlias = Annotated[

@@ -128,7 +128,8 @@ class Chronicle:
         self._open: dict[str, int] = {}  # where in the list a trial's attempt stands that has not ended
         self._due: dict[str, datetime] = {}  # when a trial was given a slot
         self._owners: dict[str, Owner] = {}
-        self._heard: dict[str, int] = {}  # in which epoch a trial was last heard of
+        self._heard: dict[str, datetime] = {}  # when
+        self._over_since: dict[str, datetime] = {}  # attempts that ended without a word
         self._reigns: list[Reign] = []
         self._clones: list[Clone] = []
         self._steps: dict[str, int] = {}  # the newest of each trial
@@ -145,13 +146,28 @@ class Chronicle:
         """Take in the next event, which was written, or is about to be, then."""
         if isinstance(event, Opened) and event.trial is None:
             self._reigns.append(Reign(event.epoch, event.owner, at, at))
+            self._cut([trial for trial in self._open if trial not in self._owners])
         elif isinstance(event, Absorbed):
+            at = moment(event.at) if event.at else at
             for each in event.events:
                 self._tell(each, event.trial, at)
         else:
             self._tell(event, getattr(event, "trial", None), at)
-        if self._reigns:
-            self._reigns[-1] = replace(self._reigns[-1], last=at)
+        self._hear_of_owner(at)
+
+    def _hear_of_owner(self, at: datetime) -> None:
+        """What one could not journal any more, the next one takes in."""
+        for place in range(len(self._reigns) - 1, -1, -1):
+            reign = self._reigns[place]
+            if at >= reign.began:
+                self._reigns[place] = replace(reign, last=max(reign.last, at))
+                return
+
+    def _cut(self, trials: Iterable[str]) -> None:
+        """Whose journal is another's now has trained until it was last heard of."""
+        for trial in trials:
+            if trial in self._open:
+                self._over_since[trial] = self._heard[trial]
 
     def tell_report(self, trial: str, report: StepReport) -> None:
         """Take in a step that the journal will tell of later."""
@@ -189,6 +205,8 @@ class Chronicle:
         match event:
             case Opened(owner=owner) if trial is not None:
                 self._owners[trial] = owner
+                self._cut([trial])
+                return
             case TrialAdded() | Resumed() | Requeued():
                 self._due.setdefault(event.trial, at)
             case Started():
@@ -206,11 +224,7 @@ class Chronicle:
             case _:
                 return
         if trial is not None:
-            self._heard[trial] = self._epoch
-
-    @property
-    def _epoch(self) -> int:
-        return self._reigns[-1].epoch if self._reigns else 0
+            self._heard[trial] = at
 
     def _started(self, event: Started, at: datetime) -> None:
         """The journal hears of a start later than it gives the slot."""
@@ -263,14 +277,13 @@ class Chronicle:
                 self._curves.setdefault(event.trial, {})[name] = Series([(copy.step, number)])
 
     def _ended(self, trial: str, end: End, at: datetime) -> None:
-        """An attempt that died with its owner was over when that was last heard of, and not when another found it."""
+        """An attempt that died without a word was over when it was last heard of, and not when that was found out."""
         place = self._open.pop(trial, None)
         self._newest.pop(trial, None)
         if place is None:
             return
         stint = self._stints[place]
-        is_old = self._heard.get(trial) != self._epoch and len(self._reigns) > 1
-        ended = max(stint.began, self._reigns[-2].last) if is_old else at
+        ended = max(stint.began, self._over_since.pop(trial, at))
         self._stints[place] = replace(stint, step=self._steps.get(trial, stint.step), ended=ended, end=end)
 
 

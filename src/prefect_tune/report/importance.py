@@ -59,8 +59,9 @@ def _groups(values: Sequence[object]) -> Sequence[Hashable]:
 
 
 def _group(value: object, edges: Sequence[float]) -> Hashable:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return bisect_right(edges, value) if is_number else str(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return bisect_right(edges, value)
+    return str(value)
 
 
 def _ranks(values: Sequence[float]) -> Sequence[float]:

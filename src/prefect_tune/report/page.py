@@ -75,7 +75,7 @@ def _top(facts: Facts) -> Iterator[Block]:
     ]
     yield Table((), [row for row in rows if row[1]])
     if not facts.is_whole:
-        yield Text(["Curves, times and costs are of this run only; `prefect-tune report` tells all."])
+        yield Text(["Curves, times and costs are of this run only; ", Verbatim("prefect-tune report"), " tells all."])
 
 
 def _headline(facts: Facts) -> str:

@@ -1,0 +1,29 @@
+"""Fields that came after the first documents: read back where they are known, and else not written at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_tune.core.events import Absorbed, CheckpointRef, Committed, Owner, Requeued
+from prefect_tune.core.values import Value
+
+_CHECKPOINT = CheckpointRef(step=1, sequence=1)
+
+
+@pytest.mark.parametrize(
+    ("without", "known"),
+    [
+        (Committed(trial="t", checkpoint=_CHECKPOINT), {"sent_bytes": 0, "upload_seconds": 0.5}),
+        (Owner(name="n", host="h", pid=1), {"task_run": "1b7e3c1e-0000-4000-8000-000000000001"}),
+        (Absorbed(trial="t", number=1, events=(Requeued(trial="t", reason="x"),)), {"at": "2026-11-21T08:00:00+00:00"}),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_is_not_known_is_not_written_and_what_is_known_is_read_back(
+    without: Value, known: dict[str, object]
+) -> None:
+    assert not known.keys() & without.model_dump(mode="json").keys()
+    full = without.model_copy(update=known)
+    assert known.items() <= full.model_dump(mode="json").items()
+    assert type(full).model_validate_json(full.model_dump_json()) == full
+    assert type(without).model_validate_json(without.model_dump_json()) == without
