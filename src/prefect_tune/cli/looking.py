@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.report.ranked import best_first, best_of, counted, is_search, objective_in
+from prefect_tune.reporting.ranked import best_first, best_of, counted, is_search, objective_in
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget

@@ -9,9 +9,9 @@ from typing import TypeAlias
 from prefect_tune.core.events import Owner
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_key
-from prefect_tune.report.chronicle import End, Reign, Stint
-from prefect_tune.report.material import Material
-from prefect_tune.report.ranked import counted, is_search
+from prefect_tune.reporting.chronicle import End, Reign, Stint
+from prefect_tune.reporting.material import Material
+from prefect_tune.reporting.ranked import counted, is_search
 
 __all__ = ["Cost", "Facts", "Links", "Run", "TrialFacts", "facts_of"]
 

@@ -13,9 +13,9 @@ from prefect_tune.core.objective import Objective
 from prefect_tune.core.ranking import Losses, front, losses_in
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import StepReport
-from prefect_tune.report.chronicle import Story
-from prefect_tune.report.importance import importances
-from prefect_tune.report.ranked import objective_in
+from prefect_tune.reporting.chronicle import Story
+from prefect_tune.reporting.importance import importances
+from prefect_tune.reporting.ranked import objective_in
 from prefect_tune.tables import flat
 
 __all__ = ["DRAWN", "Material", "material", "spread"]
