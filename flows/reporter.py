@@ -17,10 +17,10 @@ from prefect_tune.core.journal import entries_beyond
 from prefect_tune.core.standing import objective_in
 from prefect_tune.core.trial import Status, Trial
 from prefect_tune.core.values import StepReport
-from prefect_tune.report.chronicle import Chronicle, Story, told
-from prefect_tune.report.markdown import as_markdown
-from prefect_tune.report.material import material
-from prefect_tune.report.page import page_of
+from prefect_tune.reporting.chronicle import Chronicle, Story, told
+from prefect_tune.reporting.markdown import as_markdown
+from prefect_tune.reporting.material import material
+from prefect_tune.reporting.page import page_of
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks import line
 from prefect_tune.tasks.bulletin import Bulletin, Sheet, artifact_key

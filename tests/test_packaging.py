@@ -194,3 +194,12 @@ def test_a_plain_installation_is_whole_and_does_not_need_the_repository(distribu
     code = "import prefect_tune.flows as f, prefect_tune.core.errors as e; print(f.__file__, e.__file__)"
     for path in python(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")).split():
         assert Path(path).is_relative_to(tmp_path / "site")
+
+
+def test_no_module_has_the_name_of_something_public() -> None:
+    """Importing it would put the module in the place of the name."""
+    import prefect_tune as pt
+
+    folder = Path(pt.__file__).parent
+    modules = {each.stem for each in folder.iterdir() if each.suffix == ".py" or each.is_dir()}
+    assert not modules & set(pt.__all__)

@@ -33,8 +33,8 @@ from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.schedulers.scheduler import Continue, Decision, Exploit, Stop
 from prefect_tune.core.values import StepReport
-from prefect_tune.report.chronicle import Chronicle
-from prefect_tune.report.material import Material, material
+from prefect_tune.reporting.chronicle import Chronicle
+from prefect_tune.reporting.material import Material, material
 
 __all__ = ["Telling", "asha", "pareto", "population", "single"]
 

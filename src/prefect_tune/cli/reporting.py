@@ -15,7 +15,7 @@ from prefect_tune.cli.looking import objective_in, opened, place_at
 from prefect_tune.core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from prefect_tune.report.material import Material
+    from prefect_tune.reporting.material import Material
 
 __all__: list[str] = []
 
@@ -48,10 +48,10 @@ def report(
 
 def _written(found: Material, *, as_json: bool, as_html: bool) -> str:
     from prefect_tune.flows.reporter import link_to
-    from prefect_tune.report.facts import facts_of
-    from prefect_tune.report.html_page import as_html as html
-    from prefect_tune.report.markdown import as_markdown
-    from prefect_tune.report.page import page_of
+    from prefect_tune.reporting.facts import facts_of
+    from prefect_tune.reporting.html_page import as_html as html
+    from prefect_tune.reporting.markdown import as_markdown
+    from prefect_tune.reporting.page import page_of
 
     if as_json:
         return json.dumps(asdict(facts_of(found, link_to)), indent=2, default=str) + "\n"
@@ -61,8 +61,8 @@ def _written(found: Material, *, as_json: bool, as_html: bool) -> str:
 
 def _material(target: str, experiment: str) -> Material:
     from prefect_tune.core.journal import history
-    from prefect_tune.report.chronicle import told
-    from prefect_tune.report.material import material
+    from prefect_tune.reporting.chronicle import told
+    from prefect_tune.reporting.material import material
     from prefect_tune.stores.staging import side_by_side
 
     with opened(target, experiment) as (store, state), side_by_side() as transfers:

@@ -11,15 +11,15 @@ import pytest
 
 from prefect_tune.core.events import Absorbed, AttemptEnded, Cause, Opened, Owner, Reported, Started
 from prefect_tune.core.values import StepReport
-from prefect_tune.report.charts_of_time import lineage_chart, timeline
-from prefect_tune.report.charts_of_trials import (
+from prefect_tune.reporting.charts_of_time import lineage_chart, timeline
+from prefect_tune.reporting.charts_of_trials import (
     front_chart,
     importance_chart,
     learning_curves,
     parallel_coordinates,
     rung_chart,
 )
-from prefect_tune.report.material import DRAWN, Material
+from prefect_tune.reporting.material import DRAWN, Material
 from tests.fakes.told_searches import Telling, asha, pareto, population, single
 
 Chart = Callable[[Material], str | None]

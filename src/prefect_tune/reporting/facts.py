@@ -10,8 +10,8 @@ from prefect_tune.core.events import Owner
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.standing import counted, is_search
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_key
-from prefect_tune.report.chronicle import End, Reign, Stint
-from prefect_tune.report.material import Material
+from prefect_tune.reporting.chronicle import End, Reign, Stint
+from prefect_tune.reporting.material import Material
 
 __all__ = ["Cost", "Facts", "Links", "Run", "TrialFacts", "facts_of"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefect_tune.report.drawing import GREY, Drawing, Pen
-from prefect_tune.report.scales import Scale
+from prefect_tune.reporting.drawing import GREY, Drawing, Pen
+from prefect_tune.reporting.scales import Scale
 
 __all__ = ["GRID", "SMALL", "Frame", "framed"]
 

@@ -12,11 +12,11 @@ import pytest
 from markdown_it import MarkdownIt
 
 from prefect_tune.core.events import Cause, GaveUp, Owner
-from prefect_tune.report.facts import facts_of
-from prefect_tune.report.html_page import as_html
-from prefect_tune.report.markdown import as_markdown
-from prefect_tune.report.material import Material
-from prefect_tune.report.page import page_of
+from prefect_tune.reporting.facts import facts_of
+from prefect_tune.reporting.html_page import as_html
+from prefect_tune.reporting.markdown import as_markdown
+from prefect_tune.reporting.material import Material
+from prefect_tune.reporting.page import page_of
 from tests.fakes.told_searches import Telling, asha, pareto, population, single
 
 _BIG = 300_000

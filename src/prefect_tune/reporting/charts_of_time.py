@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 
-from prefect_tune.report.chronicle import Clone, End, Reign, Stint
-from prefect_tune.report.drawing import BLUE, GREEN, GREY, INKS, ORANGE, RED, Drawing, Pen, Point
-from prefect_tune.report.frames import END, GRID, MIDDLE, SMALL
-from prefect_tune.report.material import Material
-from prefect_tune.report.scales import fitted
+from prefect_tune.reporting.chronicle import Clone, End, Reign, Stint
+from prefect_tune.reporting.drawing import BLUE, GREEN, GREY, INKS, ORANGE, RED, Drawing, Pen, Point
+from prefect_tune.reporting.frames import END, GRID, MIDDLE, SMALL
+from prefect_tune.reporting.material import Material
+from prefect_tune.reporting.scales import fitted
 from prefect_tune.terminal.printing import said_span
 
 __all__ = ["lineage_chart", "timeline"]

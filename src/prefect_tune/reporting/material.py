@@ -14,8 +14,8 @@ from prefect_tune.core.ranking import Losses, front, losses_in
 from prefect_tune.core.standing import objective_in
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import StepReport
-from prefect_tune.report.chronicle import Story
-from prefect_tune.report.importance import importances
+from prefect_tune.reporting.chronicle import Story
+from prefect_tune.reporting.importance import importances
 from prefect_tune.tables import flat
 
 __all__ = ["DRAWN", "Material", "material", "spread"]

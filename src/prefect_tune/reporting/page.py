@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from prefect_tune.core.values import shown_size
-from prefect_tune.report.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.report.charts_of_time import lineage_chart, timeline
-from prefect_tune.report.charts_of_trials import (
+from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.charts_of_time import lineage_chart, timeline
+from prefect_tune.reporting.charts_of_trials import (
     front_chart,
     importance_chart,
     learning_curves,
     parallel_coordinates,
     rung_chart,
 )
-from prefect_tune.report.facts import Facts, Links, TrialFacts, facts_of
-from prefect_tune.report.material import Material
-from prefect_tune.report.scales import said_number
+from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
+from prefect_tune.reporting.material import Material
+from prefect_tune.reporting.scales import said_number
 from prefect_tune.tables import flat
 from prefect_tune.terminal.printing import said, said_counts, said_span
 

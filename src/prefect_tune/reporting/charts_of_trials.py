@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from prefect_tune.core.schedulers.scheduler import Stop
 from prefect_tune.core.trial import Trial
-from prefect_tune.report.drawing import BLUE, GREY, INKS, ORANGE, Drawing, Pen, Point
-from prefect_tune.report.frames import END, GRID, MIDDLE, SMALL, Frame, framed
-from prefect_tune.report.material import Material, spread
-from prefect_tune.report.scales import Scale, fitted, said_number
-from prefect_tune.report.series import numbers_in
+from prefect_tune.reporting.drawing import BLUE, GREY, INKS, ORANGE, Drawing, Pen, Point
+from prefect_tune.reporting.frames import END, GRID, MIDDLE, SMALL, Frame, framed
+from prefect_tune.reporting.material import Material, spread
+from prefect_tune.reporting.scales import Scale, fitted, said_number
+from prefect_tune.reporting.series import numbers_in
 
 __all__ = ["front_chart", "importance_chart", "learning_curves", "parallel_coordinates", "rung_chart"]
 

@@ -27,7 +27,7 @@ from prefect_tune.core.events import (
 )
 from prefect_tune.core.experiment import Entry
 from prefect_tune.core.values import StepReport
-from prefect_tune.report.series import Series, numbers_in
+from prefect_tune.reporting.series import Series, numbers_in
 
 __all__ = ["Chronicle", "Clone", "Costs", "End", "Reign", "Stint", "Story", "moment", "told"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from prefect_tune.report.importance import FEWEST, importances
+from prefect_tune.reporting.importance import FEWEST, importances
 
 
 def trials(count: int, seed: int = 0) -> dict[str, list[object]]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import assert_never
 
-from prefect_tune.report.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.report.drawing import data_uri
+from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.drawing import data_uri
 
 __all__ = ["as_html"]
 
