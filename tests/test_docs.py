@@ -39,6 +39,7 @@ OPTUNA = ROOT / "docs" / "optuna.md"
 RESULTS = ROOT / "docs" / "results.md"
 CLI = ROOT / "docs" / "cli.md"
 SEARCHES = ROOT / "docs" / "searches.md"
+RESUME = ROOT / "docs" / "resume.md"
 INTEGRATIONS = ROOT / "docs" / "integrations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
 TESTED = {
@@ -52,6 +53,7 @@ TESTED = {
     CLI: {"bash"},  # by tests/cli/test_page.py
     SEARCHES: {"python"},
     INTEGRATIONS: {"python"},
+    RESUME: {"python"},
 }
 
 
@@ -82,6 +84,25 @@ def test_the_pages_on_searches_and_results_work_from_top_to_bottom(
     page: Path, prefect_server: str, tmp_path: Path
 ) -> None:
     done = run_blocks(blocks_of(page), tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_trainable_on_the_page_on_resuming_asks_and_goes_on_as_it_is_answered(tmp_path: Path) -> None:
+    asking = [
+        "class Session:",
+        "    def ask(self, question, fields, key, save):",
+        "        return {**fields, 'rate': 0.25}",
+        "from prefect_tune.trainable import enter",
+        "enter(Session(), whole_process=False)",
+        "careful = Careful()",
+        "careful.setup({'rate': 0.5})",
+        "for _ in range(4): careful.step()",
+        "assert (careful.steps, careful.rate) == (4, 0.25)",
+        "careful.save_checkpoint('.')",
+        "careful.load_checkpoint('.')",
+        "assert (careful.steps, careful.rate) == (4, 0.25)",
+    ]
+    done = run_blocks([*blocks_of(RESUME), Block("python", "\n".join(asking))], tmp_path, {})
     assert done.returncode == 0, done.stdout
 
 
