@@ -48,6 +48,7 @@ OPTUNA = ROOT / "docs" / "optuna.md"
 RESULTS = ROOT / "docs" / "results.md"
 CLI = ROOT / "docs" / "cli.md"
 SEARCHES = ROOT / "docs" / "searches.md"
+RESUME = ROOT / "docs" / "resume.md"
 INTEGRATIONS = ROOT / "docs" / "integrations.md"
 EVENTS = ROOT / "docs" / "events.md"
 AUTOMATIONS = ROOT / "docs" / "automations.md"
@@ -75,6 +76,7 @@ TESTED = {
     RECIPES / "ray.md": {"python"},
     AUTOMATIONS: {"python"},
     DEPLOYMENTS: {"python", "bash"},
+    RESUME: {"python"},
 }
 UNTESTED = {
     (START, "text"): "what a command prints",
@@ -147,6 +149,25 @@ def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, t
     assert done.returncode == 0, done.stdout
     assert "runs at 0 2 * * * Europe/Berlin" in done.stdout
     assert "created  maintain/hourly" in done.stdout
+
+
+def test_the_trainable_on_the_page_on_resuming_asks_and_goes_on_as_it_is_answered(tmp_path: Path) -> None:
+    asking = [
+        "class Session:",
+        "    def ask(self, question, fields, key, save):",
+        "        return {**fields, 'rate': 0.25}",
+        "from prefect_tune.trainable import enter",
+        "enter(Session(), whole_process=False)",
+        "careful = Careful()",
+        "careful.setup({'rate': 0.5})",
+        "for _ in range(4): careful.step()",
+        "assert (careful.steps, careful.rate) == (4, 0.25)",
+        "careful.save_checkpoint('.')",
+        "careful.load_checkpoint('.')",
+        "assert (careful.steps, careful.rate) == (4, 0.25)",
+    ]
+    done = run_blocks([*blocks_of(RESUME), Block("python", "\n".join(asking))], tmp_path, {})
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_page_on_results_names_every_hook_and_every_logger() -> None:

@@ -1,0 +1,56 @@
+"""A trial asks a person where no worker would start the run again: it waits, or asks in the terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events import Questioned
+from prefect_tune.flows.terminal_form import asked_in_terminal
+from tests.flows.driver import Drivers, until
+from tests.flows.training import experiment_at, owners_at
+
+_NAME = "here"
+
+
+def test_a_script_waits_for_the_answer_and_goes_on(drivers: Drivers, local_target: LocalTarget) -> None:
+    driver = drivers.start(
+        "tests.trainables.inquisitive:Inquisitive",
+        {"asks_at": 3},
+        target=local_target,
+        experiment=_NAME,
+        stop={"step": 4},
+    )
+    found: list[FlowRun] = []
+
+    def waits() -> bool:
+        if owner := owners_at(local_target, _NAME).get(driver.pid):
+            found[:] = [client.read_flow_run(str(owner.flow_run))]  # type: ignore[arg-type]  # it takes text as well
+        return bool(found and found[0].state and found[0].state.name == "Paused")
+
+    with get_client(sync_client=True) as client:
+        until(waits, seconds=90, what=lambda: driver.log[-3000:])
+        client.resume_flow_run(found[0].id, run_input={"by": 5, "why": "or so"})
+    outcome = driver.wait(seconds=120)
+    assert (outcome.get("step"), outcome.get("metrics")) == (4, {"count": 2 + 2 * 5}), outcome
+    assert [dict(each.answer) for each in experiment_at(local_target, _NAME).answers] == [{"by": 5, "why": "or so"}]
+
+
+def test_what_is_typed_is_asked_for_again_until_it_can_be_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"go_on": True, "count": 3, "rate": 0.5, "why": "", "how": ["slow", "fast"]}
+    question = Questioned(trial="00003", key="k", question="Loss is flat; go on?", fields=fields)
+    typed = ["perhaps", "n", "many", "4", "", "since", "soon", "fast"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed) + "\n"))
+    answer = asked_in_terminal(question)
+    assert answer == {"go_on": False, "count": 4, "rate": 0.5, "why": "since", "how": "fast"}
+    said = capsys.readouterr().out
+    assert "Trial 00003 asks: Loss is flat; go on?" in said
+    assert "how (slow, fast) [slow]: " in said
+    assert "go_on: expected yes or no, found 'perhaps'" in said
