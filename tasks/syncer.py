@@ -57,6 +57,7 @@ class Syncer(ABC):
     last_sync_up_time: float = -math.inf
     """When the last sync up that has not failed began, in seconds on this process's monotonic clock."""
     last_sync_down_time: float = -math.inf
+    """When the last sync down that has not failed began, likewise."""
 
     _clock = staticmethod(time.monotonic)
     _sleep = staticmethod(time.sleep)

@@ -55,6 +55,7 @@ def test_a_block_is_shown_with_what_its_form_says_of_each_field(site: Path) -> N
     for name, field in pt.S3Target.model_fields.items():
         if field.description:
             assert field.description in shown, name
+    assert "Validators:" not in shown  # they are nobody's business
 
 
 @one_worker

@@ -71,8 +71,8 @@ def stage_pages(stage: Path) -> None:
     shutil.copy(ROOT / "zensical.toml", stage)
     for source, page in MADE.items():
         shutil.copy(ROOT / source, pages / page)
-    with (pages / "cli.md").open("a") as cli:
-        cli.writelines(commands())
+    with (pages / "cli.md").open("a") as command_line:
+        command_line.writelines(commands())
     for name, text in api_pages().items():
         (pages / "api").mkdir(exist_ok=True)
         (pages / "api" / f"{name}.md").write_text(text)

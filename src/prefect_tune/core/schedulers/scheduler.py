@@ -64,6 +64,7 @@ class TrialReport:
 
     trial: TrialId
     report: StepReport
+    """Its step, metrics and training time."""
     config: Mapping[str, object] | None = None
     """What it trains with now; None where that is what it was added with or was last told to exploit."""
 

@@ -18,7 +18,7 @@ Space: TypeAlias = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The configuration of the next trial: JSON, every value of the space resolved."""
+    """The next trial, with this `config`: JSON, every value of the space resolved."""
 
     config: Mapping[str, object]
 
