@@ -86,15 +86,7 @@ def _searched(turn: Turn) -> Results:
     council = _council(asked, name, objective, whole)
     crew, slots = _crew(asked, plan)
     limits = _limits(turn, plan, stopper, slots)
-    audience = Audience(
-        plan.target,
-        SearchInfo(name, plan.target.uri, objective),
-        callbacks_for(asked.callbacks),
-        outlook := _outlook(asked, name, objective, stopper),
-        in_terminal=asked.isolation == "process",  # elsewhere the terminal is the debugger's
-        news=_subject(plan, outlook, whole),
-    )
-
+    audience = _audience(asked, plan, _outlook(asked, name, objective, stopper), whole)
     known = require_presence(plan.target, name, resuming(asked.resume), turn.known)
     learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name)
 
@@ -132,6 +124,17 @@ def _searched(turn: Turn) -> Results:
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
         return Results(interruptible(search, grace=plan.grace), plan.target, objective)
+
+
+def _audience(asked: Asked, plan: TrialPlan, outlook: Outlook, stopper: Stopper) -> Audience:
+    return Audience(
+        plan.target,
+        SearchInfo(plan.trial.experiment, plan.target.uri, outlook.objective),
+        callbacks_for(asked.callbacks),
+        outlook,
+        in_terminal=asked.isolation == "process",  # elsewhere the terminal is the debugger's
+        news=_subject(plan, outlook, stopper),
+    )
 
 
 def _learn(council: Council, book: Book) -> None:
