@@ -34,7 +34,6 @@ from prefect_tune.flows.tune import tune
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.event_table import events_table
 from tests.fakes.experiments import write_experiment
-from tests.fakes.offers import MERGED
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 
 README = ROOT / "README.md"
@@ -98,7 +97,6 @@ def test_no_page_has_code_that_no_test_here_runs(page: Path) -> None:
     assert {block.language for block in blocks_of(page)} <= TESTED.get(page, set()) | untested
 
 
-@pytest.mark.skipif(not MERGED, reason="until every part is merged")
 @pytest.mark.timeout(600)
 def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").symlink_to(ROOT / "prefect.yaml")
@@ -141,7 +139,6 @@ def test_the_page_on_events_has_every_event_with_all_that_it_says() -> None:
     assert events_table() in EVENTS.read_text()
 
 
-@pytest.mark.skipif(not MERGED, reason="until every part is merged")
 @pytest.mark.timeout(400)
 def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)}

@@ -17,7 +17,6 @@ from prefect.workers.process import ProcessWorker
 
 from prefect_tune.flows.deployments import OFFERS, TAG
 from tests.fakes.command_line import Run
-from tests.fakes.offers import MERGED, there
 
 POOL = "deploying"
 TRAINABLE = "tests.trainables.digits_table:DigitsTable"
@@ -56,10 +55,10 @@ def read(client: SyncPrefectClient, name: str) -> DeploymentResponse:
 
 
 def test_all_is_deployed_and_done_again_it_ends_the_same(run: Run, client: SyncPrefectClient) -> None:
-    first = run("deploy", *there(), *TO, "--suffix", "-twice")
+    first = run("deploy", *TO, "--suffix", "-twice")
     assert (first.code, first.err) == (0, "")
-    before = {offer.name: read(client, f"{offer.name}/{offer.name}-twice") for offer in OFFERS if offer.name in there()}
-    again = json.loads(run("deploy", *there(), *TO, "--suffix", "-twice", "--json").out)
+    before = {offer.name: read(client, f"{offer.name}/{offer.name}-twice") for offer in OFFERS}
+    again = json.loads(run("deploy", *TO, "--suffix", "-twice", "--json").out)
     assert {each["outcome"] for each in again["deployments"]} == {"updated"}
     for name, deployment in before.items():
         now = read(client, f"{name}/{name}-twice")
@@ -69,7 +68,6 @@ def test_all_is_deployed_and_done_again_it_ends_the_same(run: Run, client: SyncP
         assert str(now.id) in first.out  # in the link
 
 
-@pytest.mark.skipif(not MERGED, reason="until every part is merged")
 def test_without_a_name_every_flow_is_deployed_and_the_automations_are_installed(
     run: Run, client: SyncPrefectClient
 ) -> None:

@@ -15,7 +15,6 @@ from prefect.client.orchestration import get_client
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target
-from tests.fakes.offers import there
 from tests.fakes.processes import free_port, running
 from tests.flows.driver import Drivers
 from tests.flows.trouble import Trouble, listening
@@ -133,7 +132,7 @@ def ui(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def _deploy(environment: dict[str, str]) -> None:
     _done(environment, "prefect", "work-pool", "create", _POOL, "--type", "process", "--overwrite")
-    _done(environment, "prefect-tune", "deploy", *there(), "--work-pool", _POOL, "--no-automations")
+    _done(environment, "prefect-tune", "deploy", "--work-pool", _POOL, "--no-automations")
 
 
 @contextmanager

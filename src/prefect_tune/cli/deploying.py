@@ -141,10 +141,9 @@ def _of_one(
 
 
 def _automations() -> Sequence[str]:
-    from importlib import import_module
+    from prefect_tune.flows.automations import install_automations
 
-    installed: Sequence[str] = import_module("prefect_tune.flows.automations").install_automations()
-    return installed
+    return install_automations()
 
 
 def _say(done: Sequence[Deployed], installed: Sequence[str], pool: str, *, as_json: bool) -> None:
