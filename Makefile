@@ -13,7 +13,7 @@ ROOMS := src flows tasks blocks tests benchmarks tools
 CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/null),$(room)))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test check lint house layers types deep integrations bench lock format clean
+.PHONY: FORCE help demo test check lint house layers types screenshots deep integrations bench lock format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -43,6 +43,9 @@ types: $(LINKS)
 $(LINKS): $(VENV)/.dev FORCE
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/prefect_tune
 	@ln -s $(CURDIR)/src/prefect_tune/* $(CURDIR)/flows $(CURDIR)/tasks $(CURDIR)/blocks $(LINKS)/prefect_tune/
+
+screenshots: $(VENV)/.dev  ## what one sees in Prefect's UI, in both themes, into build/screenshots
+	$(BIN)/python -m pytest -n 0 tests/browser
 
 deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600
