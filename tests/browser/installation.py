@@ -77,7 +77,6 @@ def installed(folder: Path, template: Path) -> Iterator[Installation]:
         _MARK: mark,
         "PREFECT_HOME": str(folder),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
-        "PREFECT_TUNE_WORK_POOL": _POOL,
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PYTHONPATH": str(_REPOSITORY),
     }
@@ -114,7 +113,15 @@ def _deployed(server: PrefectServer, settings: Mapping[str, str], folder: Path) 
 
 
 def _deploy(environment: Mapping[str, str]) -> None:
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    command = [
+        str(Path(sys.executable).with_name("prefect-tune")),
+        "deploy",
+        "tune",
+        "resume",
+        "--work-pool",
+        _POOL,
+        "--no-automations",
+    ]
     done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

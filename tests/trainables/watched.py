@@ -1,4 +1,4 @@
-"""A trainable whose search is good to look at, and that waits where the test wants to look."""
+"""A trainable whose search is good to look at, and that takes its time while somebody looks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Descent"]
 
 
 class Descent(pt.Trainable):
-    """Goes downhill: fastest where `rate` is 0.1, and to a lower end with more `width`.
+    """Goes downhill: fastest where `rate` is 0.1, and to a lower end the larger `width` is.
 
-    Before step `config["waits_at"]` it waits for the file `config["gate"]`. Where `rate` is above
-    `config["breaks_above"]` step 2 raises, as long as the file `config["mended"]` is missing.
+    From step `config["lingers_at"]` on each step takes five seconds, until the file `config["hurry"]` is there. Where
+    `rate` is above `config["breaks_above"]` step 2 raises, until the file `config["mended"]` is there.
     """
 
     def setup(self, config: Mapping[str, Any]) -> None:
@@ -26,9 +26,9 @@ class Descent(pt.Trainable):
         self.count = 0
 
     def step(self) -> Mapping[str, Any]:
-        if self.count + 1 == self.config.get("waits_at"):
-            hold(self.config["gate"], seconds=240)
-        time.sleep(float(self.config.get("step_seconds", 0)))
+        if self.count + 1 >= self.config.get("lingers_at", math.inf):
+            hold(self.config["hurry"], seconds=5)
+        time.sleep(0.02)
         self.count += 1
         self._maybe_break()
         return {"loss": self._floor + math.exp(-self._speed * self.count)}
