@@ -13,7 +13,7 @@ ROOMS := src flows tasks blocks tests benchmarks tools
 CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/null),$(room)))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test check lint house layers types docs deep integrations bench lock format clean
+.PHONY: FORCE help demo test check lint house layers types docs screenshots deep integrations bench lock format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -46,6 +46,9 @@ $(LINKS): $(VENV)/.dev FORCE
 
 docs: $(VENV)/.dev  ## the site, in site/: every page, option and public name, every link looked at
 	$(BIN)/python -m tools.docs_site
+
+screenshots: $(VENV)/.dev  ## what one sees in Prefect's UI, in both themes, into build/screenshots
+	$(BIN)/python -m pytest -n 0 tests/browser
 
 deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600

@@ -54,16 +54,17 @@ class PrefectServer:
 def start_prefect_server(environment: Mapping[str, str], log: IO[bytes] | None = None) -> PrefectServer:
     """Start one on a free port, with `environment` for its settings; what it prints goes to `log`, or here."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(listening.fileno())],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
-            env=environment,
+            env={**environment, "PREFECT_SERVER_UI_API_URL": url},  # its UI would look for the API at port 4200
             pass_fds=(listening.fileno(),),
             start_new_session=True,  # Ctrl-C is for who started it, who still needs it to end in order
         )
-        return PrefectServer(f"http://127.0.0.1:{listening.getsockname()[1]}/api", process)
+        return PrefectServer(url, process)
 
 
 def _is_healthy(url: str) -> bool:

@@ -1,0 +1,68 @@
+"""One server, one worker and one Chromium for all of these tests, which run one after the other in one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import prefect
+import pytest
+from playwright.sync_api import Browser, Route, sync_playwright
+
+from tests.browser.installation import Installation, installed
+from tests.browser.prefect_ui import Ui
+
+_PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
+_PATIENCE_MS = 120_000
+
+
+@pytest.fixture(scope="session")
+def installation(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Installation]:
+    assert pytestconfig.cache is not None
+    template = pytestconfig.cache.mkdir("prefect-database") / f"{prefect.__version__}.db"
+    with installed(tmp_path_factory.mktemp("installation"), template) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """Debian's Chromium. Ended with the module: while it lives, its event loop is this thread's."""
+    path = _found()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # CI runs as root
+        yield browser
+        browser.close()
+
+
+def _found() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    missing = "Chromium is not there. Debian: apt-get install chromium; Ubuntu: snap install chromium"
+    if os.environ.get("CI"):
+        pytest.fail(missing)
+    pytest.skip(missing)
+
+
+@pytest.fixture
+def ui(installation: Installation, chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Ui]:
+    """A tab of its own. What it shows when a test fails is among the pictures."""
+    context = chromium.new_context(viewport={"width": 1400, "height": 1000})
+    context.set_default_timeout(_PATIENCE_MS)
+    context.route("**/*", lambda route: _answer(route, installation.ui_url))
+    ui = Ui(context.new_page(), installation.ui_url, _PICTURES)
+    failed = request.session.testsfailed
+    yield ui
+    if request.session.testsfailed > failed:
+        ui.picture(f"failed-{request.node.name}")
+    context.close()
+
+
+def _answer(route: Route, url: str) -> None:
+    """Nothing leaves this machine."""
+    if route.request.url.startswith(url):
+        route.continue_()
+    else:
+        route.abort()

@@ -1,0 +1,137 @@
+"""Prefect's UI as a person uses it: which page, which button, which field. Every step waits for what it needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
+
+from playwright.sync_api import Locator, Page
+
+__all__ = ["DeploymentPage", "Form", "RunForm", "RunPage", "Ui"]
+
+_CONTROL = "textarea, input, [role=switch], .cm-content"
+_REDRAWN_MS = 700
+"""Until the graph of a run is drawn again after the theme has changed; nothing says when."""
+
+
+@dataclass(frozen=True)
+class Ui:
+    """The UI in a browser's tab."""
+
+    page: Page
+    url: str
+    pictures: Path
+    """The folder for pictures of it."""
+
+    def deployment(self, name: str) -> DeploymentPage:
+        """Go to the deployments, and to the one of this name."""
+        self.page.goto(f"{self.url}/v2/deployments")
+        self.page.locator('a[href*="/deployments/deployment/"]').get_by_text(name, exact=True).click()
+        return DeploymentPage(self.page)
+
+    def run(self, flow_run: UUID) -> RunPage:
+        """Go to a flow run's page, as by a link in a message."""
+        self.page.goto(f"{self.url}/v2/runs/flow-run/{flow_run}")
+        return RunPage(self.page)
+
+    def picture(self, name: str) -> None:
+        """Take a picture of the whole page in both themes; of a dialog, with what is around it."""
+        self.pictures.mkdir(parents=True, exist_ok=True)
+        self.page.evaluate("scrollTo(0, 0)")
+        whole = not self.page.get_by_role("dialog").count()
+        for theme in ("dark", "light"):
+            self.page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+            self.page.wait_for_timeout(_REDRAWN_MS)
+            self.page.screenshot(path=self.pictures / f"{name}-{theme}.png", full_page=whole, animations="disabled")
+
+
+@dataclass(frozen=True)
+class DeploymentPage:
+    page: Page
+
+    def custom_run(self) -> RunForm:
+        self.page.get_by_role("button", name="Run", exact=True).click()
+        self.page.get_by_role("menuitem", name="Custom run").click()
+        return RunForm(self.page, self.page.locator("form"))
+
+
+@dataclass(frozen=True)
+class Form:
+    """Fields for what a schema describes, in a page or in a dialog."""
+
+    page: Page
+    place: Locator
+
+    def field(self, title: str) -> Locator:
+        """Return the field of this title: its label, description and control."""
+        said = re.compile(rf"^{title.replace('_', '[ _]')}( \(Optional\))?$", re.IGNORECASE)
+        return self.place.locator("div.group").filter(has=self.page.locator("label").filter(has_text=said)).last
+
+    def fill(self, title: str, value: object) -> None:
+        """Type this value into the field, or switch it on or off."""
+        control = self.field(title).locator(_CONTROL).first
+        control.wait_for()
+        if isinstance(value, bool):
+            control.set_checked(value)
+        elif "cm-content" in (control.get_attribute("class") or ""):  # an editor for JSON
+            control.fill(json.dumps(value))
+        else:
+            control.fill(str(value))
+
+    def choose(self, title: str, option: str) -> None:
+        """Choose from the field's list."""
+        self.field(title).get_by_role("button", name=re.compile("^Select ")).click()
+        self.page.get_by_role("option", name=option, exact=True).click()
+
+    def tab(self, title: str, kind: str) -> None:
+        """Say which kind of value the field is to have."""
+        self.field(title).get_by_role("tab", name=kind, exact=True).click()
+
+
+@dataclass(frozen=True)
+class RunForm(Form):
+    """The form of a deployment's parameters."""
+
+    def submit(self) -> RunPage:
+        """Start the run, and follow the link to it."""
+        self.place.get_by_role("button", name="Submit").click()
+        self.page.get_by_role("link", name="View run").click()
+        return RunPage(self.page)
+
+
+@dataclass(frozen=True)
+class RunPage:
+    page: Page
+
+    @property
+    def flow_run(self) -> UUID:
+        """Whose page it is: the address says it."""
+        self.page.wait_for_url("**/flow-run/*")
+        return UUID(self.page.url.partition("/flow-run/")[2][:36])
+
+    def shows(self, state: str) -> None:
+        """Wait until it shows the state of this name."""
+        self.page.locator("main").locator('[data-slot="badge"]').get_by_text(state, exact=True).first.wait_for()
+
+    def logs(self, text: str) -> None:
+        """Wait until there is a line in its log that holds this text."""
+        self.page.get_by_role("tab", name="Logs").click()
+        self.page.locator("main").get_by_text(text).first.wait_for()
+
+    def report(self, key: str) -> Locator:
+        """Open the artifact of this key; return what it says."""
+        self.page.get_by_role("tab", name="Artifacts").click()
+        self.page.get_by_text(key, exact=True).first.click()
+        self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()
+        return self.page.locator("main")
+
+    def act(self, name: str) -> Locator:
+        """Choose from the run's menu; return the dialog that opens."""
+        self.page.get_by_role("button", name="Open menu").first.click()
+        self.page.get_by_role("menuitem", name=name, exact=True).click()
+        dialog = self.page.get_by_role("dialog").or_(self.page.get_by_role("alertdialog"))
+        dialog.wait_for()
+        return dialog

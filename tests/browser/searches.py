@@ -1,0 +1,69 @@
+"""Searches that go on for as long as somebody looks, and what their journals say of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.journal import load
+from prefect_tune.core.trial import Trial
+from prefect_tune.core.trial_journal import trial_today
+
+__all__ = ["LINGERS_AT", "SAVED_EVERY", "STEPS", "Search", "until"]
+
+STEPS = 100
+LINGERS_AT = 25
+"""The step from which on the trials take their time."""
+SAVED_EVERY = 10
+_PATIENCE = timedelta(minutes=4)
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search whose trials linger until they are told to hurry."""
+
+    folder: Path
+    experiment: str
+    space: Mapping[str, Any]
+    num_samples: int = 1
+    also: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the flow."""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        files = {"hurry": str(self.folder / "hurry"), "mended": str(self.folder / "mended")}
+        return {
+            "trainable": "tests.trainables.watched:Descent",
+            "space": {**self.space, **files, "lingers_at": LINGERS_AT},
+            "target": str(self.folder / "target"),
+            "experiment": self.experiment,
+            "metric": "loss",
+            "num_samples": self.num_samples,
+            "stop": {"step": STEPS},
+            **self.also,
+        }
+
+    def hurry(self) -> None:
+        (self.folder / "hurry").touch()
+
+    def mend(self) -> None:
+        (self.folder / "mended").touch()
+
+    def trials(self) -> Mapping[str, Trial]:
+        """Return its trials as the journals on the target tell of them now."""
+        with LocalTarget(path=str(self.folder / "target")).open(timeout=_PATIENCE) as store:
+            known = load(store, self.experiment, side_by_side=map).trials
+            return {name: trial_today(store, self.experiment, each, side_by_side=map) for name, each in known.items()}
+
+
+def until(holds: Callable[[], object], what: Callable[[], object]) -> None:
+    """Return as soon as it holds; fail with `what()` when that takes minutes."""
+    end = time.monotonic() + _PATIENCE.total_seconds()
+    while not holds():
+        assert time.monotonic() < end, f"not within {_PATIENCE}: {what()}"
+        time.sleep(0.2)

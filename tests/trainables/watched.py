@@ -1,0 +1,53 @@
+"""A trainable whose search is good to look at, and that takes its time while somebody looks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import prefect_tune as pt
+from tests.trainables.witness import hold
+
+__all__ = ["Descent"]
+
+
+class Descent(pt.Trainable):
+    """Goes downhill: fastest where `rate` is 0.1, and to a lower end the larger `width` is.
+
+    From step `config["lingers_at"]` on each step takes five seconds, until the file `config["hurry"]` is there. Where
+    `rate` is above `config["breaks_above"]` step 2 raises, until the file `config["mended"]` is there.
+    """
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.count = 0
+
+    def step(self) -> Mapping[str, Any]:
+        if self.count + 1 >= self.config.get("lingers_at", math.inf):
+            hold(self.config["hurry"], seconds=5)
+        time.sleep(0.02)
+        self.count += 1
+        self._maybe_break()
+        return {"loss": self._floor + math.exp(-self._speed * self.count)}
+
+    def _maybe_break(self) -> None:
+        too_fast = float(self.config["rate"]) > float(self.config.get("breaks_above", math.inf))
+        if too_fast and self.count == 2 and not Path(self.config["mended"]).exists():
+            raise ArithmeticError(f"diverged: rate {self.config['rate']} is too large")
+
+    @property
+    def _speed(self) -> float:
+        return 0.3 / (1 + math.log10(float(self.config["rate"]) / 0.1) ** 2)
+
+    @property
+    def _floor(self) -> float:
+        return 1 / (8 + float(self.config.get("width", 16)))
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "count").write_text(str(self.count))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.count = int(Path(checkpoint_dir, "count").read_text())
