@@ -3,5 +3,5 @@
 import subprocess
 import sys
 
-for name in ("traffic", "transfer", "memory", "search", "schedulers", "scale", "long_search", "processes"):
+for name in ("traffic", "transfer", "memory", "search", "schedulers", "scale", "long_search", "processes", "visible"):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--write"], check=True)

@@ -129,7 +129,7 @@ def _told(folder: Path, work: Workload, code: int) -> Mapping[str, float]:
 # ------------------------------------------------------------------------------------------------- the surroundings
 
 
-def _surroundings(prefect_home: Path) -> dict[str, str]:
+def surroundings(prefect_home: Path) -> dict[str, str]:
     """What both run in: nobody's settings, and modules compiled once, as an installation has them."""
     odd = ("PREFECT_", "RAY_", "PYTHONDONTWRITEBYTECODE")
     given = {name: value for name, value in os.environ.items() if not name.startswith(odd)}
@@ -137,7 +137,7 @@ def _surroundings(prefect_home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _prefect_server(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
+def prefect_server(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
     """A server as `prefect start server` runs it, on the same database."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -247,13 +247,13 @@ def _main() -> None:
     asked = parser.parse_args()
     works = [WORKLOADS[number] for number in asked.only]
     with tempfile.TemporaryDirectory() as home:
-        environment = _surroundings(Path(home))
+        environment = surroundings(Path(home))
         ours = Peer("ours", sys.executable, "peers_ours.py", environment)
         ray = Peer("Ray", asked.ray, "peers_ray.py", environment)
         for peer in (ours, ray):
             _searched(peer, Workload("once, so that databases and compiled modules are there", "function", 2, 1))
         parts = [_section(work.name, _compared(ours, ray, work, asked.rounds)) for work in works]
-        with _prefect_server(sys.executable, environment) as served, _ray_cluster(asked.ray, environment) as cluster:
+        with prefect_server(sys.executable, environment) as served, _ray_cluster(asked.ray, environment) as cluster:
             rows = _compared(served, cluster, works[0], asked.rounds)
         parts.append(_section(f"{works[0].name}; a Prefect server and a Ray cluster are running already", rows))
         parts.append(_imports(sys.executable, asked.ray, environment))
