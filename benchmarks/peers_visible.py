@@ -79,4 +79,5 @@ def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1] == "shown", *map(int, sys.argv[2:5]), Path(sys.argv[5]))
+    units, trials, steps = map(int, sys.argv[2:5])
+    _main(sys.argv[1] == "shown", units, trials, steps, Path(sys.argv[5]))
