@@ -122,9 +122,11 @@ class TrialSession:
         else:
             self.tell(told)
         self.heed_milestone()
-        if not saves and self.wants_state:
+        self.listen()  # and not again before the end: who is told to save and leave after this does so a step later
+        wants = self.wants_state
+        if wants and not saves:
             self.hand_over_state(told, self._written_by(save))
-        self.end_if_due(saved=saves or self.wants_state)
+        self._end(saved=saves or wants)
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
         """Have the state after the last step saved, where that has not been done and the trial has not ended."""
@@ -246,6 +248,9 @@ class TrialSession:
             TrialOver: always, where it does not return.
         """
         self.listen()
+        self._end(saved=saved)
+
+    def _end(self, *, saved: bool) -> None:
         over = self._why_over(saved=saved)
         if over is not None:
             self.settle()

@@ -261,7 +261,7 @@ def play(herald: Herald, *events: Event) -> None:
 def test_a_run_that_ends_in_order_has_finished(herald: Herald, emitted: list[Notice]) -> None:
     with heralded(herald, threading.Event()):
         play(herald, *begun("00000"))
-        herald.told(Told("00000", StepReport(step=1, metrics={}), asks=False))
+        herald.told(Told("00000", StepReport(step=1, metrics={}), asks=False), herald.experiment)
         herald.wrote(herald.experiment)
     assert names(emitted) == ["experiment.started", "trial.started", "experiment.finished"]
 

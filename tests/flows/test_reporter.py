@@ -146,7 +146,7 @@ def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_p
     added = TrialAdded(trial="0", config={"x": 1})
     told.tell(added)
     seen.happened(added, told.state)
-    seen.close(told.state, PATIENCE)
+    seen.close(PATIENCE)
     assert "1 pending" in page("report-endless")
     assert artifacts("progress-endless") == []
 
