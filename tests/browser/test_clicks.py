@@ -41,6 +41,8 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
     form = ui.deployment("tune").custom_run()
     for title, value in search.parameters.items():
         form.fill(title, value)
+    form.tab("checkpoint", "Cadence")
+    form.fill("every_steps", SAVED_EVERY)
     ui.picture("1-tune-form")
     page = form.submit()
     page.shows("Running")
@@ -66,9 +68,8 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
 
     page = ui.run(run)
     page.shows("Completed")
-    ui.picture("4-completed")
     page.report("report-rates").get_by_text("6 trials").first.wait_for()
-    ui.picture("5-report-at-the-end")
+    ui.picture("4-report-at-the-end")
     trials = search.trials()
     assert [(each.status, each.step) for each in trials.values()] == [(Status.FINISHED, STEPS)] * 6
     assert sum(each.wasted_steps for each in trials.values()) == 0
@@ -84,12 +85,12 @@ def test_a_search_whose_process_was_killed_goes_on_when_its_run_is_retried(
     page.shows("Running")
     installation.kill(run)
     page.shows("Crashed")
-    ui.picture("6-crashed")
+    ui.picture("5-crashed")
     before = installation.runs().keys()
     search.hurry()
     page.act("Retry").get_by_role("button", name="Retry", exact=True).click()
     page.shows("Completed")
-    ui.picture("7-retried")
+    ui.picture("6-retried")
 
     assert installation.runs().keys() == before
     assert installation.run(run).run_count == 2
@@ -107,7 +108,7 @@ def test_a_cancelled_search_goes_on_by_the_resume_form_and_tries_again_what_erro
     page.act("Cancel").get_by_role("button", name="Cancel Flow Run").click()
     page.shows("Cancelled")
     page.logs("resumable")
-    ui.picture("8-cancelled")
+    ui.picture("7-cancelled")
     whole, broken = search.trials().values()
     assert (broken.status, broken.attempt) == (Status.ERRORED, 1)
     saved = newest_checkpoint(whole)
@@ -120,11 +121,11 @@ def test_a_cancelled_search_goes_on_by_the_resume_form_and_tries_again_what_erro
     form.fill("experiment", search.experiment)
     form.fill("target", search.parameters["target"])
     form.fill("rerun_errored", value=True)
-    ui.picture("9-resume-deployment-form")
+    ui.picture("8-resume-deployment-form")
     page = form.submit()
     page.shows("Completed")
     page.report(f"report-{search.experiment}").get_by_text("2 trials").first.wait_for()
-    ui.picture("10-report-of-what-was-resumed")
+    ui.picture("9-report-of-what-was-resumed")
     trials = search.trials().values()
     assert [(each.status, each.step, each.attempt) for each in trials] == [(Status.FINISHED, STEPS, 2)] * 2
     assert sum(each.wasted_steps for each in trials) <= 2  # of the one that errored
