@@ -77,6 +77,8 @@ def installed(folder: Path, template: Path) -> Iterator[Installation]:
         _MARK: mark,
         "PREFECT_HOME": str(folder),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
+        "PREFECT_API_DATABASE_TIMEOUT": "60",  # SQLite on a busy disk: a click must not find it locked
+        "PREFECT_API_DATABASE_CONNECTION_TIMEOUT": "60",
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PYTHONPATH": str(_REPOSITORY),
     }
