@@ -59,6 +59,10 @@ class Installation:
         with self.client() as client:
             return {each.id: each for each in client.read_flow_runs()}
 
+    def reported_dead(self, flow_run: UUID) -> bool:
+        """Whether the worker has said so: the second and last time that Prefect is told, half a minute after a kill."""
+        return f"'{flow_run}' as crashed: Flow run infrastructure exited" in self.log.read_text()
+
     def kill(self, flow_run: UUID) -> None:
         """`kill -9` of the process in which the worker runs it: it is reported as `host:pid`."""
         os.kill(int(str(self.run(flow_run).infrastructure_pid).rpartition(":")[2]), signal.SIGKILL)

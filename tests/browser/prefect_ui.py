@@ -129,8 +129,10 @@ class RunPage:
         self.page.locator("main").locator('[data-slot="badge"]').get_by_text(state, exact=True).first.wait_for()
 
     def logs(self, text: str) -> None:
-        """Wait until there is a line in its log that holds this text."""
+        """Wait until one of the last lines in its log holds this text."""
         self.page.get_by_role("tab", name="Logs").click()
+        self.page.get_by_role("combobox").filter(has_text="Oldest to newest").click()
+        self.page.get_by_role("option", name="Newest to oldest").click()
         self.page.locator("main").get_by_text(text).first.wait_for()
 
     def report(self, key: str) -> Locator:

@@ -86,6 +86,8 @@ def test_a_search_whose_process_was_killed_goes_on_when_its_run_is_retried(
     installation.kill(run)
     page.shows("Crashed")
     ui.picture("5-crashed")
+    # What is clicked before the worker has told of the crash too is undone by that: one would click again.
+    until(lambda: installation.reported_dead(run), what=lambda: installation.log.read_text()[-3000:])
     before = installation.runs().keys()
     search.hurry()
     page.act("Retry").get_by_role("button", name="Retry", exact=True).click()
