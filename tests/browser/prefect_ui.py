@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
-from playwright.sync_api import Locator, Page
+from playwright.sync_api import Error, Locator, Page
 
 __all__ = ["DeploymentPage", "Form", "RunForm", "RunPage", "Ui"]
 
 _CONTROL = "textarea, input, [role=switch], .cm-content"
+_CLICKS = 5
+_HEARD_MS = 20_000
 _REDRAWN_MS = 500
 """Until what is drawn on a canvas is drawn again; nothing says when."""
 
@@ -106,10 +109,12 @@ class RunForm(Form):
         """Start the run, and follow the link to it; once more where the server was too busy, as a person would."""
         started = self.page.get_by_role("link", name="View run")
         refused = self.page.get_by_text("Unknown error while creating flow run")
-        self.place.get_by_role("button", name="Submit").click()
-        started.or_(refused).first.wait_for()
-        if refused.is_visible():
+        for _ in range(_CLICKS):
             self.place.get_by_role("button", name="Submit").click()
+            started.or_(refused).first.wait_for()
+            if started.is_visible():
+                break
+            refused.wait_for(state="hidden")
         started.click()
         return RunPage(self.page)
 
@@ -141,6 +146,17 @@ class RunPage:
         self.page.get_by_text(key, exact=True).first.click()
         self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()
         return self.page.locator("main")
+
+    def confirm(self, dialog: Locator, name: str) -> None:
+        """Press this button; once more where the server was too busy: the dialog stays until it was heard."""
+        button = dialog.get_by_role("button", name=name, exact=True)
+        button.click()
+        for _ in range(_CLICKS):
+            with suppress(Error):
+                return dialog.wait_for(state="hidden", timeout=_HEARD_MS)
+            if button.is_enabled():
+                button.click()
+        raise AssertionError(f"{name!r} was not heard: {dialog.inner_text()}")
 
     def act(self, name: str) -> Locator:
         """Choose from the run's menu; return the dialog that opens."""

@@ -54,17 +54,18 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
     ui.picture("2-report-while-it-runs")
 
     page = ui.run(run)
-    page.act("Pause").get_by_role("button", name="Pause Flow Run").click()
+    page.confirm(page.act("Pause"), "Pause Flow Run")
     page.shows("Suspended")
     until(lambda: _asks(installation, run), what=lambda: installation.run(run).state)
     saved = {name: each.step for name, each in search.trials().items()}
-    dialog = ui.run(run).act("Resume")
+    page = ui.run(run)
+    dialog = page.act("Resume")
     answer = Form(ui.page, dialog)
     answer.choose("How to go on", "extend")
     answer.fill("Samples in all", 6)
     ui.picture("3-resume-form")
     search.hurry()
-    dialog.get_by_role("button", name="Resume").click()
+    page.confirm(dialog, "Resume")
 
     page = ui.run(run)
     page.shows("Completed")
@@ -87,10 +88,10 @@ def test_a_search_whose_process_was_killed_goes_on_when_its_run_is_retried(
     page.shows("Crashed")
     ui.picture("5-crashed")
     # What is clicked before the worker has told of the crash too is undone by that: one would click again.
-    until(lambda: installation.reported_dead(run), what=lambda: installation.log.read_text()[-3000:])
+    until(installation.knows_of_a_kill, what=lambda: installation.log.read_text()[-3000:])
     before = installation.runs().keys()
     search.hurry()
-    page.act("Retry").get_by_role("button", name="Retry", exact=True).click()
+    page.confirm(page.act("Retry"), "Retry")
     page.shows("Completed")
     ui.picture("6-retried")
 
@@ -107,7 +108,7 @@ def test_a_cancelled_search_goes_on_by_the_resume_form_and_tries_again_what_erro
     search, run = cancelled
     until(lambda: _lingering(search) == 1 and _broken(search) == 1, what=lambda: installation.log.read_text()[-3000:])
     page = ui.run(run)
-    page.act("Cancel").get_by_role("button", name="Cancel Flow Run").click()
+    page.confirm(page.act("Cancel"), "Cancel Flow Run")
     page.shows("Cancelled")
     page.logs("resumable")
     ui.picture("7-cancelled")
