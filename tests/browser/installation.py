@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -25,6 +26,8 @@ __all__ = ["Installation", "installed"]
 
 _POOL = "training"
 _MARK = "PREFECT_TUNE_TEST_INSTALLATION"
+_MEMORY = Path("/dev/shm")
+"""On a disk that is busy with other tests SQLite is locked for so long that clicks are refused."""
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -59,6 +62,10 @@ class Installation:
         with self.client() as client:
             return {each.id: each for each in client.read_flow_runs()}
 
+    def knows_of_a_kill(self) -> bool:
+        """Whether the worker has told Prefect of it too, as the second, some 10 to 30 s later; this it says after that."""
+        return "flow_runs.worker - Check whether the flow run exceeded its memory" in self.log.read_text()
+
     def kill(self, flow_run: UUID) -> None:
         """`kill -9` of the process in which the worker runs it: it is reported as `host:pid`."""
         os.kill(int(str(self.run(flow_run).infrastructure_pid).rpartition(":")[2]), signal.SIGKILL)
@@ -71,7 +78,8 @@ def installed(folder: Path, template: Path) -> Iterator[Installation]:
     `template` is a database on which every migration has run: used when it is there, made when it is not.
     """
     mark = uuid4().hex
-    database = folder / "prefect.db"
+    memory = TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
+    database = Path(memory.name) / "prefect.db"
     settings = {
         **os.environ,
         _MARK: mark,
@@ -92,6 +100,7 @@ def installed(folder: Path, template: Path) -> Iterator[Installation]:
     finally:
         server.end()
         _end_all(mark)
+        memory.cleanup()
 
 
 @contextmanager

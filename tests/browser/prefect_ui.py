@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
-from playwright.sync_api import Locator, Page
+from playwright.sync_api import Error, Locator, Page
 
 __all__ = ["DeploymentPage", "Form", "RunForm", "RunPage", "Ui"]
 
 _CONTROL = "textarea, input, [role=switch], .cm-content"
-_REDRAWN_MS = 700
-"""Until the graph of a run is drawn again after the theme has changed; nothing says when."""
+_CLICKS = 5
+_HEARD_MS = 20_000
+_REDRAWN_MS = 500
+"""Until what is drawn on a canvas is drawn again; nothing says when."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,15 @@ class Ui:
         whole = not self.page.get_by_role("dialog").count()
         for theme in ("dark", "light"):
             self.page.emulate_media(color_scheme=theme, reduced_motion="reduce")
-            self.page.wait_for_timeout(_REDRAWN_MS)
+            self._redraw_graph(can_type=whole)
             self.page.screenshot(path=self.pictures / f"{name}-{theme}.png", full_page=whole, animations="disabled")
+
+    def _redraw_graph(self, *, can_type: bool) -> None:
+        """The graph of a run loses its place with the theme; "c" centers it."""
+        if can_type and self.page.locator("main canvas").count():
+            self.page.wait_for_timeout(_REDRAWN_MS)
+            self.page.keyboard.press("c")
+        self.page.wait_for_timeout(_REDRAWN_MS)
 
 
 @dataclass(frozen=True)
@@ -96,9 +106,16 @@ class RunForm(Form):
     """The form of a deployment's parameters."""
 
     def submit(self) -> RunPage:
-        """Start the run, and follow the link to it."""
-        self.place.get_by_role("button", name="Submit").click()
-        self.page.get_by_role("link", name="View run").click()
+        """Start the run, and follow the link to it; once more where the server was too busy, as a person would."""
+        started = self.page.get_by_role("link", name="View run")
+        refused = self.page.get_by_text("Unknown error while creating flow run")
+        for _ in range(_CLICKS):
+            self.place.get_by_role("button", name="Submit").click()
+            started.or_(refused).first.wait_for()
+            if started.is_visible():
+                break
+            refused.wait_for(state="hidden")
+        started.click()
         return RunPage(self.page)
 
 
@@ -117,8 +134,10 @@ class RunPage:
         self.page.locator("main").locator('[data-slot="badge"]').get_by_text(state, exact=True).first.wait_for()
 
     def logs(self, text: str) -> None:
-        """Wait until there is a line in its log that holds this text."""
+        """Wait until one of the last lines in its log holds this text."""
         self.page.get_by_role("tab", name="Logs").click()
+        self.page.get_by_role("combobox").filter(has_text="Oldest to newest").click()
+        self.page.get_by_role("option", name="Newest to oldest").click()
         self.page.locator("main").get_by_text(text).first.wait_for()
 
     def report(self, key: str) -> Locator:
@@ -127,6 +146,17 @@ class RunPage:
         self.page.get_by_text(key, exact=True).first.click()
         self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()
         return self.page.locator("main")
+
+    def confirm(self, dialog: Locator, name: str) -> None:
+        """Press this button; once more where the server was too busy: the dialog stays until it was heard."""
+        button = dialog.get_by_role("button", name=name, exact=True)
+        button.click()
+        for _ in range(_CLICKS):
+            with suppress(Error):
+                return dialog.wait_for(state="hidden", timeout=_HEARD_MS)
+            if button.is_enabled():
+                button.click()
+        raise AssertionError(f"{name!r} was not heard: {dialog.inner_text()}")
 
     def act(self, name: str) -> Locator:
         """Choose from the run's menu; return the dialog that opens."""

@@ -11,15 +11,15 @@ from typing import Any
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal import load
-from prefect_tune.core.trial import Trial
+from prefect_tune.core.trial import ENDED, Trial
 from prefect_tune.core.trial_journal import trial_today
 
 __all__ = ["LINGERS_AT", "SAVED_EVERY", "STEPS", "Search", "until"]
 
-STEPS = 100
-LINGERS_AT = 25
-"""The step from which on the trials take their time."""
-SAVED_EVERY = 10
+STEPS = 300
+SAVED_EVERY = 25
+LINGERS_AT = SAVED_EVERY + 1
+"""The step from which on the trials take their time: a checkpoint has been committed by then."""
 _PATIENCE = timedelta(minutes=4)
 
 
@@ -58,7 +58,10 @@ class Search:
         """Return its trials as the journals on the target tell of them now."""
         with LocalTarget(path=str(self.folder / "target")).open(timeout=_PATIENCE) as store:
             known = load(store, self.experiment, side_by_side=map).trials
-            return {name: trial_today(store, self.experiment, each, side_by_side=map) for name, each in known.items()}
+            return {
+                name: each if each.status in ENDED else trial_today(store, self.experiment, each, side_by_side=map)
+                for name, each in known.items()
+            }
 
 
 def until(holds: Callable[[], object], what: Callable[[], object]) -> None:

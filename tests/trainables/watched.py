@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ class Descent(pt.Trainable):
     def step(self) -> Mapping[str, Any]:
         if self.count + 1 >= self.config.get("lingers_at", math.inf):
             hold(self.config["hurry"], seconds=5)
-        time.sleep(0.02)
         self.count += 1
         self._maybe_break()
         return {"loss": self._floor + math.exp(-self._speed * self.count)}
@@ -40,7 +38,7 @@ class Descent(pt.Trainable):
 
     @property
     def _speed(self) -> float:
-        return 0.3 / (1 + math.log10(float(self.config["rate"]) / 0.1) ** 2)
+        return 0.05 / (1 + math.log10(float(self.config["rate"]) / 0.1) ** 2)
 
     @property
     def _floor(self) -> float:
