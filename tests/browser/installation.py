@@ -63,7 +63,7 @@ class Installation:
             return {each.id: each for each in client.read_flow_runs()}
 
     def knows_of_a_kill(self) -> bool:
-        """Whether the worker has told Prefect of it too, as the second, some 10 to 30 s later; this it says after that."""
+        """Whether the worker has told Prefect of it too, as the second, 10 to 30 s later; this it says after that."""
         return "flow_runs.worker - Check whether the flow run exceeded its memory" in self.log.read_text()
 
     def kill(self, flow_run: UUID) -> None:

@@ -49,8 +49,12 @@ class Supervisor:
 def test_a_trial_that_is_told_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp_path: Path, moment: int) -> None:
     supervisor: Any = Supervisor(moment, Leave(reason="enough", save=True, for_good=True))
     session = TrialSession(supervisor, start_of("any:Thing", tmp_path), Never())
-    with pytest.raises(TrialOver) as over:
+
+    def train() -> None:
         for _ in range(12):
-            session.report_step({"loss": 1.0}, lambda directory: None)
+            session.report_step({"loss": 1.0}, lambda _: None)
+
+    with pytest.raises(TrialOver) as over:
+        train()
     assert over.value.left
     assert supervisor.saved == supervisor.steps == session.step
