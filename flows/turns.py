@@ -120,7 +120,5 @@ def resumable(state: Experiment) -> str:
         return f"experiment {state.name!r}: all {len(trials)} trials have ended; {again}"
     if len(trials) == 1:
         return f"experiment {state.name!r}: resumable at step {saved[0]}; {again}"
-    return (
-        f"experiment {state.name!r}: {len(open_ones)} of {len(trials)} trials resumable, at steps {min(saved)} to "
-        f"{max(saved)}; {again}"
-    )
+    steps = f"step {saved[0]}" if len(set(saved)) == 1 else f"steps {min(saved)} to {max(saved)}"
+    return f"experiment {state.name!r}: {len(open_ones)} of {len(trials)} trials resumable, at {steps}; {again}"

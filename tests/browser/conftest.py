@@ -9,7 +9,7 @@ from pathlib import Path
 
 import prefect
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Response, sync_playwright
 
 from tests.browser.installation import Installation, installed
 from tests.browser.prefect_ui import Ui
@@ -52,12 +52,18 @@ def _found() -> str:
 
 @pytest.fixture
 def ui(installation: Installation, chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Ui]:
-    """A tab of its own. What it shows when a test fails is among the pictures."""
+    """A tab of its own. When a test fails, what it shows is among the pictures, and what was refused is printed."""
     context = chromium.new_context(viewport={"width": 1400, "height": 1000})
     context.set_default_timeout(_PATIENCE_MS)
     ui = Ui(context.new_page(), installation.ui_url, _PICTURES)
+    ui.page.on("response", _print_refusal)
     failed = request.session.testsfailed
     yield ui
     if request.session.testsfailed > failed:
         ui.picture(f"failed-{request.node.name}")
     context.close()
+
+
+def _print_refusal(response: Response) -> None:
+    if response.status >= 400:
+        print(response.status, response.request.method, response.url, response.request.post_data)
