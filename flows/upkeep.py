@@ -70,9 +70,13 @@ class MaintenanceReport:
     """What a run of `pt.maintain` found and did."""
 
     target: str
+    """The target's URI."""
     experiments: tuple[Upkeep, ...]
+    """What was found and done, an experiment each."""
     not_looked_at: tuple[NotLookedAt, ...]
+    """What there was no time for, or what could not be read, and why."""
     dry_run: bool
+    """Whether nothing was written or deleted."""
 
     @property
     def damaged(self) -> Sequence[DamagedCheckpoint]:

@@ -58,7 +58,7 @@ def build(folder: Path) -> list[str]:
         command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
         built = subprocess.run(command, cwd=stage, capture_output=True, text=True, check=False)
         if built.returncode:
-            return [re.sub(r"\x1b\[[\d;]*m", "", built.stdout)]
+            return [re.sub(r"\x1b\[[\d;]*m", "", built.stdout + built.stderr)]
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(Path(stage, "site"), folder)
         return [*unlisted(Path(stage)), *broken(folder)]

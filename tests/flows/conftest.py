@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+import psutil  # type: ignore[import-untyped]  # it has no types of its own, and one call needs none
 import pytest
 from prefect.client.orchestration import get_client
 from pydantic import SecretStr
@@ -142,6 +143,11 @@ def _working(environment: dict[str, str], folder: Path, *options: str) -> Iterat
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
     yield process
     process.terminate()
+    with suppress(subprocess.TimeoutExpired):  # it waits for what it runs, however long that takes
+        process.wait(60)
+        return
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+        each.kill()
     process.wait(60)
 
 

@@ -42,6 +42,7 @@ class _Story:
         return len({each.pid for each in told(self.witness)})
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(500)
 def test_runs_that_are_suspended_save_ask_and_go_on_as_they_are_answered(ui: Ui, tmp_path: Path) -> None:
     training = _Story(

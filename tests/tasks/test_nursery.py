@@ -132,13 +132,18 @@ def ignored_by_a_new_python() -> list[str]:
     return subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
+def but_for_ctrl_c(ignored: list[str]) -> list[int]:
+    """Who runs the tests in the background has it ignored, until a flow in this process has taken care of it."""
+    return [int(mask, 16) & ~(1 << (signal.SIGINT - 1)) for mask in ignored]
+
+
 def test_a_trial_leads_its_own_session_and_finds_a_process_as_good_as_new(nursery: Nursery, tmp_path: Path) -> None:
     found, other = found_in(nursery, tmp_path), found_in(nursery, tmp_path)
     assert found["pid"] == found["session"] == found["group"] != other["pid"]
     assert found["drawn"] != other["drawn"]
     assert found["threads"] == 1
     assert found["descriptors"] == 4  # the streams, and the channel
-    assert found["ignored"] == ignored_by_a_new_python()
+    assert but_for_ctrl_c(found["ignored"]) == but_for_ctrl_c(ignored_by_a_new_python())
     assert not {"prefect", "numpy", "pyarrow", "obstore", "rich", "typer"} & set(found["modules"])
 
 
