@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from uuid import UUID, uuid5
@@ -31,6 +30,7 @@ from prefect_tune.core.news import (
     news_of,
 )
 from prefect_tune.core.objective import Objective
+from prefect_tune.core.standing import counted
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.trial import ENDED, Status, Trial
 from prefect_tune.flows.assets import Notice, Place
@@ -86,7 +86,7 @@ class Dispatches:
 
     def begun(self, experiment: Experiment) -> Iterator[Notice]:
         """Return the event of a run that begins."""
-        yield self._notice(ExperimentStarted(epoch=experiment.epoch, trials=_counts(experiment)))
+        yield self._notice(ExperimentStarted(epoch=experiment.epoch, trials=counted(experiment)))
 
     def heard(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[Notice]:
         """Return the events that something that happened is worth."""
@@ -122,7 +122,7 @@ class Dispatches:
             reason: why it ended before there was nothing more to do; empty where that is not so.
         """
         yield from self._improved(None)
-        counts = _counts(experiment)
+        counts = counted(experiment)
         if ending is not None:
             yield self._notice(ending)
         elif reason:
@@ -207,7 +207,3 @@ def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | N
 def _cost(news: TrialNews) -> int:
     """With the materialization that follows."""
     return 2 if isinstance(news, CheckpointCommitted | TrialExploited) else 1
-
-
-def _counts(experiment: Experiment) -> Mapping[str, int]:
-    return Counter(str(each.status) for each in experiment.trials.values())

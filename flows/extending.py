@@ -16,9 +16,10 @@ from prefect_tune.core.search.search import Search
 from prefect_tune.flows.asked import Asked, only_in_code
 from prefect_tune.flows.spelled import search_from
 
-__all__ = ["extended", "require_one_count", "search_of", "this_run"]
+__all__ = ["DEFAULT_SAMPLES", "extended", "require_one_count", "search_of", "this_run"]
 
-_SAMPLES = 10
+DEFAULT_SAMPLES = 10
+"""Of the built-in search, where nobody says how many."""
 
 
 def this_run() -> str:
@@ -68,7 +69,7 @@ def search_of(asked: Asked) -> Search:
         InvalidInput: it is no search, or cannot be told how many.
     """
     if asked.search is None:
-        return RandomSearch(_SAMPLES if asked.num_samples is None else asked.num_samples)
+        return RandomSearch(DEFAULT_SAMPLES if asked.num_samples is None else asked.num_samples)
     return search_from(asked.search, asked.num_samples)
 
 

@@ -14,6 +14,7 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.questions import default_of
 from prefect_tune.core.ranking import front, losses_in
+from prefect_tune.core.standing import counted
 from prefect_tune.core.trial import Trial, newest_checkpoint
 
 __all__ = ["Form", "form_of_question", "form_of_search", "form_of_training", "page_of"]
@@ -109,10 +110,8 @@ def _refused(why: str) -> list[str]:
 def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterator[str]:
     trials = list(state.trials.values())
     if len(trials) != 1 or trials[0].apart:
-        counts: dict[str, int] = {}
-        for each in trials:
-            counts[str(each.status)] = counts.get(str(each.status), 0) + 1
-        yield f"trials: {len(trials)} ({', '.join(f'{count} {status}' for status, count in sorted(counts.items()))})"
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(counted(state).items()))
+        yield f"trials: {len(trials)} ({counts})"
     if objective is not None and (best := _best(state.trials, objective)) is not None:
         metrics = ", ".join(f"{name} {best.metrics[name]:.6g}" for name in objective.metrics)
         yield f"best so far: trial {best.trial}, {metrics} at step {best.step}"

@@ -25,8 +25,6 @@ from prefect_tune.tasks.transient import retrying
 
 __all__ = ["Turn", "first_turn", "next_turn"]
 
-_SAMPLES = 10
-
 
 @dataclass
 class Turn:
@@ -80,7 +78,7 @@ def next_turn(turn: Turn, results: Results) -> Turn | None:
 
 
 def _standing(asked: Asked) -> Standing:
-    samples = asked.num_samples or (0 if asked.search is not None else _SAMPLES)
+    samples = asked.num_samples or (0 if asked.search is not None else extending.DEFAULT_SAMPLES)
     return standing_of(asked.stop, samples=samples).model_copy(update={"hours": 0.0})
 
 
