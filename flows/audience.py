@@ -69,8 +69,9 @@ class Audience:
                 progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
             ):
                 yield Listeners([keeper, callbacks, herald, seen, reporter])
-            if not stop.is_set():
-                self._publish(book.experiment, keeper.curves, log)
+                reporter.conclude()  # it draws the last page while everybody else ends
+                if not stop.is_set():
+                    self._publish(book.experiment, keeper.curves, log)
         finally:
             callbacks.end(book.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
 

@@ -183,6 +183,7 @@ def _train(task: _Task, turn: Turn) -> Experiment:
             with nullcontext() if is_done else heralded(herald, stop):
                 while state.trial(_TRIAL).status is Status.PENDING and not (state.questions or stop.is_set()):
                     state = turn.reached(_attempt(task, news, state, stop))
+                reporter.conclude()  # it draws the last page while the herald ends
         return state
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):

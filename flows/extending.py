@@ -16,13 +16,13 @@ from prefect_tune.core.search.search import Search
 from prefect_tune.flows.asked import Asked, only_in_code
 from prefect_tune.flows.spelled import search_from
 
-__all__ = ["DEFAULT_SAMPLES", "extended", "require_one_count", "search_of", "this_run"]
+__all__ = ["DEFAULT_SAMPLES", "extended", "require_one_count", "root_run", "search_of"]
 
 DEFAULT_SAMPLES = 10
 """Of the built-in search, where nobody says how many."""
 
 
-def this_run() -> str:
+def root_run() -> str:
     """Return what stays the same when this run is started again, by a Retry, by *Resume*, by an automation."""
     return str(flow_run.root_flow_run_id or flow_run.id)
 

@@ -70,9 +70,12 @@ class Reporter:
                 self._experiment = experiment
         self._bulletin.stir()
 
+    def conclude(self) -> None:
+        """Begin to show how it stands in the end."""
+        self._bulletin.conclude()
+
     def close(self, patience: timedelta) -> None:
         """Show how it stands in the end, within so long."""
-        self._bulletin.stir()
         self._bulletin.close(patience)
 
     def leave(self) -> None:

@@ -68,17 +68,20 @@ class Bulletin:
         if not self._news.is_set():
             self._news.set()
 
-    def close(self, patience: timedelta) -> None:
-        """Show the last of it, or give up after so long."""
+    def conclude(self) -> None:
+        """Begin to show the last of it."""
         self._closing.set()
         self._news.set()
+
+    def close(self, patience: timedelta) -> None:
+        """Show the last of it, or give up after so long."""
+        self.conclude()
         self._thread.join(patience.total_seconds())
 
     def leave(self) -> None:
         """Show nothing more: what is shown from now on is somebody else's."""
         self._is_left = True
-        self._closing.set()
-        self._news.set()
+        self.conclude()
 
     def _run(self) -> None:
         pause = _FIRST

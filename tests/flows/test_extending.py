@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from prefect import flow
+from prefect.client.orchestration import get_client
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
@@ -121,6 +122,17 @@ def test_three_runs_try_what_one_would_have_tried(local_target: LocalTarget, tmp
     assert list(third.experiment.extensions.values()) == [2, 2, 2]
     at_once = search(LocalTarget(path=str(tmp_path / "at-once")), num_samples=6)
     assert rows(third) == rows(at_once)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_report_of_the_third_run_shows_what_all_three_have_added(local_target: LocalTarget) -> None:
+    for samples in (2, 1, 3):
+        search(local_target, samples_per_run=samples)
+    with get_client(sync_client=True) as client:
+        reports = client.read_latest_artifacts(artifact_filter=None)
+    (report,) = [str(each.data) for each in reports if each.key == "report-nightly"]
+    runs = [row.split(" | ") for row in report.partition("## Runs")[2].splitlines() if row.startswith("| ")]
+    assert [row[-3:-1] for row in runs[2:]] == [["+2", "2"], ["+1", "1"], ["+3", "3"]]
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from markdown_it import MarkdownIt
 
-from prefect_tune.core.events import Cause, GaveUp, Owner
+from prefect_tune.core.events import Cause, Extended, GaveUp, Owner
 from prefect_tune.reporting.facts import facts_of
 from prefect_tune.reporting.html_page import as_html
 from prefect_tune.reporting.markdown import as_markdown
@@ -85,6 +85,20 @@ def test_without_a_metric_the_trials_are_told_of_and_none_is_the_best() -> None:
         told.trains(name, 1, {"loss": 1.0, "text": "not a number"})
     page = markdown(told.material())
     assert headings(page) == ["Learning curves", "Timeline", "Trials", "Cost"]
+
+
+def test_each_run_of_a_schedule_is_told_of_with_what_it_added() -> None:
+    told = Telling()
+    for night in ("first", "second", "third"):
+        if night != "first":
+            told.opens(night, after=86_000)
+        told.tell(Extended(run=night, samples=2))
+        for index in range(1 if night == "second" else 2):  # one of them was left to the third night
+            told.adds(f"{night}-{index}", {"x": index})
+            told.starts(f"{night}-{index}")
+    runs = [row.split(" | ") for row in markdown(told.material()).partition("## Runs")[2].splitlines() if "|" in row]
+    assert runs[0][-3:] == ["samples asked for", "trials added", "attempts |"]
+    assert [row[-3:] for row in runs[2:]] == [["+2", "2", "2 |"], ["+2", "1", "1 |"], ["+2", "2", "2 |"]]
 
 
 def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:

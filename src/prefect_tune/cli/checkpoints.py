@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefect_tune.cli.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
-from prefect_tune.cli.looking import best_of, chosen_trials, is_search, opened
+from prefect_tune.cli.looking import chosen_trials, opened
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
+from prefect_tune.core.standing import best_of, is_search
 from prefect_tune.terminal.printing import columns, plain, said, said_time, shown
 
 if TYPE_CHECKING:

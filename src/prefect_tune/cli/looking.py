@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.standing import best_first, best_of, counted, is_search, objective_in
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
@@ -16,18 +15,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.store import ObjectStore
     from prefect_tune.core.trial import Trial
 
-__all__ = [
-    "best_first",
-    "best_of",
-    "chosen_trials",
-    "counted",
-    "is_search",
-    "looked_at",
-    "objective_in",
-    "opened",
-    "place_at",
-    "written_at",
-]
+__all__ = ["chosen_trials", "looked_at", "opened", "place_at", "written_at"]
 
 _TIMEOUT = timedelta(minutes=30)
 

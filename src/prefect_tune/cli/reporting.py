@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, app
-from prefect_tune.cli.looking import objective_in, opened, place_at
+from prefect_tune.cli.looking import opened, place_at
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.standing import objective_in
 
 if TYPE_CHECKING:
     from prefect_tune.reporting.material import Material

@@ -8,18 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, TrialName, app
-from prefect_tune.cli.looking import (
-    best_first,
-    best_of,
-    chosen_trials,
-    counted,
-    is_search,
-    looked_at,
-    objective_in,
-    opened,
-    written_at,
-)
+from prefect_tune.cli.looking import chosen_trials, looked_at, opened, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
+from prefect_tune.core.standing import best_first, best_of, counted, is_search, objective_in
 from prefect_tune.terminal.printing import (
     columns,
     facts_table,

@@ -14,6 +14,7 @@ from prefect_tune.core.events import (
     Cloned,
     Committed,
     Event,
+    Extended,
     Finished,
     GaveUp,
     Opened,
@@ -54,6 +55,10 @@ class Reign:
     began: datetime
     last: datetime
     """When it was last heard of."""
+    trials: int = 0
+    """That it added."""
+    samples: int = 0
+    """That it was to add to those of earlier runs, where it was told so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +158,18 @@ class Chronicle:
                 self._tell(each, event.trial, at)
         else:
             self._tell(event, getattr(event, "trial", None), at)
+            self._count(event)
         self._hear_of_owner(at)
+
+    def _count(self, event: Event) -> None:
+        """What the newest owner brings to the experiment."""
+        if not self._reigns:
+            return
+        newest = self._reigns[-1]
+        if isinstance(event, TrialAdded):
+            self._reigns[-1] = replace(newest, trials=newest.trials + 1)
+        elif isinstance(event, Extended):
+            self._reigns[-1] = replace(newest, samples=newest.samples + event.samples)
 
     def _hear_of_owner(self, at: datetime) -> None:
         """What one could not journal any more, the next one takes in."""

@@ -52,6 +52,9 @@ class Run:
     last_heard_at: str
     attempts: int
     """That began in this time."""
+    trials_added: int
+    samples_asked: int
+    """To be added to those of earlier runs; 0 where it was not told how many."""
     link: str | None
 
 
@@ -169,7 +172,8 @@ def _runs(reigns: Sequence[Reign], stints: Sequence[Stint], links: Links) -> Seq
         until = reigns[index + 1].began if index + 1 < len(reigns) else None
         begun = sum(1 for each in stints if reign.began <= each.began and (until is None or each.began < until))
         times = _at(reign.began.isoformat()), _at(reign.last.isoformat())
-        runs.append(Run(reign.epoch, str(reign.owner), *times, begun, links(reign.owner)))
+        added = reign.trials, reign.samples
+        runs.append(Run(reign.epoch, str(reign.owner), *times, begun, *added, links(reign.owner)))
     return runs
 
 

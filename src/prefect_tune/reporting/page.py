@@ -110,15 +110,15 @@ def _best(facts: Facts) -> Iterator[Block]:
         ("metrics", _clipped(said(best.metrics), 300)),
         ("step", f"{best.step}, after {_span(best.trained_seconds)} of training, attempts: {best.attempts}"),
     ]
-    if best.checkpoint:
-        rows.append(("checkpoint", Verbatim(f"{facts.where}/{best.checkpoint}")))
-        rows.append(("to have it", Verbatim(_export(facts, best))))
     if best.run:
         rows.append(("run", Link("in the Prefect UI", best.run)))
     yield Table((), rows)
     if config := list(flat(best.config).items()):
         shown = [(name, _clipped(_value(value), 60)) for name, value in config[:_CONFIG]]
         yield Table(("parameter", "value"), shown)
+    if best.checkpoint:
+        yield Text(["Its newest checkpoint, and the command that brings it:"])
+        yield Code(f"{facts.where}/{best.checkpoint}\n{_export(facts, best)}", "text")
 
 
 def _export(facts: Facts, best: TrialFacts) -> str:
@@ -196,14 +196,29 @@ def _end(facts: Facts) -> Iterator[Block]:
     yield Table((), _cost(facts))
     if len(facts.runs) > 1:
         yield Heading("Runs")
-        rows = [
-            (_linked(str(each.epoch), each.link), each.owner, _time(each.began_at), _time(each.last_heard_at))
-            for each in facts.runs
-        ]
-        yield Table(("run", "owner", "began", "last heard of"), rows)
+        yield _runs(facts)
     if facts.settings:
         asked = json.dumps(dict(facts.settings), indent=2, ensure_ascii=False)
         yield Details("What was asked for", [Code(_clipped(asked, _SETTINGS))])
+
+
+def _runs(facts: Facts) -> Table:
+    """Who ran it, when, and what each has brought to it: those of a schedule are all here."""
+    is_extended = any(each.samples_asked for each in facts.runs)
+    rows: list[Sequence[Cell]] = [
+        (
+            _linked(str(each.epoch), each.link),
+            each.owner,
+            _time(each.began_at),
+            _time(each.last_heard_at),
+            *[f"+{each.samples_asked}" if each.samples_asked else ""] * is_extended,
+            str(each.trials_added),
+            str(each.attempts),
+        )
+        for each in facts.runs
+    ]
+    samples = ["samples asked for"] * is_extended
+    return Table(("run", "owner", "began", "last heard of", *samples, "trials added", "attempts"), rows)
 
 
 def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
