@@ -53,8 +53,8 @@ class Reporter:
         self._metrics = _metrics_of(experiment)
         self._early: list[tuple[Event | line.Told, datetime]] | None = None
         self._chronicle = self._fresh(experiment)
-        if experiment.trials:
-            self._early = []  # until what was before this run is read
+        if experiment.trials or experiment.extensions:
+            self._early = []  # until what was before is read
         self._followed: dict[str, Sheet] = {}
         self._bulletin = Bulletin(self._sheets, log)
 
