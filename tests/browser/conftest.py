@@ -66,4 +66,4 @@ def ui(installation: Installation, chromium: Browser, request: pytest.FixtureReq
 
 def _print_refusal(response: Response) -> None:
     if response.status >= 400:
-        print(response.status, response.request.method, response.url, response.request.post_data)
+        print(response.status, response.request.method, response.url, response.request.post_data, response.text())

@@ -107,15 +107,12 @@ class RunForm(Form):
 
     def submit(self) -> RunPage:
         """Start the run, and follow the link to it; once more where the server was too busy, as a person would."""
-        started = self.page.get_by_role("link", name="View run")
-        refused = self.page.get_by_text("Unknown error while creating flow run")
         for _ in range(_CLICKS):
-            self.place.get_by_role("button", name="Submit").click()
-            started.or_(refused).first.wait_for()
-            if started.is_visible():
+            with self.page.expect_response("**/create_flow_run") as answer:
+                self.place.get_by_role("button", name="Submit").click()
+            if answer.value.ok:
                 break
-            refused.wait_for(state="hidden")
-        started.click()
+        self.page.get_by_role("link", name="View run").click()
         return RunPage(self.page)
 
 
