@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Before anything imports Prefect: neither the settings nor the server of whoever runs the tests is touched,
 # and nothing is sent anywhere. Child processes inherit it.
@@ -24,11 +26,48 @@ os.environ |= {
 }
 
 
+_TOGETHER = frozenset(
+    {
+        "tests/browser/test_clicks.py",
+        "tests/flows/test_callbacks.py",
+        "tests/flows/test_deployed.py",
+        "tests/flows/test_events.py",
+        "tests/flows/test_results.py",
+        "tests/stores/test_isolated.py",
+        "tests/test_docs_site.py",
+        "tests/test_packaging.py",
+    }
+)
+"""Modules whose tests share something that is costly to make: one worker makes it."""
+
+
+class _Scheduling(LoadScopeScheduling):
+    """xdist's own groups do nothing with pytest 9.2: it does not see them any more in the names of the tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        return module if module in _TOGETHER else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Hand out the tests one by one, but for those that belong together."""
+    return _Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests that need a Prefect server time: the first of them waits for it to start."""
+    """Give the tests that need a Prefect server time, and begin with those that take longest.
+
+    The first that needs a server waits for it to start; and a long one at the end has all other workers wait.
+    """
     for item in items:
         if "prefect_server" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))
+    items.sort(key=_patience, reverse=True)
+
+
+def _patience(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None else 0.0
 
 
 def pytest_unconfigure() -> None:
@@ -37,18 +76,23 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect_server() -> Iterator[str]:
+def prefect_server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Return the API address of a Prefect server on an empty database, shared by the session's tests.
 
     Started when first asked for. Flows and tasks called in the test use it without being told; give the
     address as `PREFECT_API_URL` to child processes.
     """
     from prefect.settings import get_current_settings
-    from prefect.testing.utilities import prefect_test_harness
+    from prefect.testing import utilities
 
-    # The first start runs every migration: 16 s on an idle machine, more than 80 s on a busy one.
-    with prefect_test_harness(server_startup_timeout=180):
-        yield str(get_current_settings().api.url)
+    from tests.fakes.prefect_database import migrated_database
+
+    folder = tmp_path_factory.mktemp("prefect")
+    shutil.copy(migrated_database(pytestconfig), folder / "prefect-test.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilities, "mkdtemp", lambda: str(folder))
+        with utilities.prefect_test_harness(server_startup_timeout=180):
+            yield str(get_current_settings().api.url)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

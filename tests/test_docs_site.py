@@ -18,8 +18,6 @@ from tools import docs_site
 from tools.docs_links import broken
 from tools.docs_site import ROOT, api_names, build, linked_to_api, stage_pages, unlisted
 
-one_worker = pytest.mark.xdist_group("docs-site")  # built once
-
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,7 +31,6 @@ def text_of(page: Path) -> str:
     return " ".join(unescape(re.sub(r"<[^>]+>", "", page.read_text())).split())
 
 
-@one_worker
 def test_every_page_of_the_repository_is_a_page_of_the_site(site: Path) -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
     assert {page for page in pages if page.name != "index"} <= {
@@ -41,7 +38,6 @@ def test_every_page_of_the_repository_is_a_page_of_the_site(site: Path) -> None:
     }
 
 
-@one_worker
 def test_every_public_name_has_its_place_in_the_api(site: Path) -> None:
     homes = {name: page for page, names in api_names().items() for name in names}
     assert set(homes) == set(pt.__all__) - {"__version__"}
@@ -49,7 +45,6 @@ def test_every_public_name_has_its_place_in_the_api(site: Path) -> None:
         assert f'id="prefect_tune.{name}"' in (site / "api" / page / "index.html").read_text()
 
 
-@one_worker
 def test_a_block_is_shown_with_what_its_form_says_of_each_field(site: Path) -> None:
     shown = text_of(site / "api" / "targets" / "index.html")
     for name, field in pt.S3Target.model_fields.items():
@@ -58,7 +53,6 @@ def test_a_block_is_shown_with_what_its_form_says_of_each_field(site: Path) -> N
     assert "Validators:" not in shown  # they are nobody's business
 
 
-@one_worker
 def test_every_command_is_shown_with_every_option(site: Path) -> None:
     shown = text_of(site / "cli" / "index.html")
 
@@ -69,12 +63,10 @@ def test_every_command_is_shown_with_every_option(site: Path) -> None:
     assert {each for each in options(typer.main.get_command(app)) if each not in shown} == set()
 
 
-@one_worker
 def test_the_front_page_has_the_code_of_the_readme(site: Path) -> None:
     assert "pt.tune(Net, {" in text_of(site / "index.html")
 
 
-@one_worker
 def test_the_drawing_takes_the_colours_of_the_theme(site: Path) -> None:
     assert '<svg class="concepts"' in (site / "concepts" / "index.html").read_text()
 

@@ -133,9 +133,6 @@ def test_the_lock_of_the_demo_is_part_of_the_lock_of_the_tests() -> None:
     assert demo <= dev
 
 
-one_worker = pytest.mark.xdist_group("distributions")  # built once
-
-
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel that was built from a source archive, and that archive."""
@@ -157,7 +154,6 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@one_worker
 def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     held = {PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()}
@@ -166,7 +162,6 @@ def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> N
     assert {path.parts[0] for path in held} == {"prefect_tune", metadata}
 
 
-@one_worker
 def test_the_source_archive_holds_every_module_and_the_licence(distributions: Path) -> None:
     (archive,) = distributions.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
@@ -175,7 +170,6 @@ def test_the_source_archive_holds_every_module_and_the_licence(distributions: Pa
     assert wanted | {"LICENSE", "README.md", "pyproject.toml", "src/prefect_tune/py.typed"} <= held
 
 
-@one_worker
 def test_a_plain_installation_is_whole_and_does_not_need_the_repository(distributions: Path, tmp_path: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     install = [

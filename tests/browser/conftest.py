@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import prefect
 import pytest
 from playwright.sync_api import Browser, Response, sync_playwright
 
 from tests.browser.installation import Installation, installed
 from tests.browser.prefect_ui import Ui
+from tests.fakes.prefect_database import migrated_database
 
 _PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
 _PATIENCE_MS = 120_000
@@ -24,9 +24,7 @@ _ARGUMENTS = [
 
 @pytest.fixture(scope="session")
 def installation(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Installation]:
-    assert pytestconfig.cache is not None
-    template = pytestconfig.cache.mkdir("prefect-database") / f"{prefect.__version__}.db"
-    with installed(tmp_path_factory.mktemp("installation"), template) as made:
+    with installed(tmp_path_factory.mktemp("installation"), migrated_database(pytestconfig)) as made:
         yield made
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -72,11 +71,8 @@ class Installation:
 
 
 @contextmanager
-def installed(folder: Path, template: Path) -> Iterator[Installation]:
-    """Install it below `folder`, and end all of it with the block.
-
-    `template` is a database on which every migration has run: used when it is there, made when it is not.
-    """
+def installed(folder: Path, migrated: Path) -> Iterator[Installation]:
+    """Install it below `folder`, on a copy of a database that has its tables, and end all of it with the block."""
     mark = uuid4().hex
     memory = TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
     database = Path(memory.name) / "prefect.db"
@@ -88,13 +84,11 @@ def installed(folder: Path, template: Path) -> Iterator[Installation]:
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PYTHONPATH": str(_REPOSITORY),
     }
-    if template.exists():
-        shutil.copy(template, database)
+    shutil.copy(migrated, database)
     with (folder / "server.log").open("wb") as log:
         server = start_prefect_server(settings, log)
     try:
         assert server.answers(), (folder / "server.log").read_text()
-        _keep(database, template)
         with _deployed(server, settings, folder) as installation:
             yield installation
     finally:
@@ -133,16 +127,6 @@ def _deploy(environment: Mapping[str, str]) -> None:
     ]
     done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _keep(database: Path, template: Path) -> None:
-    """Copy the database of a server that has just started, whole or not at all."""
-    if template.exists():
-        return
-    partial = template.with_name(uuid4().hex)
-    with sqlite3.connect(database) as live, sqlite3.connect(partial) as copy:
-        live.backup(copy)
-    partial.replace(template)
 
 
 def _end_all(mark: str) -> None:

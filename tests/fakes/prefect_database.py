@@ -1,0 +1,43 @@
+"""A database of Prefect's on which every migration has run: a server takes longer over them than over all else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import prefect
+import pytest
+
+__all__ = ["migrated_database"]
+
+_MIGRATE = """
+import asyncio
+from prefect.server.database import provide_database_interface
+asyncio.run(provide_database_interface().create_db())
+"""
+
+
+def migrated_database(config: pytest.Config) -> Path:
+    """Return one to be copied; made when there is none, by one process, for all that wait for it."""
+    assert config.cache is not None
+    folder = config.cache.mkdir("prefect-database")
+    made = folder / f"{prefect.__version__}.db"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            _migrate(partial := folder / uuid4().hex)
+            partial.replace(made)
+    return made
+
+
+def _migrate(database: Path) -> None:
+    url = f"sqlite+aiosqlite:///{database}"
+    environment = {**os.environ, "PREFECT_SERVER_DATABASE_CONNECTION_URL": url}
+    done = subprocess.run(
+        [sys.executable, "-c", _MIGRATE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
