@@ -4,9 +4,10 @@ PYTHON ?= python3.11
 VENV ?= .venv
 WORKERS ?= 3  # for two cores: the tests wait for other processes much of the time
 BIN := $(VENV)/bin
-UV_VERSION := 0.13.8  # writes the locks; nothing else needs it
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# uv takes a tenth of the time; where it finds no index, since that is written in pip's configuration, pip finds one.
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(1) || $(PIP_INSTALL) $(1)
 # mypy and import-linter look for packages in folders, not through the mapping in pyproject.toml.
 LINKS := $(VENV)/links
 ROOMS := src flows tasks blocks tests benchmarks tools
@@ -69,7 +70,6 @@ format: $(VENV)/.dev  ## let ruff write
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header
 lock: $(VENV)/.venv  ## newest versions that fit, into requirements/
-	$(PIP_INSTALL) uv==$(UV_VERSION)
 	$(LOCK) --extra dev --extra benchmark -o requirements/dev.txt pyproject.toml requirements/build.in
 	$(LOCK) --extra demo -c requirements/dev.txt -o requirements/demo.txt pyproject.toml requirements/build.in
 
@@ -80,16 +80,17 @@ clean:  ## remove everything that the other targets made
 $(VENV)/.venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --no-deps --require-hashes -r requirements/uv.txt
 	@touch $@
 
 # --no-deps and --no-build-isolation: nothing is installed, or even looked at, that the lock does not name.
 $(VENV)/.demo: $(VENV)/.venv requirements/demo.txt pyproject.toml
-	$(PIP_INSTALL) --no-deps --require-hashes -r requirements/demo.txt
+	$(call INSTALL,--no-deps --require-hashes -r requirements/demo.txt)
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.venv requirements/dev.txt pyproject.toml
-	$(PIP_INSTALL) --no-deps --require-hashes -r requirements/dev.txt
+	$(call INSTALL,--no-deps --require-hashes -r requirements/dev.txt)
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
