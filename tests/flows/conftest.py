@@ -13,6 +13,7 @@ from uuid import uuid4
 import psutil  # type: ignore[import-untyped]  # it has no types of its own, and one call needs none
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target
@@ -132,7 +133,8 @@ def ui(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def _deploy(environment: dict[str, str]) -> None:
-    _done(environment, "prefect", "work-pool", "create", _POOL, "--type", "process", "--overwrite")
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name=_POOL, type="process"), overwrite=True)
     _done(environment, "prefect-tune", "deploy", "--work-pool", _POOL, "--no-automations")
 
 

@@ -117,8 +117,7 @@ def _require_same_in_the_end(search: _Search, kills: int, seed: int) -> int:
     ("scheduler", "slots", "kills"),
     [
         pytest.param(FIFO(), 2, 2, id="all to the end, two at once"),
-        pytest.param(ASHA(max_t=EPOCHS, reduction_factor=3, variant="stopping"), 1, 1, id="asha stopping"),
-        pytest.param(ASHA(max_t=EPOCHS, reduction_factor=3, variant="promotion"), 1, 2, id="asha promotion"),
+        pytest.param(ASHA(max_t=EPOCHS, reduction_factor=3, variant="promotion"), 1, 3, id="asha promotion"),
     ],
 )
 def test_a_search_that_is_killed_ends_with_the_table_of_an_undisturbed_one(
@@ -203,8 +202,9 @@ def _require_same_after(search: _Search, deaths: int, seed: int) -> None:
         assert search.table(name) == search.table("undisturbed"), where
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("variant", [pytest.param("stopping", marks=pytest.mark.deep), "promotion"])
+@pytest.mark.parametrize("variant", ["stopping", "promotion"])
 def test_wherever_it_dies_between_two_writes_a_search_ends_with_the_same_table(
     variant: str, drivers: Drivers, local_target: StorageTarget, tmp_path: Path
 ) -> None:
