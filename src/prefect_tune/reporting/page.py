@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+from prefect_tune.core.standing import named
 from prefect_tune.core.values import shown_size
 from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.charts_of_time import lineage_chart, timeline
@@ -84,7 +85,7 @@ def _headline(facts: Facts) -> str:
     parts = []
     if len(facts.best) == 1 and facts.metric:
         name = facts.metric[0]
-        parts.append(f"Best {name}: {said(facts.best[0].metrics.get(name))} (trial {facts.best[0].trial})")
+        parts.append(f"Best {name}: {said(facts.best[0].metrics.get(name))} (trial {_named(facts.best[0])})")
     elif facts.best:
         parts.append(f"{len(facts.best)} trials on the Pareto front")
     if facts.kind == "training" and facts.trials:
@@ -106,7 +107,7 @@ def _best(facts: Facts) -> Iterator[Block]:
         best = facts.trials[0]
     else:
         return
-    yield Heading(f"Best: trial {best.trial}" if facts.best else "The trial")
+    yield Heading(f"Best: trial {_named(best)}" if facts.best else "The trial")
     rows: list[tuple[str, Cell]] = [
         ("metrics", _clipped(said(best.metrics), 300)),
         ("step", f"{best.step}, after {_span(best.trained_seconds)} of training, attempts: {best.attempts}"),
@@ -120,6 +121,10 @@ def _best(facts: Facts) -> Iterator[Block]:
     if best.checkpoint:
         yield Text(["Its newest checkpoint, and the command that brings it:"])
         yield Code(f"{facts.where}/{best.checkpoint}\n{_export(facts, best)}", "text")
+
+
+def _named(best: TrialFacts) -> str:
+    return named(best.trial, best.status)
 
 
 def _export(facts: Facts, best: TrialFacts) -> str:
