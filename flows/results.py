@@ -53,7 +53,8 @@ def load_results(
         experiment: its name on the target.
         metric: the reported metric, or several, that trials are compared by. Default: what the search was for, as
             its journal says, with its mode.
-        mode: goes with `metric`: whether a small metric is good (`"min"`), or a large one (`"max"`); one for all, or one for each.
+        mode: goes with `metric`: whether a small one is good (`"min"`), or a large one (`"max"`); one for all, or one
+            for each.
 
     Raises:
         InvalidInput: there is no such experiment.
