@@ -48,7 +48,9 @@ def test_what_needs_no_option_is_spelled_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["RandomSearch", {"RandomSearch": {}}, pt.RandomSearch()])
-def test_a_random_search_without_a_number_has_as_many_samples_as_no_search_at_all(given: str | dict[str, object] | Search) -> None:
+def test_a_random_search_without_a_number_has_as_many_samples_as_no_search_at_all(
+    given: str | dict[str, object] | Search,
+) -> None:
     assert search_from(given).trial_count({"x": pt.uniform(0, 1)}) == 10
     assert search_from(given, 1).trial_count({"x": pt.uniform(0, 1)}) == 1
 
