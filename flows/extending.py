@@ -11,15 +11,12 @@ from prefect.runtime import flow_run
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events import Extended
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
+from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch
 from prefect_tune.core.search.search import Search
 from prefect_tune.flows.asked import Asked, only_in_code
 from prefect_tune.flows.spelled import search_from
 
 __all__ = ["DEFAULT_SAMPLES", "extended", "require_one_count", "root_run", "search_of"]
-
-DEFAULT_SAMPLES = 10
-"""Of the built-in search, where nobody says how many."""
 
 
 def root_run() -> str:

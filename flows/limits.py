@@ -12,14 +12,16 @@ from prefect.logging import get_run_logger
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events import CheckpointRef
 from prefect_tune.core.failures import FailurePolicy
-from prefect_tune.core.stoppers import Stopper
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.stoppers import Stopper, limits_in
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import StepReport
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.run_trial import curve_up_to
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
+from prefect_tune.tasks.trial_channel import Log
 
-__all__ = ["Limits", "has_had_enough", "require_possible"]
+__all__ = ["Limits", "has_had_enough", "require_possible", "warn_of_limits"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,18 @@ def has_had_enough(plan: TrialPlan, trial: Trial, stopper: Stopper) -> bool:
     last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
     told = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
     return bool(told) and stopper.why_stop(told) is not None
+
+
+def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
+    """Say so where a trial would be ended by what it is to become good at."""
+    modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
+    for name, limit in limits_in(stopper).items():
+        if modes.get(name) == "min":
+            log.warning(
+                "stop={'%s': %g} ends a trial as soon as %s >= %g, and a small one is good: most end at their first "
+                "step. To end one that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
+                *(name, limit) * 3,
+            )
 
 
 def require_possible(plan: TrialPlan) -> None:

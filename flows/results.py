@@ -20,6 +20,7 @@ from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.objective import Mode, Objective, objective_of
 from prefect_tune.core.published import Rows
 from prefect_tune.core.ranking import Losses, front, losses_in, needs_curve, scored, valid_scope
+from prefect_tune.core.standing import objective_in
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_key
 from prefect_tune.core.trial_journal import trial_today
 from prefect_tune.core.values import StepReport
@@ -50,8 +51,10 @@ def load_results(
     Args:
         target: where it lives: a block, a `"block-type/name"` slug, a URI, or a path.
         experiment: its name on the target.
-        metric: the reported metric, or several, that trials are compared by.
-        mode: whether a small metric is good (`"min"`), or a large one (`"max"`); one for all, or one for each.
+        metric: the reported metric, or several, that trials are compared by. Default: what the search was for, as
+            its journal says, with its mode.
+        mode: goes with `metric`: whether a small one is good (`"min"`), or a large one (`"max"`); one for all, or one
+            for each.
 
     Raises:
         InvalidInput: there is no such experiment.
@@ -65,7 +68,7 @@ def load_results(
         state = load(store, experiment, side_by_side=transfers)
     if not state.number:
         raise InvalidInput(f"{place.uri}: there is no experiment {experiment!r}")
-    return Results(state, place, objective_of(metric, mode))
+    return Results(state, place, objective_in(state.settings) if metric is None else objective_of(metric, mode))
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,6 +102,8 @@ class Results:
         self, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min", *, scope: str = "last"
     ) -> Trial:
         """Return the best trial, of equals the one that was proposed first.
+
+        What it reported counts, whatever became of it: it may still run, or have errored; its `status` says so.
 
         Args:
             metric: what they are compared by; of several the first decides. Default: what the search was for.

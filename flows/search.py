@@ -41,7 +41,7 @@ from prefect_tune.flows.elsewhere import OnDeployment, OnTaskRunner
 from prefect_tune.flows.extending import search_of
 from prefect_tune.flows.herald import this_run
 from prefect_tune.flows.lessons import lessons_known, new_lessons, source_names
-from prefect_tune.flows.limits import Limits, has_had_enough, require_possible
+from prefect_tune.flows.limits import Limits, has_had_enough, require_possible, warn_of_limits
 from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.flows.request import existing_limits, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.restarts import owner_after
@@ -83,6 +83,7 @@ def _searched(turn: Turn) -> Results:
     objective = objective_of(asked.metric, asked.mode)
     stopper = of_trials(whole := stopper_for(asked.stop))
     require_possible(plan := _plan(asked, name, stopper))
+    warn_of_limits(stopper, objective, get_run_logger())
     council = _council(asked, name, objective, whole)
     crew, slots = _crew(asked, plan)
     limits = _limits(turn, plan, stopper, slots)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib import import_module
+from inspect import signature
 from typing import Any, cast
 
 from prefect_tune.core.errors import InvalidInput
@@ -35,6 +37,20 @@ _STOPPERS = {
         ("MaxFailures", "TrialBudget", "TimeBudget", "ExperimentPlateau"), "prefect_tune.core.experiment_stoppers"
     ),
 }
+_EXAMPLES: Mapping[str, Mapping[str, object]] = {
+    "ASHA": {"max_t": 81},
+    "Hyperband": {"max_t": 81},
+    "PBT": {"perturbation_interval": 5, "hyperparam_mutations": {"lr": {"loguniform": [1e-4, 0.1]}}},
+    "RandomSearch": {"num_samples": 20},
+    "OptunaSearch": {"num_samples": 40},
+    "MaxSteps": {"steps": 100},
+    "MaxTime": {"time_seconds": 3600},
+    "Plateau": {"metric": "loss"},
+    "MaxFailures": {"failures": 3},
+    "TrialBudget": {"trials": 200},
+    "TimeBudget": {"time_seconds": 3600},
+}
+"""What has to be said of each, for a message."""
 _TIMES = frozenset({"time"})
 """Fields that hold a `timedelta`: `time_seconds` in JSON."""
 _SPACES = frozenset({"hyperparam_mutations"})
@@ -76,7 +92,8 @@ def search_from(given: object, num_samples: int | None = None) -> Search:
 def stop_from(given: object) -> object:
     """Return `stop` with the stoppers that its JSON spells: `{"step": 100, "MaxFailures": {"failures": 3}}`.
 
-    What has a number is a limit of a metric, as ever; what has an object is a stopper of that name.
+    What has a number is a limit of a metric, at which a trial stops from below (`>=`), as ever; what has an object is
+    a stopper of that name.
 
     Raises:
         InvalidInput: there is none of this name, or not with these arguments.
@@ -84,6 +101,8 @@ def stop_from(given: object) -> object:
     if isinstance(given, Mapping):
         stoppers = {name: arguments for name, arguments in given.items() if isinstance(arguments, Mapping)}
         limits = {name: limit for name, limit in given.items() if name not in stoppers}
+        for name in [each for each in limits if each in _STOPPERS]:
+            raise InvalidInput(f"stop: {name} is a stopper: expected {_example(name)}, found {limits[name]!r}")
         made = [_made({name: _with_times(arguments)}, "stop", _STOPPERS) for name, arguments in stoppers.items()]
         return [*made, limits] if made and limits else made or limits
     return [stop_from(each) for each in given] if isinstance(given, list | tuple) else given
@@ -143,11 +162,38 @@ def _is_default(thing: object, field: Any) -> bool:
 def _made(given: object, where: str, known: Mapping[str, str]) -> object:
     name, arguments = _parts(given, where, known)
     kind = getattr(import_module(known[name]), name)
+    _require_options(kind, arguments, where)
     read = {key: space_from_json(value) if key in _SPACES else value for key, value in arguments.items()}
     try:
         return kind(**read)
     except TypeError as error:
         raise InvalidInput(f"{where}: {name}: {error}") from error
+
+
+def _require_options(kind: Callable[..., object], arguments: Mapping[str, Any], where: str) -> None:
+    name, options = kind.__name__, signature(kind).parameters
+    unknown = [_in_json(each) for each in arguments if each not in options]
+    missing = [_in_json(key) for key, each in options.items() if each.default is each.empty and key not in arguments]
+    if unknown:
+        there = [_in_json(each) for each in options]
+        hint = _hint(unknown[0], there) or f"; there are {', '.join(there)}" * bool(there)
+        raise InvalidInput(f"{where}: {name} has no option {unknown[0]!r}{hint}")
+    if missing:
+        raise InvalidInput(f"{where}: {name} needs {' and '.join(missing)}: {_example(name)}")
+
+
+def _in_json(option: str) -> str:
+    return f"{option}_seconds" if option in _TIMES else option
+
+
+def _example(name: str) -> str:
+    return json.dumps({name: _EXAMPLES.get(name, {})})
+
+
+def _hint(given: object, known: Iterable[str]) -> str:
+    by_small = {each.casefold(): each for each in known}
+    near = get_close_matches(str(given).casefold(), by_small, n=1)
+    return f"; did you mean {by_small[near[0]]!r}?" if near else ""
 
 
 def _parts(given: object, where: str, known: Mapping[str, str]) -> tuple[str, Mapping[str, Any]]:
@@ -156,8 +202,8 @@ def _parts(given: object, where: str, known: Mapping[str, str]) -> tuple[str, Ma
         ((name, arguments),) = spelling.items()
         if name in known and isinstance(arguments, Mapping):
             return name, arguments
-        near = get_close_matches(str(name), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InvalidInput(f"{where}: {name!r} is none of {', '.join(known)}{hint}")
+        if name in known:
+            raise InvalidInput(f"{where}: {name}: expected its options, as in {_example(name)}, found {arguments!r}")
+        raise InvalidInput(f"{where}: {name!r} is none of {', '.join(known)}{_hint(name, known)}")
     example = next(iter(known))
     raise InvalidInput(f"{where}: expected one, or its JSON such as {{{example!r}: {{...}}}}, found {given!r}")

@@ -18,6 +18,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import load
 from prefect_tune.core.layout import JournalKey, TrialKey
+from prefect_tune.core.published import results_path
 from prefect_tune.core.requests import StopRequest, ask, is_heard, is_lost
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import ENDED, Status
@@ -170,10 +171,23 @@ class _Asking:
         return state
 
     def _ended(self, state: Experiment) -> str | None:
-        """Say how the trial has ended; None where it has not."""
-        if self._trial is None or (trial := state.trial(self._trial)).status not in ENDED:
+        """Say how the trial, or the whole search, has ended; None where it has not."""
+        if self._trial is None:
+            over = f"experiment {self._name!r} has ended: all of its {len(state.trials)} trials have"
+            return over if self._is_over(state) else None
+        if (trial := state.trial(self._trial)).status not in ENDED:
             return None
         return f"trial {self._trial} is {trial.status} at step {trial.step}: {trial.reason}"
+
+    def _is_over(self, state: Experiment) -> bool:
+        """Whether its last run has ended by itself: then its results are those after the journal's last entry.
+
+        That no trial is open does not say it: the next one may be about to be proposed.
+        """
+        if any(each.status not in ENDED for each in state.trials.values()):
+            return False
+        path = results_path(self._name, "trials", state.number)
+        return path in self._on_store(lambda store: {each.path for each in store.list(path.rpartition("/")[0])})
 
     def _outcome(self, state: Experiment, request: StopRequest) -> StopOutcome:
         if not is_heard(state, request):

@@ -86,8 +86,9 @@ def tune(
             `search` says.
         samples_per_run: in place of `num_samples`: how many this run adds to those of earlier runs, for a schedule.
             What these left over comes first. A run that is started again (Retry, Resume, automation) adds nothing more.
-        stop: when a trial has had enough: `{"step": 100}` or other limits. The experiment too:
-            `{"step": 100, "MaxFailures": {"failures": 5}}`; in code `pt.MaxSteps(100) | pt.MaxFailures(5)`.
+        stop: when a trial has had enough: `{"step": 100}` or other limits of metrics, reached from below (`>=`, as
+            Ray's). The experiment too: `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
+            `pt.MaxSteps(100) | pt.MaxFailures(5)`.
         scheduler: who decides which trials go on. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
             Default: all go on.
         search: who proposes. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search, and grids.

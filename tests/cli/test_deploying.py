@@ -126,7 +126,7 @@ def test_what_cannot_be_is_one_line_and_nothing_is_written(
     run: Run, client: SyncPrefectClient, arguments: tuple[str, ...], said: str
 ) -> None:
     done = run("deploy", "tune", "--suffix", "-not", *arguments)
-    assert done.code == 1
+    assert done.code == (2 if "--params" in arguments else 1)  # read before the flow is looked at
     assert said in done.err
     assert done.err.count("\n") == 1
     for name in ("tune-not", "x-not"):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import prefect_tune as pt
 from tests.fakes.command_line import Run
-from tests.fakes.experiments import write_experiment
+from tests.fakes.experiments import write_experiment, write_search
 
 
 def test_a_search_is_shown_with_its_trials_the_best_first(run: Run, moods: Path) -> None:
@@ -46,6 +47,18 @@ def test_one_trial_of_a_search_is_shown_with_all_that_is_known(run: Run, moods: 
     assert (shown["trial"], shown["status"], shown["step"]) == ("00002", "errored", 1)
     assert "in a mood" in shown["reason"]
     assert "[bold]" in run("show", moods, "moods", "--trial", "00002").out
+
+
+def test_where_the_best_trial_has_errored_it_says_so_wherever_it_is_named(run: Run, tmp_path: Path) -> None:
+    write_search(tmp_path / "target", "rates", {"00000": 0.5, "00001": 0.25}, errored="00001")
+    assert pt.load_results(tmp_path / "target", "rates").best.trial == "00001"
+    assert "(00001, errored)" in run("ls", tmp_path / "target").out
+    assert json.loads(run("ls", tmp_path / "target", "--json").out)[0]["best_status"] == "errored"
+    page = run("report", tmp_path / "target", "rates").out
+    assert "(trial 00001, errored)" in page
+    assert "## Best: trial 00001, errored" in page
+    exported = run("export", tmp_path / "target", "rates", tmp_path / "out")
+    assert "trial '00001', which has errored: there is no checkpoint" in exported.err
 
 
 def test_a_trial_that_is_not_there_is_one_line(run: Run, moods: Path) -> None:

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import prefect_tune as pt
+from prefect_tune.cli.spoken import space_from
 from tests.fakes.command_line import Done, Run
+from tests.fakes.experiments import write_search
 from tests.fakes.processes import free_port
 
 TRAIN = "tests.trainables.moody:train"
@@ -45,13 +48,20 @@ def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
     done = search(MOODY, *options, "--num-samples", 1)
     assert done.code == 3
     assert "in a mood" in done.out
+    then = pt.load_results(tmp_path, "e").experiment.number
     (tmp_path / "mended").touch()
+    only = run("resume", tmp_path, "e", "--only-errored", "--num-samples", 2, "--json")
+    assert json.loads(only.out)["trials_by_status"] == {"finished": 1}
     again = run("resume", tmp_path, "e", "--rerun-errored", "--num-samples", 2, "--json")
     assert again.code == 0
     assert json.loads(again.out)["trials_by_status"] == {"finished": 2}
+    forked = run("resume", tmp_path, "e", "--fork", "f", "--at", then, "--json")
+    assert forked.code == 3
+    assert json.loads(forked.out)["trials_by_status"] == {"errored": 1}
 
 
 def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> None:
+    write_search(tmp_path, "first", {"00000": 0.5})
     (tmp_path / "space.yaml").write_text("x: {uniform: [0, 1e-1]}\nfails: no\n")
     done = search(
         MOODY,
@@ -60,7 +70,7 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
         *("--stop", "step=2", "--max-concurrent-trials", 1, "--checkpoint-every", 1, "--keep-last", 1),
         *("--max-failures", 2, "--fail-fast", "--isolation", "thread", "--json", "--resource", "cpu=0.5"),
         *("--tag", "mine", "--grace-period-seconds", 3, "--silence-timeout-seconds", 60, "--resume", "never"),
-        *("--on-code-change", "refuse"),
+        *("--on-code-change", "refuse", "--warm-start", "first"),
     )
     assert done.code == 0
     shown = json.loads(done.out)
@@ -68,6 +78,8 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
     assert all(0 <= each["config"]["x"] <= 0.1 for each in shown["trials"])
     assert max(len(each["checkpoints"]) for each in shown["trials"]) == 1
     settings = shown["settings"]
+    assert settings["warm_start"] == ["first"]
+    assert list(pt.load_results(tmp_path, "e").experiment.learned) == ["first"]
     assert {name: settings[name] for name in ("mode", "num_samples", "seed", "stop", "fail_fast", "isolation")} == {
         "mode": "max",
         "num_samples": 2,
@@ -120,20 +132,8 @@ def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "lr"], "--set 'lr': expected name=value, such as lr=loguniform(1e-4,1e-1)"),
-        (["--set", "lr=logunif(1,2)"], "--set 'lr=logunif(1,2)': 'logunif' is no domain"),
-        (["--set", "a=1", "--set", "a.b=2"], "--set 'a.b=2': 'a' is no object"),
-        (["--stop", "loss"], "--stop 'loss': expected step=100, or package.module:name"),
-        (["--stop", "step=true"], "--stop 'step=true': expected step=100, or package.module:name"),
-        (["--stop", '{"step": "many"}'], "stop"),
-        (["--resource", "gpu=all"], "--resource 'gpu=all': expected name=number"),
         (["--resource", "gqu=1"], "resources_per_trial"),
-        (["--job-variable", "memory"], "--job-variable 'memory': expected name=value"),
-        (["--space", "nowhere.json"], "--space nowhere.json: [Errno 2] No such file or directory: 'nowhere.json'"),
-        (["--space", "README.md"], "--space README.md: is no JSON: "),
-        (["--scheduler", "{ASHA}"], "--scheduler: is no JSON: "),
         (["--callback", "prefect_tune:Nothing"], "prefect_tune"),
-        (["--scheduler", "ASAH"], "scheduler: 'ASAH' is none of FIFO, ASHA, "),
         (["--max-concurrent-trials", "0"], "max_concurrent_trials: expected 1 or more, found 0"),
     ],
 )
@@ -148,12 +148,77 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
     assert not (tmp_path / "e").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "lr"], "--set 'lr': expected name=value, such as lr=loguniform(1e-4,1e-1)"),
+        (["--set", "lr=logunif(1,2)"], "--set 'lr=logunif(1,2)': 'logunif' is no domain"),
+        (["--set", "lr=loguniform(1e-4,1e-1"], "--set 'lr=loguniform(1e-4,1e-1': begins as loguniform(...) does"),
+        (["--set", "n=choice[1,2]"], "--set 'n=choice[1,2]': begins as choice(...) does"),
+        (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': in the brackets expected JSON"),
+        (["--set", 'n=choice("a,b",c)'], "in the brackets expected JSON"),
+        (["--set", "n=choice('a')"], "in the brackets expected JSON"),
+        (["--set", "a=1", "--set", "a.b=2"], "--set 'a.b=2': 'a' is no object"),
+        (["--stop", "loss"], "--stop 'loss': expected step=100, or package.module:name"),
+        (["--stop", "step=true"], "--stop 'step=true': expected step=100, or package.module:name"),
+        (["--stop", '{"step": "many"}'], "stop"),
+        (["--stop", "MaxFailures=5"], 'stop: MaxFailures is a stopper: expected {"MaxFailures": {"failures": 3}}'),
+        (["--resource", "gpu=all"], "--resource 'gpu=all': expected name=number"),
+        (["--job-variable", "memory"], "--job-variable 'memory': expected name=value"),
+        (["--space", "nowhere.json"], "--space nowhere.json: [Errno 2] No such file or directory: 'nowhere.json'"),
+        (["--space", "README.md"], "--space README.md: is no JSON: "),
+        (["--scheduler", "{ASHA}"], "--scheduler: is no JSON: "),
+        (["--scheduler", "ASAH"], "scheduler: 'ASAH' is none of FIFO, ASHA, "),
+        (["--scheduler", "ASHA"], 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
+        (["--search", "Optuna"], "did you mean 'OptunaSearch'?"),
+    ],
+)
+def test_what_cannot_be_understood_ends_with_2_before_a_server_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("prefect-tune: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["run", "resume"])
+def test_a_misspelt_module_ends_with_2_before_a_server_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    options = {
+        "run": ["my_trian:Net", "--target", tmp_path, "--experiment", "e"],
+        "resume": [tmp_path, "e", "--trainable", "my_trian:Net"],
+    }
+    done = run(command, *options[command])
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        "prefect-tune: trainable 'my_trian:Net': there is no module 'my_trian'; is its project installed here?\n"
+    )
+
+
+def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
+    settings = ["a=choices", "b=uniformly", 'c="choice(1"', "d=choice(adam,sgd)", 'e=choice("a,b","c")', "f=[a-z]+"]
+    assert space_from(None, settings) == {
+        "a": "choices",
+        "b": "uniformly",
+        "c": "choice(1",
+        "d": {"choice": ["adam", "sgd"]},
+        "e": {"choice": ["a,b", "c"]},
+        "f": "[a-z]+",
+    }
+
+
 def test_a_space_in_json_and_in_yaml_is_read_alike_and_has_to_be_an_object(run: Run, tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "torn.yaml").write_text("{a: ")
     for name, message in (("list.yaml", "expected an object"), ("torn.yaml", "is no YAML: ")):
         done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--space", tmp_path / name)
-        assert (done.code, done.err.count("\n")) == (1, 1)
+        assert (done.code, done.err.count("\n")) == (2, 1)
         assert message in done.err
 
 

@@ -23,18 +23,20 @@ def test_the_commands_on_the_page_ask_for_what_they_say(
     one, whole = (shlex.split(line.replace(" digits", " moods"))[1:] for line in lines if line)
     trial = run(*one, "--wait-seconds", 0)
     assert (trial.code, trial.out) == (0, "trial 00001 is finished at step 3: step = 3 reached 3\n")
-    asked = run(*whole, "--wait-seconds", 0)
-    assert asked.code == 0
-    assert "a run that begins later is not stopped by this" in asked.err
-    assert len(list((tmp_path / "runs" / "moods" / "requests").iterdir())) == 1
+    asked = run(*whole)
+    assert (asked.code, asked.out) == (0, "experiment 'moods' has ended: all of its 4 trials have\n")
+    assert not (tmp_path / "runs" / "moods" / "requests").exists()
 
 
 def test_where_nobody_answers_it_ends_with_1(moods: Path, run: Run, tmp_path: Path) -> None:
     shutil.copytree(moods / "moods", tmp_path / "moods")
+    shutil.rmtree(tmp_path / "moods" / "results")  # between two trials, or killed before it could publish them
     done = run("stop", tmp_path, "moods", "--wait-seconds", 0.1, "--json")
     assert done.code == 1
     told = json.loads(done.out)
     assert (told["status"], "nobody has answered" in told["message"]) == ("unanswered", True)
+    assert "a run that begins later is not stopped by this" in told["message"]
+    assert len(list((tmp_path / "moods" / "requests").iterdir())) == 1
 
 
 @pytest.mark.parametrize(

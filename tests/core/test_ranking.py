@@ -34,6 +34,11 @@ def test_only_the_last_report_is_known_without_reading_the_curve() -> None:
     assert [scope for scope in ("last", "best", "all", "avg", "last-3-avg") if not needs_curve(scope)] == ["last"]
 
 
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), "low", None])
+def test_what_no_float_can_hold_is_nothing_to_compare(value: object) -> None:
+    assert losses_in({"loss": value}, LOSS) is None
+
+
 def test_large_is_good_where_the_mode_says_so() -> None:
     accuracy = Objective(metrics=("accuracy",), modes=("max",))
     assert scored([{"accuracy": 0.9}, {"accuracy": 0.7}], accuracy, "best") == (-0.9,)

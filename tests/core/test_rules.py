@@ -173,6 +173,8 @@ def said_so(metrics: object) -> bool:
         (as_stopper({"step": 2}), reports(1), None),
         (as_stopper({"step": 2}), reports(1, 1), "step = 2 reached 2"),
         (as_stopper({"loss": 0.5, "step": 9}), reports(0.5), "loss = 0.5 reached 0.5"),
+        (as_stopper({"loss": 0.5}), reports(0.49), None),
+        (as_stopper({"loss": 0.5}), reports(0.51), "loss = 0.51 reached 0.5"),
         (as_stopper(said_so), reports(1, 1), None),
         (as_stopper(said_so), reports(1, 1, 1), "said_so said so"),
         (as_stopper([{"step": 3}, MaxSteps(2)]), reports(1, 1), "step 2 of 2"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
 from prefect_tune.core.events import (
+    AttemptEnded,
+    Cause,
     CheckpointRef,
     Committed,
+    Described,
     Event,
     Finished,
+    GaveUp,
     Owner,
     Quarantined,
     Reported,
@@ -24,7 +29,7 @@ from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.stores.posix import PosixStore, make_root
 from tests.fakes.checkpoints import committed, write
 
-__all__ = ["write_experiment"]
+__all__ = ["write_experiment", "write_search"]
 
 _STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
 
@@ -43,6 +48,23 @@ def write_experiment(root: Path, name: str, steps: list[int], *, quarantined: tu
         if each.step in quarantined:
             state = _write(store, state, Quarantined(trial="trial", sequence=each.sequence, reason="bad"))
     _write(store, state, Finished(trial="trial", reason="had enough"))
+
+
+def write_search(root: Path, name: str, losses: Mapping[str, float], *, errored: str = "") -> None:
+    """Write a search for the smallest loss, whose trials have all ended after a step, without a checkpoint."""
+    make_root(root)
+    store = PosixStore(root)
+    state = take_over(store, name, Owner(name="a test", host="here", pid=1), next(_STAMPS), side_by_side=map)
+    state = _write(store, state, Described(settings={"metric": "loss", "mode": "min"}))
+    for trial, loss in losses.items():
+        state = _write(store, state, TrialAdded(trial=trial, config={"rate": loss}))
+        state = _write(store, state, Started(trial=trial, attempt=1, from_step=0))
+        state = _write(store, state, Reported(trial=trial, report=StepReport(step=1, metrics={"loss": loss})))
+        if trial == errored:
+            state = _write(store, state, AttemptEnded(trial=trial, cause=Cause.USER, message="ValueError: bad"))
+            state = _write(store, state, GaveUp(trial=trial, cause=Cause.USER, message="ValueError: bad"))
+        else:
+            state = _write(store, state, Finished(trial=trial, reason="had enough"))
 
 
 def _save(store: ObjectStore, state: Experiment, step: int, staged: Path) -> Experiment:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from tests.fakes.experiments import write_experiment
 from tests.trainables.scripted import Scripted
 
 LOSSES = [[1.0, 9.0, 9.0], [8.0, 8.0, 2.0], [5.0, 4.0, 4.0], []]
@@ -53,9 +54,12 @@ def test_any_metric_and_mode_can_be_asked_for(results: pt.Results) -> None:
         results.best_trial(scope="first")
 
 
-def test_without_a_metric_the_best_cannot_be_told(target: Path) -> None:
+def test_what_the_search_was_for_is_known_from_its_journal(target: Path, tmp_path: Path) -> None:
+    assert pt.load_results(target, "e").best.trial == B
+    assert pt.load_results(target, "e", metric="loss", mode="max").best.trial == A
+    write_experiment(tmp_path / "target", "of-no-search", [1])
     with pytest.raises(pt.InvalidInput, match="Name a metric"):
-        _ = pt.load_results(target, "e").best
+        _ = pt.load_results(tmp_path / "target", "of-no-search").best
 
 
 def test_errors_say_which_trial_and_why(results: pt.Results) -> None:

@@ -19,7 +19,9 @@ from prefect_tune.reporting.charts_of_trials import (
     parallel_coordinates,
     rung_chart,
 )
+from prefect_tune.reporting.drawing import GREY
 from prefect_tune.reporting.material import DRAWN, Material
+from prefect_tune.reporting.scales import fitted
 from tests.fakes.told_searches import Telling, asha, pareto, population, single
 
 Chart = Callable[[Material], str | None]
@@ -115,6 +117,32 @@ def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out(
     assert marks(svg, "bar") == 3 + 3  # runs, attempts
     assert marks(svg, "cross") == 2
     assert [each for each in said(svg) if each.endswith("later")] == ["1 h later", "1 h later"]
+
+
+def test_the_runs_above_the_attempts_have_none_of_the_colors_that_say_how_an_attempt_ended() -> None:
+    svg = timeline(single(60, kills=(23, 41)).material())
+    assert svg is not None
+    inks = [str(each.get("fill")) for each in ET.fromstring(svg).iter() if each.get("class") == "bar"]
+    assert set(inks[:3]) == {GREY}
+    assert GREY not in inks[3:]
+
+
+RATES = [10.0 ** (-5 + index / 8) for index in range(33)]
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log"),
+    [
+        ([index / 100 for index in range(1, 51)] + [0.0007], False),  # uniform(0, 0.5), one of them by chance small
+        (RATES, True),
+        ([0.001, 0.01, 0.1], True),
+        ([100.0 * 0.8**index for index in range(40)], True),  # a loss that falls
+        ([900.0, 950, 970, 990, 1000, 1], False),
+        ([1.0, 2, 3, 4], False),
+    ],
+)
+def test_only_what_spans_orders_of_magnitude_evenly_is_drawn_by_them(values: list[float], is_log: bool) -> None:
+    assert fitted(values, 0, 100).is_log == is_log
 
 
 def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_found() -> None:

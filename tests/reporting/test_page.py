@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from markdown_it import MarkdownIt
 
-from prefect_tune.core.events import Cause, Extended, GaveUp, Owner
+from prefect_tune.core.events import Cause, CheckpointRef, Committed, Extended, GaveUp, Owner, StopAsked
 from prefect_tune.reporting.facts import facts_of
 from prefect_tune.reporting.html_page import as_html
 from prefect_tune.reporting.markdown import as_markdown
@@ -201,3 +201,60 @@ def test_pictures_have_no_background_and_ask_nobody() -> None:
     for svg in drawn:
         assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r'fill="(#000|#fff"[^>]*width="100%)', svg)
+
+
+MIN_BOTH = {"metric": ["loss", "ok"], "mode": "min"}
+ODD: dict[str, tuple[dict[str, object], list[object], list[dict[str, object]]]] = {
+    "a number with and without a fraction": ({"metric": "loss", "mode": "min"}, [1, 1.0, 2.0], [{"loss": 1.0}]),
+    "a bool among numbers": ({"metric": "loss", "mode": "min"}, [1, 1.0, True], [{"loss": 1.0}]),
+    "a bool as second metric": (MIN_BOTH, [1, 2, 3], [{"loss": 1.0, "ok": True}, {"loss": 2.0, "ok": False}]),
+    "a bool as only metric": ({"metric": "ok", "mode": "max"}, [1, 2, 3], [{"ok": True}, {"ok": False}]),
+    "a parameter that no float can hold": ({"metric": "loss", "mode": "min"}, [10**400, 2, 3, 4, 5], [{"loss": 1.0}]),
+    "a metric that no float can hold": ({"metric": "loss", "mode": "min"}, [1, 2], [{"loss": 10**400}, {"loss": 1}]),
+}
+
+
+def odd(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> Material:
+    told = Telling(settings=settings, metrics=["loss"])
+    for index in range(12):
+        told.adds(str(index), {"x": values[index % len(values)], "y": index})
+        told.starts(str(index))
+        told.trains(str(index), 1, metrics[index % len(metrics)])
+    return told.material()
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_no_odd_number_takes_a_figure_off_the_page(case: str) -> None:
+    page = markdown(odd(*ODD[case]))
+    assert "Parameters" in headings(page)
+    assert "could not be drawn" not in page
+
+
+def test_a_figure_that_fails_is_left_out_and_the_rest_of_the_page_is_there() -> None:
+    too_far_apart: list[dict[str, object]] = [{"loss": -1.7e308}, {"loss": 1.7e308}]
+    page = markdown(odd({"metric": "loss", "mode": "min"}, [1, 2, 3], too_far_apart))
+    assert "Learning curves" not in headings(page)
+    assert "Learning curves could not be drawn: " in page
+    assert {"Timeline", "Trials", "Cost"} <= set(headings(page))
+
+
+def test_what_was_sent_is_told_only_where_it_was_measured() -> None:
+    told = Telling()
+    told.adds("0", {"x": 1})
+    told.starts("0")
+    told.trains("0", 1, {"loss": 1.0})
+    new = CheckpointRef(step=1, sequence=told.number, metrics={"loss": 1.0}, size_bytes=5_000_000)
+    told.tell(Committed(trial="0", checkpoint=new))  # as an earlier version journaled it
+    cost = markdown(told.material()).partition("## Cost")[2]
+    assert "1 committed, 4.77 MiB in all" in cost
+    assert "sent" not in cost
+
+
+@pytest.mark.parametrize("reason", ["", "the time budget of 1:00:00 is spent"])
+def test_a_run_that_was_ended_before_its_time_says_why(reason: str) -> None:
+    told = Telling()
+    if reason:
+        told.tell(StopAsked(reason=reason))
+    assert (f"| **ended early** | {reason} |" in markdown(told.material())) == bool(reason)
+    told.opens("the next one")
+    assert "ended early" not in markdown(told.material())

@@ -8,10 +8,23 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from prefect_tune.core.errors import TuneError
+from prefect_tune.core.errors import InvalidInput, TuneError
 
-__all__ = ["BYTES", "LOOK", "SEARCH", "START", "AsJson", "ExperimentName", "Target", "TrialName", "app", "main"]
+__all__ = [
+    "BYTES",
+    "LOOK",
+    "SEARCH",
+    "START",
+    "AsJson",
+    "ExperimentName",
+    "Target",
+    "TrialName",
+    "WrongUsage",
+    "app",
+    "main",
+]
 
+_WRONG_USAGE = 2
 START, SEARCH, LOOK, BYTES = "To begin with", "Search", "Look", "Bytes"
 _ORDER = (
     *("demo", "blocks", "run", "resume", "stop", "deploy", "ls", "show", "report"),
@@ -44,10 +57,17 @@ TrialName = Annotated[str | None, typer.Option("--trial", help="One trial of a s
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+class WrongUsage(InvalidInput):
+    """What was typed is not to be understood: found before anything was begun, read or written."""
+
+
 def main() -> None:
     """Run the command line; what prefect-tune raises on purpose is one message, without a traceback."""
     try:
         app()
+    except WrongUsage as error:
+        print(f"prefect-tune: {error}", file=sys.stderr)
+        sys.exit(_WRONG_USAGE)
     except TuneError as error:
         print(f"prefect-tune: {error}", file=sys.stderr)
         sys.exit(1)

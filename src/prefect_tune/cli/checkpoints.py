@@ -86,7 +86,7 @@ def export(
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
-    named = f"{key.trial.trial} " if is_search(state) else ""
+    named = f"{whose.trial}{' (errored)' * (whose.status == 'errored')} " if is_search(state) else ""
     print(f"{named}step {key.step}: in {directory}")
 
 
@@ -132,7 +132,8 @@ def _chosen(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
         steps = ", ".join(str(key.step) for key in live) or "none"
         wanted = "" if step is None else f" of step {step}"
         whose = f"experiment {state.name!r}" + (f", trial {trial.trial!r}" if is_search(state) else "")
-        raise CheckpointNotFound(f"{whose}: there is no checkpoint{wanted}; there are: {steps}")
+        errored = ", which has errored" * (trial.status == "errored")
+        raise CheckpointNotFound(f"{whose}{errored}: there is no checkpoint{wanted}; there are: {steps}")
     return fitting[-1]
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, app
+from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, WrongUsage, app
 from prefect_tune.cli.spoken import numbers_from, space_from, spelling_from, stop_from, values_from
-from prefect_tune.core.errors import TuneError
+from prefect_tune.core.errors import InvalidInput, TuneError
 
 if TYPE_CHECKING:
     from prefect_tune.flows.results import Results
@@ -65,8 +65,8 @@ _AtOnce = Annotated[
     int | None, _asks("--max-concurrent-trials", "N", "How many train at once. Default: one per processor.")
 ]
 _Budget = Annotated[float | None, _asks("--time-budget-seconds", "S", "After so long all save and end, resumable.")]
-_Scheduler = Annotated[str | None, _asks("--scheduler", "NAME", 'Such as ASHA, or {"ASHA": {"max_t": 27}}.')]
-_Search = Annotated[str | None, _asks("--search", "NAME", "Likewise. Default: random and grid search.")]
+_Scheduler = Annotated[str | None, _asks("--scheduler", "JSON", 'Such as {"ASHA": {"max_t": 81}}.')]
+_Search = Annotated[str | None, _asks("--search", "JSON", "Likewise. Default: random and grid search.")]
 _Samples = Annotated[
     int | None, _asks("--num-samples", "N", "Trials; with a grid, of each point. Default: 10.", at_least=1)
 ]
@@ -136,11 +136,12 @@ def run(
 
     prefect-tune run my_project.train:Net --target ./runs --experiment first
       --set "lr=loguniform(1e-4,1e-1)" --metric loss --num-samples 20
-      --scheduler ASHA --stop step=100
+      --scheduler '{"ASHA": {"max_t": 100}}'
     """
     given = dict(locals())  # the options, most of them called as the flow's parameters
     found = space_from(space, settings or ())
-    _searched(lambda: _tuned(trainable, found, _of_flow(given)), target, experiment, as_json=as_json)
+    asked = {"trainable": trainable, **_of_flow(given)}
+    _searched(lambda: _tuned(found, _understood(asked)), target, experiment, as_json=as_json)
 
 
 @app.command(rich_help_panel=SEARCH)
@@ -151,7 +152,7 @@ def resume(
     at: Annotated[int | None, _asks("--at", "ENTRY", "Fork from this entry of its journal. Default: the last.")] = None,
     rerun_errored: Annotated[bool, typer.Option("--rerun-errored", help="Try errored trials again.")] = False,
     only_errored: Annotated[bool, typer.Option("--only-errored", help="Try those again, and do no more.")] = False,
-    num_samples: Annotated[int | None, _asks("--num-samples", "N", "More than before.", at_least=1)] = None,
+    num_samples: Annotated[int | None, _asks("--num-samples", "N", "In all; more than before.", at_least=1)] = None,
     samples_per_run: _MoreSamples = None,
     stop: _Stop = None,
     space: _Space = None,
@@ -185,7 +186,31 @@ def resume(
         "search": spelling_from(search, "--search"),
         "callbacks": callbacks,
     }
-    _searched(lambda: _resumed(experiment, asked), target, fork or experiment, as_json=as_json)
+    _searched(lambda: _resumed(experiment, _understood(asked)), target, fork or experiment, as_json=as_json)
+
+
+def _understood(asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Find out what is misspelt before a server is asked for anything; return what was asked.
+
+    Raises:
+        WrongUsage: something is.
+    """
+    from prefect_tune.flows.request import stopper_for, valid_trainable
+    from prefect_tune.flows.spelled import scheduler_from, search_from
+
+    read: Mapping[str, Callable[[Any], object]] = {
+        "trainable": valid_trainable,
+        "scheduler": scheduler_from,
+        "search": lambda given: search_from(given, asked["num_samples"]),
+        "stop": stopper_for,
+    }
+    try:
+        for name, each in read.items():
+            if asked[name] is not None:
+                each(asked[name])
+    except InvalidInput as error:
+        raise WrongUsage(str(error)) from error
+    return asked
 
 
 def _of_flow(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,10 +230,10 @@ def _of_flow(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tuned(trainable: str, space: dict[str, Any], asked: Mapping[str, Any]) -> Results:
+def _tuned(space: dict[str, Any], asked: Mapping[str, Any]) -> Results:
     from prefect_tune.flows.tune import tune
 
-    found: Results = tune(trainable, space, **asked)
+    found: Results = tune(space=space, **asked)
     return found
 
 

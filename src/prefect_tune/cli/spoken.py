@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.cli.app import WrongUsage
 
 __all__ = ["numbers_from", "object_from", "space_from", "spelling_from", "stop_from", "values_from"]
 
@@ -17,25 +17,30 @@ _DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _CHOICES = frozenset({"choice", "grid_search"})
 _RANGES = frozenset({"uniform", "loguniform", "randint", "lograndint", "randn"})
 _DOMAINS = _CHOICES | _RANGES | {f"q{name}" for name in _RANGES}
+_TORN = re.compile(rf"\s*({'|'.join(_DOMAINS)})\s*[(\[{{]")
+_NOT_PLAIN = re.compile(r"""["'()\[\]{}]""")
+
+
+_QUOTED = "; for a text write it in quotes: '\"...\"'"
 
 
 def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """Return the space as JSON: that of a file, with each `name=value` set in it; `model.depth=3` is set in `model`.
 
     Raises:
-        InvalidInput: a file cannot be read, or a setting is none.
+        WrongUsage: a file cannot be read, or a setting is none.
     """
     space = _read(file) if file else {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not (name and equals):
-            raise InvalidInput(f"--set {setting!r}: expected name=value, such as lr=loguniform(1e-4,1e-1)")
+            raise WrongUsage(f"--set {setting!r}: expected name=value, such as lr=loguniform(1e-4,1e-1)")
         *above, last = name.split(".")
         within = space
         for each in above:
             within = within.setdefault(each, {})
             if not isinstance(within, dict):
-                raise InvalidInput(f"--set {setting!r}: {each!r} is no object")
+                raise WrongUsage(f"--set {setting!r}: {each!r} is no object")
         within[last] = _value(text, setting)
     return space
 
@@ -44,30 +49,30 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--space {file}: {error}") from error
+        raise WrongUsage(f"--space {file}: {error}") from error
     found = _yaml(text, file) if file.suffix in {".yaml", ".yml"} else _json(text, f"--space {file}")
     if isinstance(found, dict):
         return found
-    raise InvalidInput(f'--space {file}: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}')
+    raise WrongUsage(f'--space {file}: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}')
 
 
 def object_from(text: str, where: str) -> dict[str, Any]:
     """Return the object that `text` is in JSON.
 
     Raises:
-        InvalidInput: it is none.
+        WrongUsage: it is none.
     """
     found = _json(text, where)
     if isinstance(found, dict):
         return found
-    raise InvalidInput(f'{where}: expected a JSON object such as {{"name": "value"}}, found {text[:40]!r}')
+    raise WrongUsage(f'{where}: expected a JSON object such as {{"name": "value"}}, found {text[:40]!r}')
 
 
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise InvalidInput(f"{where}: is no JSON: {error}") from error
+        raise WrongUsage(f"{where}: is no JSON: {error}") from error
 
 
 def _yaml(text: str, file: Path) -> Any:
@@ -79,24 +84,29 @@ def _yaml(text: str, file: Path) -> Any:
     try:
         return yaml.load(text, loader)  # noqa: S506  it is a SafeLoader
     except yaml.YAMLError as error:
-        raise InvalidInput(f"--space {file}: is no YAML: {' '.join(str(error).split())}") from error
+        raise WrongUsage(f"--space {file}: is no YAML: {' '.join(str(error).split())}") from error
 
 
 def _value(text: str, setting: str) -> Any:
     call = _CALL.fullmatch(text.strip())
     if call is None:
+        if torn := _TORN.match(text):
+            raise WrongUsage(f"--set {setting!r}: begins as {torn[1]}(...) does, and is none{_QUOTED}")
         return _plain(text)
-    name, arguments = call[1], _arguments(call[2])
+    name, arguments = call[1], _arguments(call[2], setting)
     if name not in _DOMAINS:
-        raise InvalidInput(f"--set {setting!r}: {name!r} is no domain; for a text write it in quotes: '\"...\"'")
+        raise WrongUsage(f"--set {setting!r}: {name!r} is no domain{_QUOTED}")
     is_list = name in _CHOICES and len(arguments) == 1 and isinstance(arguments[0], list)
     return {name: arguments[0] if is_list else arguments}
 
 
-def _arguments(text: str) -> list[Any]:
+def _arguments(text: str, setting: str) -> list[Any]:
     try:
         return list(json.loads(f"[{text}]"))
-    except ValueError:  # choice(adam,sgd)
+    except ValueError as error:  # choice(adam,sgd)
+        if _NOT_PLAIN.search(text):
+            expected = 'JSON, such as choice("adam","sgd") or choice([1,2],[3]), or words alone: choice(adam,sgd)'
+            raise WrongUsage(f"--set {setting!r}: in the brackets expected {expected}") from error
         return [_plain(each.strip()) for each in text.split(",")]
 
 
@@ -111,7 +121,7 @@ def stop_from(criteria: Sequence[str]) -> str | dict[str, Any] | None:
     """Return what `step=100` says, of several whatever comes first; `package.module:Name`, as it is; JSON, as it says.
 
     Raises:
-        InvalidInput: it is none of them.
+        WrongUsage: it is none of them.
     """
     match criteria:
         case [text] if text.lstrip().startswith("{"):
@@ -126,12 +136,12 @@ def numbers_from(settings: Sequence[str], option: str, expected: str = "name=num
     """Return what `name=number` says, all of them together; None of nothing.
 
     Raises:
-        InvalidInput: one says something else.
+        WrongUsage: one says something else.
     """
     for setting in settings:
         found = _plain(setting.partition("=")[2])
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise InvalidInput(f"{option} {setting!r}: expected {expected}")
+            raise WrongUsage(f"{option} {setting!r}: expected {expected}")
     return values_from(settings, option, expected)
 
 
@@ -139,13 +149,13 @@ def values_from(settings: Sequence[str], option: str, expected: str = "name=valu
     """Return what `name=value` says, all of them together, each value as JSON or a text; None of nothing.
 
     Raises:
-        InvalidInput: one says something else.
+        WrongUsage: one says something else.
     """
     found: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not (name and equals):
-            raise InvalidInput(f"{option} {setting!r}: expected {expected}")
+            raise WrongUsage(f"{option} {setting!r}: expected {expected}")
         found[name] = _plain(text)
     return found or None
 

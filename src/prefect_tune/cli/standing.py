@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.looking import chosen_trials, looked_at, opened, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
-from prefect_tune.core.standing import best_first, best_of, counted, is_search, objective_in
+from prefect_tune.core.standing import best_first, best_of, counted, is_search, named, objective_in
 from prefect_tune.terminal.printing import (
     columns,
     facts_table,
@@ -76,6 +76,7 @@ class _Listed:
     trials: Mapping[str, int] = field(default_factory=dict)
     best: Mapping[str, object] | None = None
     best_trial: str | None = None
+    best_status: str | None = None
     written_at: str = ""
     damage: str | None = None
 
@@ -102,6 +103,7 @@ def _listed(store: ObjectStore, state: Experiment) -> _Listed:
         trials=counted(state),
         best={name: best.metrics.get(name) for name in metrics} if best else None,
         best_trial=best.trial if best else None,
+        best_status=str(best.status) if best else None,
         written_at=written_at(store, state),
     )
 
@@ -109,7 +111,7 @@ def _listed(store: ObjectStore, state: Experiment) -> _Listed:
 def _experiments_table(rows: Sequence[_Listed]) -> Table:
     table = columns("experiment", "kind", "trials", "best", "written")
     for row in rows:
-        best = f"{said(row.best)} ({row.best_trial})" if row.best else ""
+        best = f"{said(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
         trials = row.damage or said_counts(row.trials)
         cells = (row.experiment, row.kind, trials, best, said_time(row.written_at)[:16])
         table.add_row(*plain(cells), style="red" if row.damage else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Literal, TypeAlias
 
 from pydantic import model_validator
@@ -63,6 +64,7 @@ def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
 
 def _number(metrics: Mapping[str, object], name: str, where: str) -> float:
     value = metrics.get(name)
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
+    with suppress(OverflowError):  # a whole number that no float can hold
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
     raise BadMetric(f"{where}: expected a number for metric {name!r}, found {value!r}; reported were {sorted(metrics)}")

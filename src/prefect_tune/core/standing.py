@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.objective import Objective
     from prefect_tune.core.trial import Trial
 
-__all__ = ["best_first", "best_of", "counted", "is_search", "objective_in"]
+__all__ = ["best_first", "best_of", "counted", "is_search", "named", "objective_in"]
 
 
 def is_search(state: Experiment) -> bool:
@@ -46,10 +46,18 @@ def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence
 
 
 def best_of(state: Experiment) -> Trial | None:
-    """Return the trial whose last report is the best; None where nothing can be compared."""
+    """Return the trial whose last report is the best; None where nothing can be compared.
+
+    What it reported counts, whatever became of it, as for `Results.best`; `named` says where it has errored.
+    """
     from prefect_tune.core.ranking import losses_in
 
     objective = objective_in(state.settings)
     first = next(iter(best_first(list(state.trials.values()), objective)), None)
     is_comparable = first and objective and losses_in(first.metrics, objective)
     return first if is_comparable else None
+
+
+def named(trial: str, status: str) -> str:
+    """Return the name of a trial that is the best, with a word of warning where it has errored."""
+    return f"{trial}, errored" if status == "errored" else trial

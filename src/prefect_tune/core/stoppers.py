@@ -12,7 +12,7 @@ from typing import TypeAlias
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.values import StepReport
 
-__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stopper", "as_stopper"]
+__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stopper", "as_stopper", "limits_in"]
 
 
 class Stopper(ABC):
@@ -128,7 +128,7 @@ class Plateau(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class _AtLeast(Stopper):
-    """Stop once a reported value reaches its limit; `step` means the step itself."""
+    """Stop once a reported value is at its limit or above it, as Ray's `stop`; `step` means the step itself."""
 
     limits: tuple[tuple[str, float], ...]
     looks_back = False
@@ -182,6 +182,13 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     if callable(stop):
         return _Function(stop)
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
+
+
+def limits_in(stopper: Stopper) -> Mapping[str, float]:
+    """Return the limits of metrics at which it stops, from below, by metric; `step` is the step itself."""
+    if isinstance(stopper, AnyOf):
+        return {name: limit for each in stopper.stoppers for name, limit in limits_in(each).items()}
+    return dict(stopper.limits) if isinstance(stopper, _AtLeast) else {}
 
 
 def _limit(name: object, limit: object) -> float:

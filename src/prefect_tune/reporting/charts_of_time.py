@@ -106,11 +106,10 @@ def _merged(spans: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float
 
 def _draw_reigns(drawing: Drawing, clock: _Clock, reigns: Sequence[Reign]) -> None:
     drawing.text((_LEFT - 8, 27), "runs", f"{SMALL} {END}")
-    for index, reign in enumerate(reigns):
+    for reign in reigns:
         left, right = clock.at(reign.began), clock.at(reign.last)
-        ink = INKS[index % len(INKS)]
         said = f"run {reign.epoch}: {reign.owner}"
-        drawing.bar((left, 14), (max(2.0, right - left), 19), Pen(ink, 1, 0.8), title=said)
+        drawing.bar((left, 14), (max(2.0, right - left - 1), 19), Pen(GREY), title=said)
         name = reign.owner.name if right - left > 7 * len(reign.owner.name) + 30 else ""
         label = f"{reign.epoch} {name}".strip()
         if right - left > 7 * len(label):

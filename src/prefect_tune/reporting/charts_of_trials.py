@@ -95,7 +95,7 @@ class _Axis:
             return None
         if self.numbers is not None:
             return self.numbers.at(float(str(value)))
-        return self.place(self.categories.index(str(value)), frame)
+        return self.place(self.categories.index(_category(value)), frame)
 
     def place(self, index: int, frame: Frame) -> float:
         return frame.bottom - (index + 0.5) * (frame.bottom - frame.top) / len(self.categories)
@@ -129,7 +129,7 @@ def _axes(material: Material, frame: Frame) -> Iterator[_Axis]:
     found = (_axis(name, dict(zip(names, material.cells[name], strict=True)), frame) for name in order)
     yield from [axis for axis in found if axis is not None][: _AXES - 1]
     for metric in material.objective.metrics if material.objective else ():
-        values: dict[str, object] = {each.trial: numbers_in(each.metrics).get(metric) for each in material.ranking}
+        values: dict[str, object] = {each.trial: material.compared(each.trial).get(metric) for each in material.ranking}
         if (axis := _axis(metric, values, frame)) is not None:
             yield axis
 
@@ -140,11 +140,13 @@ def _axis(name: str, values: Mapping[str, object], frame: Frame) -> _Axis | None
     numbers = numbers_in({str(index): each for index, each in enumerate(there)})
     if there and len(numbers) == len(there) and len(set(there)) > 3:
         return _Axis(name, values, numbers=fitted(list(numbers.values()), frame.bottom, frame.top))
-    if len(numbers) == len(there):
-        categories = [str(each) for each in sorted(set(there), key=lambda each: float(str(each)))]
-    else:
-        categories = sorted(set(map(str, there)))
+    categories = sorted(set(map(_category, there)), key=float if len(numbers) == len(there) else None)
     return _Axis(name, values, categories=categories) if 0 < len(categories) <= _CATEGORIES else None
+
+
+def _category(value: object) -> str:
+    """A number is the same with and without a fraction."""
+    return str(next(iter(numbers_in({"": value}).values()), value))
 
 
 def _through(axes: Sequence[_Axis], places: Sequence[float], trial: str, frame: Frame) -> Sequence[Point]:
@@ -267,8 +269,9 @@ def front_chart(material: Material) -> str | None:
 
 def _draw_front(drawing: Drawing, frame: Frame, material: Material, metrics: tuple[str, str]) -> None:
     best = {each.trial for each in material.best}
-    drawn = [each for each in material.trials if each.trial in best or each in spread(material.ranking, _DOTS)]
-    places = {each.trial: tuple(numbers_in(each.metrics)[name] for name in metrics) for each in drawn}
+    drawn = best | {each.trial for each in spread(material.ranking, _DOTS)}
+    compared = {each.trial: material.compared(each.trial) for each in material.trials if each.trial in drawn}
+    places = {trial: [values[name] for name in metrics] for trial, values in compared.items()}
     x = fitted([each[0] for each in places.values()], frame.left, frame.right, room=0.03)
     y = fitted([each[1] for each in places.values()], frame.bottom, frame.top, room=0.05)
     framed(drawing, frame, x, y, metrics)

@@ -72,6 +72,8 @@ class Cost:
     """About: by what a step takes on average."""
     checkpoints_committed: int
     committed_bytes: int
+    measured_bytes: int
+    """Of them those of which it is known what was sent: an earlier version did not journal it."""
     sent_bytes: int
     saved_bytes: int
     """Not sent, since it was on the target already."""
@@ -103,6 +105,8 @@ class Facts:
     """The last 20."""
     cost: Cost
     settings: Mapping[str, object] = field(default_factory=dict)
+    ended_because: str = ""
+    """Why the last run was ended before there was nothing more to do, where the journal says so."""
     is_whole: bool = True
     """Whether curves, times and costs are of the whole history."""
 
@@ -137,6 +141,7 @@ def facts_of(material: Material, links: Links) -> Facts:
         runs=_runs(story.reigns[-_RUNS:], story.stints, links),
         cost=_cost(material),
         settings=dict(state.settings),
+        ended_because=state.ends,
         is_whole=story.is_whole,
     )
 
@@ -190,6 +195,7 @@ def _cost(material: Material) -> Cost:
         wasted_seconds=trained / steps * wasted if steps else 0.0,
         checkpoints_committed=costs.commits,
         committed_bytes=costs.committed_bytes,
+        measured_bytes=costs.measured_bytes,
         sent_bytes=costs.sent_bytes,
         saved_bytes=costs.measured_bytes - costs.sent_bytes + costs.cloned_bytes,
         upload_seconds=costs.upload_seconds,

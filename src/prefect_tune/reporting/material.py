@@ -63,6 +63,13 @@ class Material:
         known = {each.trial: each for each in self.trials}
         return [known[name] for name in front(self.losses.items())]
 
+    def compared(self, trial: str) -> Mapping[str, float]:
+        """Return what a trial is compared by, as it was reported; a bool as a number. Nothing where it cannot be."""
+        if self.objective is None or trial not in self.losses:
+            return {}
+        told = zip(self.objective.metrics, self.objective.modes, self.losses[trial], strict=True)
+        return {name: loss if mode == "min" else -loss for name, mode, loss in told}
+
     @cached_property
     def importances(self) -> Mapping[str, float]:
         """How much each parameter matters to the first metric, the largest first."""

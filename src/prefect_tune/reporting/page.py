@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+from prefect_tune.core.standing import named
 from prefect_tune.core.values import shown_size
 from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.charts_of_time import lineage_chart, timeline
@@ -48,8 +49,8 @@ _FIGURES = (
         "Timeline",
         timeline,
         (
-            "Above, who ran the experiment; below, every attempt. Green: finished; amber: told to stop; blue: paused, "
-            "lost, or it still runs; a red ✕: killed, lost or failed."
+            "Above, in grey, who ran the experiment; below, every attempt. Green: finished; amber: told to stop; "
+            "blue: paused, lost, or it still runs; a red ✕: killed, lost or failed."
         ),
     ),
 )
@@ -72,6 +73,7 @@ def _top(facts: Facts) -> Iterator[Block]:
         ("target", Verbatim(f"{facts.where}/{facts.experiment}")),
         ("owner", _linked(f"{run.owner}, run {run.epoch}", run.link) if run else ""),
         ("time", f"{_time(facts.began_at)} to {_time(facts.told_at)} UTC" if facts.began_at else ""),
+        ("ended early", _clipped(_first_line(facts.ended_because), 200)),
     ]
     yield Table((), [row for row in rows if row[1]])
     if not facts.is_whole:
@@ -83,7 +85,7 @@ def _headline(facts: Facts) -> str:
     parts = []
     if len(facts.best) == 1 and facts.metric:
         name = facts.metric[0]
-        parts.append(f"Best {name}: {said(facts.best[0].metrics.get(name))} (trial {facts.best[0].trial})")
+        parts.append(f"Best {name}: {said(facts.best[0].metrics.get(name))} (trial {_named(facts.best[0])})")
     elif facts.best:
         parts.append(f"{len(facts.best)} trials on the Pareto front")
     if facts.kind == "training" and facts.trials:
@@ -105,7 +107,7 @@ def _best(facts: Facts) -> Iterator[Block]:
         best = facts.trials[0]
     else:
         return
-    yield Heading(f"Best: trial {best.trial}" if facts.best else "The trial")
+    yield Heading(f"Best: trial {_named(best)}" if facts.best else "The trial")
     rows: list[tuple[str, Cell]] = [
         ("metrics", _clipped(said(best.metrics), 300)),
         ("step", f"{best.step}, after {_span(best.trained_seconds)} of training, attempts: {best.attempts}"),
@@ -121,6 +123,10 @@ def _best(facts: Facts) -> Iterator[Block]:
         yield Code(f"{facts.where}/{best.checkpoint}\n{_export(facts, best)}", "text")
 
 
+def _named(best: TrialFacts) -> str:
+    return named(best.trial, best.status)
+
+
 def _export(facts: Facts, best: TrialFacts) -> str:
     which = f" --trial {best.trial}" if facts.kind == "search" else ""
     return f"prefect-tune export {facts.where} {facts.experiment} DIRECTORY{which}"
@@ -128,7 +134,12 @@ def _export(facts: Facts, best: TrialFacts) -> str:
 
 def _figures(material: Material) -> Iterator[Block]:
     for title, draw, legend in _FIGURES:
-        if (svg := draw(material)) is not None:
+        try:
+            svg = draw(material)
+        except Exception as error:  # noqa: BLE001  whatever it is, the rest of the page is there, and says so
+            yield Text([f"{title} could not be drawn: {_clipped(f'{type(error).__name__}: {error}', 200)}"])
+            continue
+        if svg is not None:
             yield Heading(title)
             is_clear = draw is learning_curves and material.objective is None
             yield Figure(svg, f"{title} of {material.experiment.name}", "" if is_clear else legend)
@@ -230,10 +241,11 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
         ("training", f"{_span(cost.trained_seconds)} in {cost.attempts} attempts{bad}"),
         ("wasted", steps if cost.wasted_steps else "nothing: no step was done again"),
     ]
+    size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
     if cost.checkpoints_committed:
-        share = cost.saved_bytes / max(1, cost.saved_bytes + cost.sent_bytes)
-        size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
         rows.append(("checkpoints", f"{cost.checkpoints_committed} committed, {size} in all"))
+    if cost.measured_bytes:
+        share = cost.saved_bytes / max(1, cost.saved_bytes + cost.sent_bytes)
         rows.append(("upload", f"{sent} sent in {_span(cost.upload_seconds)}"))
         rows.append(("deduplication", f"{saved} not sent, {share:.0%}: they were on the target already"))
     return rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 __all__ = ["Scale", "fitted", "said_number"]
 
 _LOG_FROM = 50.0
-"""A range of positive numbers that spans this factor is drawn by orders of magnitude."""
+"""A range of positive numbers that spans this factor may be drawn by orders of magnitude."""
 _FAR = 8.0
 """Outliers further away than this many times the range of the middle 90 % are drawn at the edge."""
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -73,11 +73,18 @@ def fitted(values: Sequence[float], begin: float, end: float, *, may_be_log: boo
     if low == high:
         beside = abs(low) * 0.1 or 1.0
         return Scale(low - beside, high + beside, begin, end)
-    if may_be_log and low > 0 and high / low >= _LOG_FROM:
+    if may_be_log and low > 0 and high / low >= _LOG_FROM and _is_by_magnitude(ordered, low, high):
         beside = (high / low) ** room
         return Scale(low / beside, high * beside, begin, end, is_log=True)
     beside = (high - low) * room
     return Scale(low - beside, high + beside, begin, end)
+
+
+def _is_by_magnitude(ordered: Sequence[float], low: float, high: float) -> bool:
+    """Whether half of them lie in half of the orders of magnitude, rather than in half of the range."""
+    middle = ordered[len(ordered) // 2]
+    by_magnitude = (math.log(middle) - math.log(low)) / (math.log(high) - math.log(low))
+    return abs(by_magnitude - 0.5) <= abs((middle - low) / (high - low) - 0.5)
 
 
 def _without_outliers(ordered: Sequence[float]) -> tuple[float, float]:

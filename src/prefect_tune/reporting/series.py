@@ -59,8 +59,15 @@ class Series:
 
 def numbers_in(metrics: Mapping[str, object]) -> Mapping[str, float]:
     """Return what can be drawn of them."""
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    found = ((name, _number(value)) for name, value in metrics.items())
+    return {name: number for name, number in found if number is not None}
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number that no float can hold
+        return None
+    return number if math.isfinite(number) else None

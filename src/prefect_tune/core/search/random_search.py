@@ -15,8 +15,10 @@ from prefect_tune.core.search.reading import holds
 from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.space import Draw, resolve, valid_space
 
-__all__ = ["ENDLESS", "RandomSearch"]
+__all__ = ["DEFAULT_SAMPLES", "ENDLESS", "RandomSearch"]
 
+DEFAULT_SAMPLES = 10
+"""Where nobody says how many."""
 ENDLESS = -1
 """As `num_samples`: until something else ends the experiment."""
 
@@ -31,7 +33,7 @@ class RandomSearch(Search):
     trials from elsewhere. Results change nothing.
     """
 
-    num_samples: int = 1
+    num_samples: int = DEFAULT_SAMPLES
     """How often each point of the grid is tried; -1 for without end."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations that come first, and count as samples. What one leaves out is drawn, or next in the grid."""

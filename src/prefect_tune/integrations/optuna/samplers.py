@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import TypeAlias, get_args
@@ -20,7 +21,7 @@ from optuna.trial import FrozenTrial
 from prefect_tune.core.draws import integer
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["SeededSampler", "check_sampler", "core_of", "ends_by_itself"]
+__all__ = ["SeededSampler", "check_sampler", "core_of", "ends_by_itself", "sampler_from"]
 
 _Chance: TypeAlias = LazyRandomState | np.random.RandomState | np.random.Generator | random.Random
 
@@ -91,6 +92,28 @@ class SeededSampler:
     def _seed_all(self, purpose: str, number: int) -> None:
         for place, chance in enumerate(self._chances):
             _seed(chance, integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, place))
+
+
+def sampler_from(given: object) -> BaseSampler:
+    """Return the sampler that `given` is, or names: `"TPESampler"`, `{"TPESampler": {"n_startup_trials": 20}}`.
+
+    Raises:
+        InvalidInput: it is none, or not with these options.
+    """
+    if given is None or isinstance(given, BaseSampler):
+        return samplers.TPESampler() if given is None else given
+    name, options = next(iter(given.items())) if isinstance(given, Mapping) and len(given) == 1 else (given, {})
+    kind = getattr(samplers, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, BaseSampler) and isinstance(options, Mapping)):
+        near = get_close_matches(str(name), samplers.__all__, n=1)
+        raise InvalidInput(
+            "OptunaSearch: sampler: expected one of Optuna's, its name such as 'TPESampler', or its name with options, "
+            f"found {given!r}{f'; did you mean {near[0]!r}?' if near and near[0] != name else ''}"
+        )
+    try:
+        return kind(**options)
+    except (ImportError, TypeError, ValueError) as error:
+        raise InvalidInput(f"OptunaSearch: sampler: {name}: {error}") from error
 
 
 def core_of(sampler: BaseSampler) -> BaseSampler:

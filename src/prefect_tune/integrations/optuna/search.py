@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from optuna.samplers import BaseSampler, TPESampler
+from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
@@ -35,7 +35,7 @@ from prefect_tune.integrations.optuna.parameters import (
     without_functions,
     without_the_undrawn,
 )
-from prefect_tune.integrations.optuna.samplers import SeededSampler, check_sampler, ends_by_itself
+from prefect_tune.integrations.optuna.samplers import SeededSampler, check_sampler, ends_by_itself, sampler_from
 from prefect_tune.integrations.optuna.trials import Study, quiet, values_of
 
 __all__ = ["Constraints", "OptunaSearch"]
@@ -59,7 +59,8 @@ class OptunaSearch(Search):
     lacks one of them, or what a constraint is made of, has failed for it.
     """
 
-    sampler: BaseSampler | None = None
+    sampler: BaseSampler | Mapping[str, Mapping[str, object]] | str | None = None
+    """Also by its name in `optuna.samplers`, with its options: `{"TPESampler": {"n_startup_trials": 20}}`."""
     num_samples: int | None = None
     """How many trials there are; -1 for without end. None only where the sampler ends by itself (grid, brute force)."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
@@ -72,11 +73,12 @@ class OptunaSearch(Search):
         if count is not None and (type(count) is not int or (count < 1 and count != ENDLESS)):
             raise InvalidInput(f"num_samples: expected 1 or more, or -1 for without end, found {count!r}")
         object.__setattr__(self, "points_to_evaluate", valid_points(self.points_to_evaluate))
+        sampler_from(self.sampler)
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
         if objective is None:
             raise InvalidInput("OptunaSearch: expected a metric to search by, found none: set metric and mode")
-        sampler = self.sampler or TPESampler()
+        sampler = sampler_from(self.sampler)
         if self.num_samples is None and not ends_by_itself(sampler):
             raise InvalidInput(f"OptunaSearch: expected num_samples, since {type(sampler).__name__} goes on for ever")
         copied = valid_space(space)
