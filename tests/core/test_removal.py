@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from prefect_tune.core.clone import clone, newest_of
+from prefect_tune.core.clone import clone, newest_of, settle
 from prefect_tune.core.errors import (
     InvalidInput,
     JournalCorrupt,
@@ -19,7 +19,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.events import Owner
 from prefect_tune.core.fork import begin_fork, fork, past_of
 from prefect_tune.core.journal import load, read, take_over
-from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.removal import remove
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Stamp
@@ -373,6 +373,33 @@ def test_a_fork_of_what_cannot_be_read_is_deleted() -> None:
     removed(store, "new")
     assert below(store, "new") == set()
     assert own_state(store, "old", "b").claims == ()
+
+
+def test_damage_in_its_origin_keeps_no_fork_from_being_deleted() -> None:
+    store = world()
+    live = own_state(store, "old", "b").checkpoints[-1]
+    key = CheckpointKey(trial=TrialKey(experiment="old", trial="b"), step=live.step, sequence=live.sequence)
+    store.objects[key.manifest_path] = b"damaged"
+    removed(store, "new")
+    assert below(store, "new") == set()
+    assert own_state(store, "old", "b").claims == ()
+
+
+def test_whoever_clears_away_in_a_trial_that_was_deleted_is_told_to_stop() -> None:
+    store = world()
+    new = SmallSearch(store, "new")
+    new.begin("b")
+    known = new.trials["b"].trial("b").checkpoints
+    removed(store, "new")
+    key = new.key("b")
+    with pytest.raises(Superseded, match="has been deleted"):
+        settle(
+            store,
+            key,
+            (CheckpointKey(trial=key, step=each.step, sequence=each.sequence) for each in known),
+            Stamp(write_id="s", at=""),
+            side_by_side=map,
+        )
 
 
 def test_a_fork_whose_folder_somebody_deleted_by_hand_keeps_nothing_from_being_deleted() -> None:
