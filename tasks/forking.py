@@ -56,7 +56,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest, *, timeout_seco
     The origin may be running. No checkpoint is copied, and what the fork needs of them stays there.
 
     Raises:
-        InvalidInput: there is no such entry, or the name is taken.
+        InvalidInput: there is no such entry, the name is taken, or the origin is being deleted.
         CheckpointNotFound: asked to be strict, the origin has deleted a checkpoint since.
         ResumeFailed: there is no such experiment, or it cannot be read. Nothing was started.
         Superseded: somebody else makes the same fork.

@@ -31,11 +31,13 @@ class Removal:
 def remove_experiment(target: StorageTarget, removal: Removal, *, timeout_seconds: float = 1800.0) -> int:
     """Delete an experiment, and return how many objects that were. Deleting twice is deleting once.
 
-    What it needed of the experiment that it is a fork of is let go of there.
+    Whoever runs it, or a trial of it, is superseded, and nobody opens or forks it any more. What it needed of the
+    experiment that it is a fork of is let go of there.
 
     Raises:
         InvalidInput: other experiments need bytes of its checkpoints; nothing was deleted.
-        JournalCorrupt: it cannot be read; nothing was deleted.
+        JournalCorrupt: it cannot be read, or a trial of it; nothing was deleted.
+        Superseded: somebody else deletes it, too.
         StoreUnavailable, CommitUnknown: the retries are spent.
     """
     name = valid_name(removal.experiment)

@@ -12,7 +12,7 @@ journal so far on that the clone is no checkpoint and cannot become one. Both ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from prefect_tune.core.adopt import ref_of
@@ -22,7 +22,9 @@ from prefect_tune.core.errors import (
     AlreadyCommitted,
     CheckpointCorrupt,
     CheckpointNotFound,
+    InvalidInput,
     JournalCorrupt,
+    Superseded,
     UnknownVersion,
 )
 from prefect_tune.core.events import CheckpointRef, Claim, Claimed, GuestsEvent, Released
@@ -36,7 +38,7 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial, is_acceptable, is_aside, is_held, is_live, newest_key
 from prefect_tune.core.values import Stamp
 
-__all__ = ["clear", "clone", "journal_of", "let_go", "newest_of", "settle"]
+__all__ = ["clear", "clone", "journal_of", "let_go", "let_go_of_all", "newest_of", "settle"]
 
 
 def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> CheckpointKey:
@@ -71,6 +73,7 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none can be had fro
     Raises:
         CheckpointNotFound: `source` is gone, or about to be: choose its trial's newest one, and try again.
         CheckpointCorrupt: its manifest is damaged.
+        InvalidInput: the experiment that holds its bytes is being deleted.
         AlreadyCommitted: there is another checkpoint of this step, begun after the same entry.
         CommitUnknown, StoreUnavailable: call again.
     """
@@ -92,6 +95,8 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none can be had fro
 
 
 def _claimed(state: Experiment, *, origin: CheckpointKey, claim: Claim) -> Sequence[GuestsEvent]:
+    if state.is_removed:
+        raise InvalidInput(f"experiment {state.name!r} is being deleted: nothing that lies there can be cloned")
     trial = _trial_of(state, origin.trial)
     if trial is None or not (is_live(trial, origin) or is_held(trial, origin)):
         raise CheckpointNotFound(f"{origin.folder}: is no checkpoint any more, and cannot be cloned")
@@ -172,7 +177,7 @@ def _collect(  # noqa: PLR0913 - as `collect`
         try:
             return collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=let_go)
         except CheckpointCorrupt:
-            fresh = load(store, journal_of(store, trial), side_by_side=side_by_side).trial(trial.trial)
+            fresh = _trial_now(store, trial, side_by_side)
             if (fresh.checkpoints, fresh.claims, fresh.aside) == (state.checkpoints, state.claims, state.aside):
                 raise
             state = fresh
@@ -183,12 +188,14 @@ def settle(
 ) -> Trial:
     """Release the claims to `checkpoints` of `trial` whose clones are over, and return the trial after that."""
     named = {(key.step, key.sequence) for key in checkpoints}
-    journal = journal_of(store, trial)
-    found = load(store, journal, side_by_side=side_by_side).trial(trial.trial)
+    found = _trial_now(store, trial, side_by_side)
     claims = [each for each in found.claims if (each.step, each.sequence) in named]
     over = {each.clone for each in claims if _is_over(store, each, side_by_side)}
+    if not over:
+        return found
     say = partial(_released, trial=trial, clones=over)
-    return append_as_guest(store, journal, say, stamp, side_by_side=side_by_side).trial(trial.trial)
+    after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
+    return _still_there(after, trial)
 
 
 def let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: CheckpointKey, origin: CheckpointKey) -> int:
@@ -196,13 +203,40 @@ def let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: Checkp
     journal = journal_of(store, origin.trial)
     say = partial(_released, trial=origin.trial, clones={clone})
     after = append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)
-    state = _trial_of(after, origin.trial)
-    if state is None or origin.sequence in state.quarantined or not is_collectable(state, origin):
+    return _collect_released(store, origin.trial, after, [origin], side_by_side)
+
+
+def let_go_of_all(
+    store: ObjectStore, stamp: Stamp, trial: TrialKey, experiment: str, origins: Collection[CheckpointKey]
+) -> int:
+    """Release every clone of `trial`'s checkpoints that `experiment` has or was about to have: it is being deleted.
+
+    Of those, and of `origins`, what nobody needs any more is deleted. Returns how many objects that were.
+    """
+    doomed = set(origins)
+
+    def say(state: Experiment) -> Sequence[GuestsEvent]:
+        found = _trial_of(state, trial)
+        theirs = [each for each in (found.claims if found else ()) if each.clone.trial.experiment == experiment]
+        doomed.update(CheckpointKey(trial=trial, step=each.step, sequence=each.sequence) for each in theirs)
+        return [Released(trial=trial.trial, clone=each.clone) for each in theirs]
+
+    after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=map)
+    return _collect_released(store, trial, after, doomed, map)
+
+
+def _collect_released(
+    store: ObjectStore, trial: TrialKey, after: Experiment, origins: Iterable[CheckpointKey], side_by_side: Mapper
+) -> int:
+    """Delete those that nobody needs any more."""
+    state = _trial_of(after, trial)
+    if state is None:
         return 0
+    doomed = [key for key in origins if key.sequence not in state.quarantined and is_collectable(state, key)]
     try:
-        return _collect(store, origin.trial, state, [origin], side_by_side=side_by_side)
+        return _collect(store, trial, state, doomed, side_by_side=side_by_side)
     except CheckpointCorrupt:
-        return 0  # a matter between that trial and its owner, who finds the origin among what is left
+        return 0  # a matter between that trial and its owner, who finds them among what is left
 
 
 def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey]) -> Sequence[GuestsEvent]:
@@ -225,6 +259,17 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
     if state.epoch == claim.epoch:
         return trial is not None and not is_acceptable(trial, claim.clone.sequence)
     return state.epoch > claim.epoch  # a journal that has not come as far as it was then tells nothing
+
+
+def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Trial:
+    return _still_there(load(store, journal_of(store, trial), side_by_side=side_by_side), trial)
+
+
+def _still_there(state: Experiment, trial: TrialKey) -> Trial:
+    found = _trial_of(state, trial)
+    if found is None:
+        raise Superseded(f"{trial.folder}: its experiment has been deleted. Stop here")
+    return found
 
 
 def _trial_of(state: Experiment, trial: TrialKey) -> Trial | None:

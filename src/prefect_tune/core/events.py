@@ -76,6 +76,7 @@ __all__ = [
     "Reinstated",
     "Released",
     "RemovalBegun",
+    "RemovalGivenUp",
     "Reported",
     "Requeued",
     "Resumed",
@@ -167,9 +168,18 @@ class Forked(Value):
 
 
 class RemovalBegun(Value):
-    """All of the experiment is about to be deleted: nobody goes on with it."""
+    """All of the experiment is about to be deleted: nobody goes on with it, and nobody clones what is in it.
+
+    It stands in the experiment's journal, and in those that its trials have for themselves.
+    """
 
     type: Literal["removal-begun"] = "removal-begun"
+
+
+class RemovalGivenUp(Value):
+    """The experiment stays: a fork was faster. Nothing of it was deleted, and whoever opens it next goes on."""
+
+    type: Literal["removal-given-up"] = "removal-given-up"
 
 
 class Learned(Value):
@@ -181,7 +191,8 @@ class Learned(Value):
 
 
 _OwnEvent: TypeAlias = Annotated[
-    Opened | Adopted | TrialAdded | Questioned | OneTrialsEvent, Field(discriminator="type")
+    Opened | Adopted | TrialAdded | Questioned | RemovalBegun | RemovalGivenUp | OneTrialsEvent,
+    Field(discriminator="type"),
 ]
 
 
@@ -213,6 +224,7 @@ Event: TypeAlias = Annotated[
     | Forked
     | Learned
     | RemovalBegun
+    | RemovalGivenUp
     | TrialAdded
     | OneTrialsEvent
     | Absorbed,

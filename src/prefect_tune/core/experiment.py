@@ -26,6 +26,7 @@ from prefect_tune.core.events import (
     Owner,
     Questioned,
     RemovalBegun,
+    RemovalGivenUp,
     Requeued,
     Resumed,
     StopAsked,
@@ -178,7 +179,7 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _adopted(experiment, event)
         case Described() | Extended():
             return _asked_for(experiment, event)
-        case ForkBegun() | Forked() | RemovalBegun():
+        case ForkBegun() | Forked() | RemovalBegun() | RemovalGivenUp():
             return _came_or_goes(experiment, event)
         case Learned(source=source):
             return experiment.model_copy(update={"learned": {**experiment.learned, source: number}})
@@ -247,14 +248,14 @@ def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
     return experiment.model_copy(update={"settled_from": experiment.opened_at})
 
 
-def _came_or_goes(experiment: Experiment, event: ForkBegun | Forked | RemovalBegun) -> Experiment:
+def _came_or_goes(experiment: Experiment, event: ForkBegun | Forked | RemovalBegun | RemovalGivenUp) -> Experiment:
     match event:
         case ForkBegun(origin=origin):
             return _begun(experiment, origin)
         case Forked():
             return experiment.model_copy(update={"is_whole": True})
-        case RemovalBegun():
-            return experiment.model_copy(update={"is_removed": True})
+        case RemovalBegun() | RemovalGivenUp():
+            return experiment.model_copy(update={"is_removed": isinstance(event, RemovalBegun)})
         case _:
             assert_never(event)
 
@@ -274,7 +275,7 @@ def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
 
 
 def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
-    """The trial's own journal begins with its configuration and its owner, which are known here."""
+    """The trial's own journal tells of its configuration, its owners and its deletion, which are known here."""
     trial = _known(experiment, event.trial)
     if event.number != trial.absorbed + 1:
         raise IllegalTransition(
@@ -283,7 +284,7 @@ def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
     for each in event.events:
         trial = experiment.trial(trial.trial)
         match each:
-            case Opened() | TrialAdded():
+            case Opened() | TrialAdded() | RemovalBegun() | RemovalGivenUp():
                 continue
             case Adopted():
                 adopted = with_adopted(trial, each.checkpoints.get(trial.trial, ()))

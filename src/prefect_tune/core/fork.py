@@ -32,6 +32,7 @@ from prefect_tune.core.events import (
     Owner,
     Rebased,
     RemovalBegun,
+    RemovalGivenUp,
     StopAsked,
 )
 from prefect_tune.core.experiment import Experiment
@@ -45,7 +46,8 @@ from prefect_tune.core.values import Stamp
 __all__ = ["Fork", "Past", "begin_fork", "deleted_since", "fork", "past_of"]
 
 # A stop that was asked for and not carried out by then was asked of the origin.
-_NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked | RemovalBegun
+_NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked | RemovalBegun | RemovalGivenUp
+_NOT_OF_A_TRIALS_PAST = Opened | Absorbed | RemovalBegun | RemovalGivenUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side
     Killed at any time, it is begun again by `begin_fork`, and what is there already is kept.
 
     Raises:
-        InvalidInput: a trial's folder holds what is of another experiment.
+        InvalidInput: a trial's folder holds what is of another experiment, or the origin is being deleted.
         Superseded: somebody else makes the same fork.
         StoreUnavailable, CommitUnknown: call again, with the same stamp.
     """
@@ -146,10 +148,19 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side
     trials = list(past.experiment.trials.values())
     histories = _histories(past.events)
     made = list(side_by_side(lambda trial: _forked(store, past, into, trial, histories, stamp), trials))
+    _require_stays(store, past, into, side_by_side)
     events = [Described(settings=past.settings), *past.events, *(rebased for rebased, _ in made), Forked()]
     whole = append(store, into, events, stamp)
     write_due_segment(store, whole)
     return Fork(whole, {rebased.trial: lost for rebased, lost in made if lost})
+
+
+def _require_stays(store: ObjectStore, past: Past, into: Experiment, side_by_side: Mapper) -> None:
+    """Whoever deletes the origin says so, and looks for claims after that; the fork claims, and looks after that."""
+    name = past.experiment.name
+    now = load(store, name, side_by_side=side_by_side)
+    if now.is_removed or now.number < past.experiment.number:
+        raise InvalidInput(f"experiment {name!r} is being deleted: {into.name!r} is no fork of it; delete that, too")
 
 
 def _histories(events: Sequence[Event]) -> Mapping[str, Sequence[Event]]:
@@ -157,7 +168,7 @@ def _histories(events: Sequence[Event]) -> Mapping[str, Sequence[Event]]:
     found: dict[str, list[Event]] = {}
     for event in events:
         if isinstance(event, Absorbed):
-            own = (each for each in event.events if not isinstance(each, Opened | Absorbed))
+            own = (each for each in event.events if not isinstance(each, _NOT_OF_A_TRIALS_PAST))
             found.setdefault(event.trial, []).extend(own)
         elif isinstance(event, Rebased):
             found.setdefault(event.trial, []).append(event)

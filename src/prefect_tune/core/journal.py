@@ -13,11 +13,12 @@ from prefect_tune.core.errors import (
     InvalidInput,
     JournalCorrupt,
     ObjectNotFound,
+    ResumeFailed,
     StoreRefused,
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.events import Event, GuestsEvent, Opened, Owner
+from prefect_tune.core.events import Event, GuestsEvent, Opened, Owner, RemovalBegun
 from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
 from prefect_tune.core.layout import JournalKey, journal_key, number_in
 from prefect_tune.core.sealed import seal_and_read_back, unseal
@@ -126,8 +127,7 @@ def next_entry(store: ObjectStore, experiment: JournalKey | str, number: int) ->
         JournalCorrupt: it is damaged.
     """
     path = journal_key(experiment).entry_path(number + 1)
-    data = _read_if_there(store, path)
-    return _decode(data, path) if data is not None else None
+    return None if (data := _read_if_there(store, path)) is None else _decode(data, path)
 
 
 def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
@@ -170,8 +170,7 @@ def append_as_guest(
     """
     for _ in range(_RACES):
         found = load(store, journal, side_by_side=side_by_side)
-        events = say(found)
-        if not events:
+        if not (events := say(found)):
             return found
         with suppress(AlreadyExists):
             after = _append_next(store, found, events, stamp)
@@ -236,6 +235,7 @@ def take_over(  # noqa: PLR0913  the last is for those who have more to say in t
     number: the last to open is the owner, and every other's next write fails.
 
     Raises:
+        ResumeFailed: it is being deleted, and that is not what it is opened for.
         Superseded: others kept opening it first.
     """
     key = journal_key(journal)
@@ -262,8 +262,10 @@ def _opened(
     if found.opened_at and _opened_by(store, found, stamp):
         return found  # an earlier try of this very call succeeded, and its reply was lost
     key = found.key
-    opened = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner)
-    return append(store, found, [opened, *also(found)], stamp)
+    opened, said = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner), also(found)
+    if found.is_removed and RemovalBegun() not in said:
+        raise ResumeFailed(f"{key} is being deleted, by {found.owner}: finish that, or take another name")
+    return append(store, found, [opened, *said], stamp)
 
 
 def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
@@ -370,8 +372,7 @@ def _entries(store: ObjectStore, key: JournalKey, beyond: int, side_by_side: Map
 
 
 def _read_listed(store: ObjectStore, path: str) -> Buffer:
-    data = _read_if_there(store, path)
-    if data is None:
+    if (data := _read_if_there(store, path)) is None:
         raise JournalCorrupt(f"{path}: entries after it exist, and it is missing")
     return data
 

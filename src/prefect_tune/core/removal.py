@@ -1,27 +1,61 @@
 """Delete a whole experiment: what it needs of others is let go, and what others need of it is not touched.
 
-The journal says first that it is being removed, so that nobody goes on with it, and is deleted last: what was
-cut short in between is found, and finished, by doing it again.
+First every journal is opened for it, the experiment's and then those that its trials have for themselves, and
+says that it is being removed: as any owner before, whoever goes on with it writes no more, nobody opens it, and
+nobody clones what is there. In each journal a claim comes before that, and is found, or after it, and is refused.
+Where a claim is found the deletion is given up. Where none is, journals are deleted last, and what was cut short
+in between is found, and finished, by doing it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from prefect_tune.core.clone import let_go, settle
+from prefect_tune.core.clone import let_go_of_all, settle
 from prefect_tune.core.commit import Mapper
-from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput, JournalCorrupt
-from prefect_tune.core.events import Claim, Event, Owner, RemovalBegun
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import load, next_entry, take_over
+from prefect_tune.core.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    InvalidInput,
+    JournalCorrupt,
+    StoreUnavailable,
+    UnknownVersion,
+)
+from prefect_tune.core.events import Claim, Event, Owner, RemovalBegun, RemovalGivenUp
+from prefect_tune.core.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal import Loaded, append, load, next_entry, read, take_over
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey, number_in
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial
-from prefect_tune.core.trial_journal import trial_today
 from prefect_tune.core.values import Stamp
 
-__all__ = ["needed_by", "remove"]
+__all__ = ["remove"]
+
+_ROUNDS = 16
+_PARTS_OF_A_TRIALS_ENTRY = 5
+_TAIL = 64
+"""After an entry that says that its journal is being deleted come guests' entries, and few of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """What is deleted, where, and by whom."""
+
+    store: ObjectStore
+    experiment: str
+    owner: Owner
+    stamp: Stamp
+    side_by_side: Mapper
+
+    @property
+    def key(self) -> JournalKey:
+        return JournalKey(experiment=self.experiment)
+
+    def of_trial(self, trial: str) -> JournalKey:
+        return JournalKey(experiment=self.experiment, trial=trial)
 
 
 def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper) -> int:
@@ -31,82 +65,253 @@ def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, s
 
     Raises:
         InvalidInput: other experiments refer to bytes of its checkpoints; nothing was deleted.
-        JournalCorrupt: it cannot be read; nothing was deleted.
+        JournalCorrupt: it cannot be read, or a trial of it; nothing was deleted.
+        Superseded: somebody else deletes it, too.
         StoreUnavailable, CommitUnknown: call again, with the same stamp.
     """
-    found = _unless_removed(store, experiment, side_by_side)
-    if found is not None and found.number:
-        _require_unneeded(store, found, stamp, side_by_side)
-        take_over(store, experiment, owner, stamp, side_by_side=side_by_side, also=_unless_said)
-    deleted = _delete_clones(store, experiment, stamp, side_by_side)
-    journal = JournalKey(experiment=experiment)
-    paths = [each.path for each in store.list(experiment)]
-    rest = [path for path in paths if not path.startswith(f"{journal.entries}/")]
-    store.delete(rest)
-    for path in sorted(set(paths) - set(rest)):  # the last one says what has become of those before it
-        store.delete([path])
-    return deleted + len(paths)
-
-
-def _unless_removed(store: ObjectStore, experiment: str, side_by_side: Mapper) -> Experiment | None:
-    """The experiment; None where its deletion has begun, and perhaps reached the journal."""
-    key = JournalKey(experiment=experiment)
+    removal = _Removal(store, experiment, owner, stamp, side_by_side)
+    known = _read(removal, removal.key)
+    before = _with_trials(removal, known) if known and not known.experiment.is_removed else []
+    _require_unneeded(removal, [each.experiment for each in before])  # before anybody is disturbed
+    sealed = _sealed(removal, known, before)
     try:
-        found = load(store, key, side_by_side=side_by_side)
+        _require_unneeded(removal, sealed)
+    except InvalidInput:
+        _give_up(removal, sealed)
+        raise
+    _seal_what_has_not_begun(removal, sealed)
+    return _delete(removal, sealed)
+
+
+# ------------------------------------------------------------------------------------------------- journals
+
+
+def _read(removal: _Removal, key: JournalKey) -> Loaded | None:
+    """The journal; None where there is none, or so little of it that its deletion must have reached it."""
+    mapper = removal.side_by_side if key == removal.key else map
+    try:
+        found = read(removal.store, key, side_by_side=mapper)
     except JournalCorrupt:
-        last = max(number_in(key.entries, each.path) or 0 for each in store.list(key.entries))
-        entry = next_entry(store, key, last - 1)
-        if entry is None or not any(isinstance(event, RemovalBegun) for event in entry.events):
-            raise
+        if _was_reached(removal.store, key):
+            return None
+        raise
+    return found if found.experiment.number else None
+
+
+def _was_reached(store: ObjectStore, key: JournalKey) -> bool:
+    """Whether what is left of a journal says that it is being deleted, or nothing is left that it could tell of.
+
+    The latter is what a write leaves that arrives when everything has been deleted.
+    """
+    numbers = sorted(number for each in store.list(key.entries) if (number := number_in(key.entries, each.path)))
+    for number in reversed(numbers[-_TAIL:]):
+        said = _said_of_removal(store, key, number)
+        if said is not None:
+            return isinstance(said, RemovalBegun)
+    return not any("/blobs/" in each.path for each in store.list(key.folder))
+
+
+def _said_of_removal(store: ObjectStore, key: JournalKey, number: int) -> RemovalBegun | RemovalGivenUp | None:
+    try:
+        entry = next_entry(store, key, number - 1)
+    except JournalCorrupt:
         return None
-    return None if found.is_removed else found
+    said = [each for each in entry.events if isinstance(each, RemovalBegun | RemovalGivenUp)] if entry else []
+    return said[-1] if said else None
 
 
-def needed_by(store: ObjectStore, experiment: Experiment, stamp: Stamp, *, side_by_side: Mapper) -> Sequence[Claim]:
-    """Return by which clones in other experiments the bytes of its checkpoints are needed."""
-    claims = side_by_side(lambda trial: _claims(store, experiment.name, trial, stamp), experiment.trials.values())
-    return [claim for found in claims for claim in found if claim.clone.trial.experiment != experiment.name]
+def _with_trials(removal: _Removal, known: Loaded) -> Sequence[Loaded]:
+    """The experiment, and its trials as their own journals tell of them."""
+    keys = [removal.of_trial(each.trial) for each in known.experiment.trials.values() if each.apart]
+    own = removal.side_by_side(lambda key: _read(removal, key), keys)
+    return [known, *(each for each in own if each is not None)]
 
 
-def _require_unneeded(store: ObjectStore, found: Experiment, stamp: Stamp, side_by_side: Mapper) -> None:
-    if needed := needed_by(store, found, stamp, side_by_side=side_by_side):
+def _sealed(removal: _Removal, known: Loaded | None, before: Sequence[Loaded]) -> Sequence[Experiment]:
+    """Open every journal that there is, to delete it. After the first, the experiment's, no trial is added."""
+    whole = [] if known is None else [_seal(removal, known)]
+    there = {each.experiment.key: each for each in before}
+    keys = _trials_listed(removal)
+    own = removal.side_by_side(lambda key: there.get(key) or _read(removal, key), keys)
+    found = [each for each in own if each is not None]
+    return [*whole, *removal.side_by_side(lambda each: _seal(removal, each), found)]
+
+
+def _trials_listed(removal: _Removal) -> Sequence[JournalKey]:
+    """The journals that trials have for themselves: of a fork that was cut short nothing else tells of them."""
+    listed = (_journal_at(removal, each.path) for each in removal.store.list(f"{removal.experiment}/trials"))
+    return list(dict.fromkeys(key for key in listed if key is not None))
+
+
+def _journal_at(removal: _Removal, path: str) -> JournalKey | None:
+    """Of which journal `path` is an entry; None for everything else."""
+    parts = path.split("/")
+    key = removal.of_trial(parts[2]) if len(parts) == _PARTS_OF_A_TRIALS_ENTRY else removal.key
+    return key if path.startswith(f"{key.entries}/") and number_in(key.entries, path) is not None else None
+
+
+def _seal(removal: _Removal, known: Loaded) -> Experiment:
+    """Open a journal to delete it. Where this very call did so before, and gave it up, it says so again."""
+    key, store, stamp = known.experiment.key, removal.store, removal.stamp
+    mapper = removal.side_by_side if key == removal.key else map
+    opened = take_over(store, key, removal.owner, stamp, side_by_side=mapper, also=_removal_begun, known=known)
+    return opened if opened.is_removed else append(store, opened, [RemovalBegun()], _further(stamp, "again"))
+
+
+def _removal_begun(found: Experiment) -> Sequence[Event]:
+    del found
+    return [RemovalBegun()]
+
+
+def _further(stamp: Stamp, what: str) -> Stamp:
+    """A stamp for what comes after the opening: another try has the same."""
+    return Stamp(write_id=f"{stamp.write_id}-{what}", at=stamp.at)
+
+
+def _seal_what_has_not_begun(removal: _Removal, sealed: Sequence[Experiment]) -> None:
+    """Whoever has been told to run a trial, and opens its journal only now, finds that there is nothing to run."""
+    there = {state.key for state in sealed}
+    trials = [trial for state in sealed if state.key == removal.key for trial in state.trials.values() if trial.apart]
+    keys = [key for trial in trials if (key := removal.of_trial(trial.trial)) not in there]
+    list(removal.side_by_side(partial(_seal_if_not_begun, removal), keys))
+
+
+def _seal_if_not_begun(removal: _Removal, key: JournalKey) -> None:
+    if not removal.store.list(key.entries):  # what is there, and was not opened, was about to be deleted before
+        _seal(removal, Loaded(nothing_yet(key)))
+
+
+def _give_up(removal: _Removal, sealed: Sequence[Experiment]) -> None:
+    """Nothing was deleted, and all goes on. The experiment's own journal says so last: before, the next one tries."""
+
+    def keep(state: Experiment) -> None:
+        append(removal.store, state, [RemovalGivenUp()], _further(removal.stamp, "kept"))
+
+    list(removal.side_by_side(keep, [state for state in sealed if state.key != removal.key]))
+    for state in sealed:
+        if state.key == removal.key:
+            keep(state)
+
+
+# --------------------------------------------------------------------------------------------------- claims
+
+
+def _require_unneeded(removal: _Removal, states: Sequence[Experiment]) -> None:
+    trials = [(state.key, trial) for state in states for trial in state.trials.values() if trial.claims]
+    told_here = [trial for key, trial in trials if key.trial is not None or not trial.apart]
+    needed = [
+        claim for found in removal.side_by_side(lambda trial: _needed(removal, trial), told_here) for claim in found
+    ]
+    if needed:
         others = ", ".join(sorted({repr(claim.clone.trial.experiment) for claim in needed}))
         raise InvalidInput(
-            f"experiment {found.name!r} holds the bytes of {len(needed)} checkpoints of {others}: delete these "
+            f"experiment {removal.experiment!r} holds the bytes of {len(needed)} checkpoints of {others}: delete these "
             "first, or keep it"
         )
 
 
-def _unless_said(found: Experiment) -> Sequence[Event]:
-    return () if found.is_removed else (RemovalBegun(),)
-
-
-def _claims(store: ObjectStore, experiment: str, known: Trial, stamp: Stamp) -> Sequence[Claim]:
-    """Those that are not over."""
-    key = TrialKey(experiment=experiment, trial=known.trial)
-    state = trial_today(store, experiment, known, side_by_side=map)
-    if not state.claims:
+def _needed(removal: _Removal, trial: Trial) -> Sequence[Claim]:
+    """The claims of other experiments that are not over."""
+    key = TrialKey(experiment=removal.experiment, trial=trial.trial)
+    theirs = [each for each in trial.claims if each.clone.trial.experiment != removal.experiment]
+    if not theirs:
         return ()
-    named = [CheckpointKey(trial=key, step=each.step, sequence=each.sequence) for each in state.claims]
-    return settle(store, key, named, stamp, side_by_side=map).claims
+    named = [CheckpointKey(trial=key, step=each.step, sequence=each.sequence) for each in theirs]
+    left = settle(removal.store, key, named, removal.stamp, side_by_side=map).claims
+    return [each for each in left if each in theirs and not _is_gone(removal.store, each)]
 
 
-def _delete_clones(store: ObjectStore, experiment: str, stamp: Stamp, side_by_side: Mapper) -> int:
-    """Delete what refers to bytes in other experiments, and say there that they are not needed."""
-    pairs = list(side_by_side(lambda key: _origin(store, key), _manifests(store, experiment)))
-    foreign = [(key, origin) for key, origin in pairs if origin and origin.trial.experiment != experiment]
-    return sum(let_go(store, stamp, map, key, origin) for key, origin in foreign)
+def _is_gone(store: ObjectStore, claim: Claim) -> bool:
+    """Whether nothing tells of the clone any more: before it was claimed, its experiment and its trial were begun."""
+    journals = (JournalKey(experiment=claim.clone.trial.experiment), claim.journal)
+    return not any(store.list(key.entries) for key in journals)
 
 
-def _manifests(store: ObjectStore, experiment: str) -> Iterator[CheckpointKey]:
-    for each in store.list(f"{experiment}/trials"):
-        trial = TrialKey(experiment=experiment, trial=each.path.split("/")[2])
-        if (key := CheckpointKey.from_manifest_path(trial, each.path)) is not None:
-            yield key
+def _let_go(removal: _Removal, sealed: Sequence[Experiment], listed: Sequence[str]) -> int:
+    """Say in the experiments that this one is a fork of that nothing of them is needed here any more.
+
+    Which those are, its manifests say, and of what has no manifest yet, or a damaged one, its journal.
+    """
+    held = _held_elsewhere(removal, listed)
+    trials = [state.key.trial for state in sealed if state.key.trial is not None]
+    for name in _origins(removal, sealed):
+        for trial in trials:
+            held.setdefault(TrialKey(experiment=name, trial=trial), [])
+    let_go = partial(_let_go_in, removal)
+    return sum(removal.side_by_side(let_go, held.items()))
 
 
-def _origin(store: ObjectStore, key: CheckpointKey) -> tuple[CheckpointKey, CheckpointKey | None]:
+def _let_go_in(removal: _Removal, held: tuple[TrialKey, Sequence[CheckpointKey]]) -> int:
+    return let_go_of_all(removal.store, removal.stamp, held[0], removal.experiment, held[1])
+
+
+def _held_elsewhere(removal: _Removal, listed: Sequence[str]) -> dict[TrialKey, list[CheckpointKey]]:
+    """The checkpoints in other experiments whose bytes the manifests here refer to, by trial."""
+    held: dict[TrialKey, list[CheckpointKey]] = {}
+    for origin in removal.side_by_side(partial(_origin, removal.store), _manifests(removal, listed)):
+        if origin is not None and origin.trial.experiment != removal.experiment:
+            held.setdefault(origin.trial, []).append(origin)
+    return held
+
+
+def _manifests(removal: _Removal, listed: Sequence[str]) -> Iterator[CheckpointKey]:
+    for path in listed:
+        if path.startswith(f"{removal.experiment}/trials/"):
+            trial = TrialKey(experiment=removal.experiment, trial=path.split("/")[2])
+            if (key := CheckpointKey.from_manifest_path(trial, path)) is not None:
+                yield key
+
+
+def _origin(store: ObjectStore, key: CheckpointKey) -> CheckpointKey | None:
     try:
-        return key, read_manifest(store, key).origin
+        return read_manifest(store, key).origin
     except (CheckpointNotFound, CheckpointCorrupt):
-        return key, None
+        return None
+
+
+def _origins(removal: _Removal, sealed: Sequence[Experiment]) -> Sequence[str]:
+    """What it is a fork of, and what that is one of: the bytes lie in the first of them."""
+    found: list[str] = []
+    origin = next((state.origin for state in sealed if state.key == removal.key), None)
+    while origin is not None and origin.experiment not in (removal.experiment, *found):
+        found.append(origin.experiment)
+        try:
+            origin = load(removal.store, origin.experiment, side_by_side=removal.side_by_side).origin
+        except (JournalCorrupt, UnknownVersion):
+            break  # what it is a fork of, nobody can know
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- deletion
+
+
+def _delete(removal: _Removal, sealed: Sequence[Experiment]) -> int:
+    """Delete everything, and what a process that was superseded in the middle of an upload wrote meanwhile."""
+    listed = [each.path for each in removal.store.list(removal.experiment)]
+    deleted = _let_go(removal, sealed, listed)
+    said_at = {state.key: state.opened_at for state in sealed}
+    for _ in range(_ROUNDS):
+        if not listed or _is_another_one(removal):
+            return deleted
+        for paths in _in_order(removal, listed, said_at):
+            removal.store.delete(paths)
+        deleted += len(listed)
+        listed = [each.path for each in removal.store.list(removal.experiment)]
+    raise StoreUnavailable(f"experiment {removal.experiment!r}: what is deleted is written again and again; try again")
+
+
+def _is_another_one(removal: _Removal) -> bool:
+    """Whether the name has been taken again since; it is asked after the listing, which then holds nothing of that."""
+    now = _read(removal, removal.key)
+    return now is not None and not now.experiment.is_removed
+
+
+def _in_order(removal: _Removal, listed: Sequence[str], said_at: Mapping[JournalKey, int]) -> Iterator[Sequence[str]]:
+    """What journals tell of, then those of trials, then the experiment's; of each last what says that it is deleted."""
+    phases: list[list[str]] = [[], [], [], [], []]
+    for path in listed:
+        key = _journal_at(removal, path)
+        number = number_in(key.entries, path) if key else None
+        says = key is not None and number is not None and number >= said_at.get(key, 0)
+        phases[0 if key is None else 1 + says + 2 * (key == removal.key)].append(path)
+    return (paths for paths in phases if paths)

@@ -28,6 +28,7 @@ from prefect_tune.core.events import (
     Questioned,
     Rebased,
     RemovalBegun,
+    RemovalGivenUp,
     Reported,
     Started,
     StopAsked,
@@ -99,7 +100,9 @@ class Telling:
         match event:
             case Opened() | Adopted() | Described() | Extended() | StopAsked() | TrialAdded():
                 return
-            case ForkBegun() | Forked() | Learned() | RemovalBegun() | Answered() | Questioned():
+            case ForkBegun() | Forked() | Learned() | Answered() | Questioned():
+                return
+            case RemovalBegun() | RemovalGivenUp():
                 return
             case Rebased(trial=trial, absorbed=absorbed):
                 self._set(trial, absorbed=absorbed)
