@@ -99,7 +99,7 @@ def _searched(turn: Turn) -> Results:
             require_code(before.experiment, settings)
         owner = owner_after(before.experiment, limits.failures.max_restarts)
         state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(before))
-        now, added = extending.extended(asked, state, extending.root_run())
+        now, added = extending.extended(asked, state, extending.place_of_run)
         require_same(state, settings := settings_today(now))
         say_code(state, settings, get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))

@@ -56,7 +56,7 @@ def first_turn(asked: Asked, known: Loaded | None) -> Turn:
     if not given and asked.samples_per_run is None:
         return Turn(asked, name, known)
     known = known or retrying(lambda: read_known(resolve_target(asked.target), name))
-    asked, _ = extending.extended(asked, known.experiment, extending.root_run())
+    asked, _ = extending.extended(asked, known.experiment, extending.place_of_run)
     if not given:
         return Turn(asked, name, known)
     state, chosen = known.experiment, list(chosen_before(known.experiment))
