@@ -169,7 +169,7 @@ def _train(task: _Task, turn: Turn) -> Experiment:
     def attempts(stop: threading.Event) -> Experiment:
         check_target(plan.target)
         known = _require_one_training(plan)
-        owner = owner_after(known.experiment, task.policy.max_restarts)
+        owner = owner_after(known.experiment, task.policy.max_restarts, answered=turn.answered)
         state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(known))
         herald = Herald(_subject(plan), known.experiment, get_run_logger())
         herald.opened(state)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prefect.runtime import flow_run
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, TaskRun, TaskRunResult
+from prefect.context import FlowRunContext
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events import Extended
@@ -16,12 +19,35 @@ from prefect_tune.core.search.search import Search
 from prefect_tune.flows.asked import Asked, only_in_code
 from prefect_tune.flows.spelled import search_from
 
-__all__ = ["DEFAULT_SAMPLES", "extended", "require_one_count", "root_run", "search_of"]
+__all__ = ["DEFAULT_SAMPLES", "extended", "place_of_run", "require_one_count", "search_of"]
 
 
-def root_run() -> str:
-    """Return what stays the same when this run is started again, by a Retry, by *Resume*, by an automation."""
-    return str(flow_run.root_flow_run_id or flow_run.id)
+def place_of_run() -> str:
+    """Return what stays the same when this run, or one that has called it, is started again: by whatever means.
+
+    A run that is started again keeps its id. What it calls may be a new run then, in the place of the one before:
+    the same call of the same flow, counted from the first one. A run that calls the search every night calls it
+    in a new place each time.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("only a flow run can add samples")
+    run, places = context.flow_run, deque[str]()
+    with get_client(sync_client=True) as client:
+        while run.parent_task_run_id is not None:
+            call = client.read_task_run(run.parent_task_run_id)
+            places.appendleft(_place(run, call))
+            if call.flow_run_id is None:
+                break
+            run = client.read_flow_run(call.flow_run_id)
+    return "/".join([str(run.id), *places])
+
+
+def _place(run: FlowRun, call: TaskRun) -> str:
+    """Calls from a task are not counted, by Prefect: how many there were before depends on how tasks overtake."""
+    callers = call.task_inputs.get("__parents__", ())
+    task = next((str(each.id) for each in callers if isinstance(each, TaskRunResult)), None)
+    return f"{run.flow_id}-{task or call.dynamic_key}"
 
 
 def require_one_count(num_samples: int | None, samples_per_run: int | None) -> None:
@@ -41,7 +67,7 @@ def require_one_count(num_samples: int | None, samples_per_run: int | None) -> N
         raise InvalidInput(f"samples_per_run: expected 1 or more, found {samples_per_run}")
 
 
-def extended(asked: Asked, state: Experiment, run: str) -> tuple[Asked, Sequence[Extended]]:
+def extended(asked: Asked, state: Experiment, place_of_run: Callable[[], str]) -> tuple[Asked, Sequence[Extended]]:
     """Return `asked` with the samples that there are to be in all, and what the journal has to be told of it.
 
     What earlier runs were to propose and did not, this one proposes too. A run that is started again adds
@@ -53,6 +79,7 @@ def extended(asked: Asked, state: Experiment, run: str) -> tuple[Asked, Sequence
     added = asked.samples_per_run
     if added is None:
         return asked, ()
+    run = place_of_run()
     before, chosen = _samples_before(asked, state), asked.num_samples or 0  # by a person, while the run was suspended
     if run in state.extensions:
         return replace(asked, num_samples=max(before, chosen)), ()

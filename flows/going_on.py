@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from prefect.runtime import flow_run
 
@@ -19,7 +18,7 @@ from prefect_tune.flows.asked import Asked
 from prefect_tune.flows.request import stopper_for
 from prefect_tune.flows.resume_forms import Form, form_of_question
 from prefect_tune.flows.spelled import spelled_stop
-from prefect_tune.flows.suspension import Reply, forget, leave_with
+from prefect_tune.flows.suspension import Shown, leave_with
 
 __all__ = [
     "HOW_TO_GO_ON",
@@ -31,6 +30,7 @@ __all__ = [
     "hear",
     "standing_of",
     "stop_after",
+    "unheard",
 ]
 
 HOW_TO_GO_ON = "how-to-go-on"
@@ -57,11 +57,11 @@ def chosen_before(known: Experiment) -> Sequence[Choice]:
     return [Choice.model_validate(each.answer) for each in mine]
 
 
-def hear(given: Sequence[Reply], known: Experiment, standing: Standing, form: Callable[[str], Form]) -> Heard:
+def hear(shown: Shown, known: Experiment, standing: Standing, form: Callable[[str], Form]) -> Heard:
     """Return what this flow run was resumed with, where that is not in the journal.
 
     Args:
-        given: all that its forms were answered with; only the newest one may be news.
+        shown: the form that it was last left with; all before it were answered, and are in the journal.
         known: the experiment, before it is opened.
         standing: what there is to choose from.
         form: of how to go on, with why it has to be answered again.
@@ -69,35 +69,39 @@ def hear(given: Sequence[Reply], known: Experiment, standing: Standing, form: Ca
     Raises:
         Pause: the answer cannot be followed: it is asked for once more, and the reason is said.
     """
-    reply = given[-1]
-    if reply.key in {each.key for each in known.answers}:
+    if shown.answer is None or shown.key in {each.key for each in known.answers}:
         return Heard()
-    if reply.to == HOW_TO_GO_ON:
-        return _how_to_go_on(reply, standing, form)
-    question = next((each for each in known.questions.values() if about(each) == reply.to), None)
-    return _answered(reply, question, known) if question else Heard()
+    if shown.about == HOW_TO_GO_ON:
+        return _how_to_go_on(shown.key, shown.answer, standing, form)
+    question = next((each for each in known.questions.values() if about(each) == shown.about), None)
+    return _answered(shown.answer, question, known) if question else Heard()
 
 
-def _how_to_go_on(reply: Reply, standing: Standing, form: Callable[[str], Form]) -> Heard:
+def _how_to_go_on(key: str, answer: Mapping[str, object], standing: Standing, form: Callable[[str], Form]) -> Heard:
     try:
-        choice = choice_of(reply.answer, standing)
+        choice = choice_of(answer, standing)
     except InvalidInput as bad:
-        _ask_again(reply, form(str(bad)))
-    answered = Answered(key=reply.key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id)
+        leave_with(form(str(bad)), HOW_TO_GO_ON)
+    answered = Answered(key=key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id)
     return Heard(choice, (answered,))
 
 
-def _answered(reply: Reply, question: Questioned, known: Experiment) -> Heard:
+def _answered(given: Mapping[str, object], question: Questioned, known: Experiment) -> Heard:
     try:
-        answer = answer_to(question.fields, reply.answer)
+        answer = answer_to(question.fields, given)
     except InvalidInput as bad:
-        _ask_again(reply, form_of_question(question, known.name, str(bad)))
+        leave_with(form_of_question(question, known.name, str(bad)), about(question))
     return Heard(None, (Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id),))
 
 
-def _ask_again(reply: Reply, form: Form) -> NoReturn:
-    forget(reply)
-    leave_with(form, reply.to)
+def unheard(news: Sequence[Answered], state: Experiment) -> Sequence[Answered]:
+    """Return those of `news` that the journal does not hold, as it was found when it was opened.
+
+    Two starts of one run find the same answer. Only the first one is to carry it out.
+    """
+    heard = {(each.trial, each.key) for each in state.answers}
+    heard -= {(name, each.key) for name, each in state.questions.items()}  # asked once more: it waits for an answer
+    return [each for each in news if (each.trial, each.key) not in heard]
 
 
 # ------------------------------------------------------------------------------------------------ what it makes of it

@@ -28,8 +28,13 @@ _BY_HAND = ("Retr",)
 """How the messages begin of the states that Prefect's UI and command line give a run that somebody retries."""
 
 
-def owner_after(known: Experiment, max_restarts: int) -> Owner:
+def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False) -> Owner:
     """Return who is to own the experiment, of which this is `known`.
+
+    Args:
+        known: the experiment, before it is opened.
+        max_restarts: how many in a row that no person asked for may come to nothing.
+        answered: whether this process goes on since a person has just answered it.
 
     Raises:
         CrashLoop: automations have started this run again and again, and nothing came of it.
@@ -42,7 +47,7 @@ def owner_after(known: Experiment, max_restarts: int) -> Owner:
     if before.flow_run != owner.flow_run:
         _leave_to_the_living(known.name, before)
         return owner
-    if _is_started_by_hand(UUID(owner.flow_run)):
+    if answered or _is_started_by_hand(UUID(owner.flow_run)):
         return owner.model_copy(update={"by_hand": True})
     if known.restarts >= max_restarts:
         raise CrashLoop(

@@ -39,6 +39,7 @@ from prefect_tune.flows.dispatches import Subject, budgets_of
 from prefect_tune.flows.driver import Driver
 from prefect_tune.flows.elsewhere import OnDeployment, OnTaskRunner
 from prefect_tune.flows.extending import search_of
+from prefect_tune.flows.going_on import unheard
 from prefect_tune.flows.herald import this_run
 from prefect_tune.flows.lessons import lessons_known, new_lessons, source_names
 from prefect_tune.flows.limits import Limits, has_had_enough, require_possible, warn_of_limits
@@ -98,16 +99,16 @@ def _searched(turn: Turn) -> Results:
         require_same(before.experiment, settings := settings_today(asked))
         if asked.on_code_change == "refuse":
             require_code(before.experiment, settings)
-        owner = owner_after(before.experiment, limits.failures.max_restarts)
+        owner = owner_after(before.experiment, limits.failures.max_restarts, answered=turn.answered)
         state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(before))
-        now, added = extending.extended(asked, state, extending.root_run())
+        now, added = extending.extended(asked, state, extending.place_of_run)
         require_same(state, settings := settings_today(now))
         say_code(state, settings, get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
         turn.reached(state)
         described = [Described(settings=settings)] if settings != state.settings else []
         learns = [each for each in learned if each.source not in state.learned]
-        news: list[Event] = [*turn.news, *described, *added, *learns]
+        news: list[Event] = [*unheard(turn.news, state), *described, *added, *learns]
         if news:
             book.write(news)
         if book.experiment.questions:

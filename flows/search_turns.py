@@ -19,7 +19,7 @@ from prefect_tune.flows.request import experiment_name
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resume_forms import Form, form_of_search, page_of
 from prefect_tune.flows.resuming import read_known
-from prefect_tune.flows.suspension import replies
+from prefect_tune.flows.suspension import last_form
 from prefect_tune.flows.turns import answers_of_persons
 from prefect_tune.tasks.transient import retrying
 
@@ -35,6 +35,8 @@ class Turn:
     known: Loaded | None = None
     news: Sequence[Answered] = ()
     """What persons have answered, and the journal does not hold yet."""
+    answered: bool = False
+    """Whether a person has answered this very process, which goes on."""
     stops: bool = False
     """Whether nothing is to be begun any more."""
     state: Experiment | None = None
@@ -52,17 +54,17 @@ def first_turn(asked: Asked, known: Loaded | None) -> Turn:
         Pause: a person has to say once more how to go on.
         ResumeFailed: the experiment cannot be read. Nothing was started afresh.
     """
-    name, given = experiment_name(asked.experiment), replies()
-    if not given and asked.samples_per_run is None:
+    name, shown = experiment_name(asked.experiment), last_form()
+    if shown is None and asked.samples_per_run is None:
         return Turn(asked, name, known)
     known = known or retrying(lambda: read_known(resolve_target(asked.target), name))
-    asked, _ = extending.extended(asked, known.experiment, extending.root_run())
-    if not given:
+    asked, _ = extending.extended(asked, known.experiment, extending.place_of_run)
+    if shown is None:
         return Turn(asked, name, known)
     state, chosen = known.experiment, list(chosen_before(known.experiment))
     for choice in chosen:
         asked = extended(asked, choice, _standing(asked))
-    heard = hear(given, state, _standing(asked), lambda why: _form(asked, state, why))
+    heard = hear(shown, state, _standing(asked), lambda why: _form(asked, state, why))
     if heard.choice is not None:
         chosen.append(heard.choice)
         asked = extended(asked, heard.choice, _standing(asked))
@@ -74,7 +76,7 @@ def next_turn(turn: Turn, results: Results) -> Turn | None:
     """Return what comes after a turn; None where it is over. Raises `Pause` where the process is to end first."""
     state = results.experiment
     news = answers_of_persons(state, lambda: _form(turn.asked, state))
-    return replace(turn, known=None, news=news, state=state) if news else None
+    return replace(turn, known=None, news=news, answered=True, state=state) if news else None
 
 
 def _standing(asked: Asked) -> Standing:

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, NoReturn
 from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRunInput, State
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
 from prefect.input import RunInput
 from prefect.input.run_input import keyset_from_base_key
 from prefect.states import Suspended
 
-__all__ = ["Reply", "can_be_suspended", "forget", "leave_with", "leave_without", "replies"]
+__all__ = ["Shown", "can_be_suspended", "last_form", "leave_with", "leave_without"]
 
 _PREFIX = "prefect-tune-"
-_RESPONSE = "-response"
-_SCHEMA = "-schema"
-_MOST_INPUTS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What a form was answered with."""
+class Shown:
+    """A form that a flow run was left with, for a person to answer."""
 
     key: str
     """Of the form: no other has it."""
-    to: str
-    """What the form was about."""
-    answer: Mapping[str, object]
+    about: str
+    """What it was about."""
+    answer: Mapping[str, object] | None
+    """What it was answered with; None where nobody has."""
 
 
 def can_be_suspended() -> bool:
@@ -46,7 +43,7 @@ def leave_with(form: type[RunInput], about: str) -> NoReturn:
     """Have the flow run be Suspended with `form`, and leave it.
 
     Args:
-        about: what `replies` tells the reply by, once there is one: small letters, digits and dashes.
+        about: what `last_form` tells the form by: small letters, digits and dashes.
 
     Raises:
         Pause: always, but for one case: the process ends, and the run is started again on *Resume*.
@@ -75,41 +72,36 @@ def leave_without() -> NoReturn:
     raise Pause(state=state)
 
 
-def replies() -> Sequence[Reply]:
-    """Return what this flow run's forms were answered with, oldest first.
+def last_form() -> Shown | None:
+    """Return the form that this flow run was last left with, and its answer; None where it was left with none.
 
-    Who resumes it and leaves the form as it is, answers with nothing, of which Prefect keeps nothing.
+    Which one that is, the run's states tell, of which Prefect lists all; of inputs it lists the oldest 200.
     """
     if not can_be_suspended():
-        return []
-    run, prefix = _run_id(), f"suspended-{_PREFIX}"
+        return None
+    run = _run_id()
     with get_client(sync_client=True) as client:
-        found = client.filter_flow_run_input(run, key_prefix=prefix, limit=_MOST_INPUTS, exclude_keys=set())
-        found.sort(key=lambda each: str(each.created))
-        given = {_form_of(each): each.decoded_value for each in found if each.key.endswith(_RESPONSE)}
-        forms = [each for each in found if each.key.endswith(_SCHEMA)]
-        if forms and _form_of(forms[-1]) not in given and _is_resumed(client, forms[-1].created):
-            given[_form_of(forms[-1])] = {}
-    return [_reply(key, answer) for key, answer in given.items()]
+        states = sorted(client.read_flow_run_states(run), key=lambda each: each.timestamp)
+        since = max((number for number, each in enumerate(states) if _is_ours(each)), default=None)
+        if since is None:
+            return None
+        details = states[since].state_details
+        is_resumed = any(each.name == "Resuming" for each in states[since:])
+        answer = _answer(client, run, details.run_input_keyset or {}) if is_resumed else None
+    key = str(details.pause_key)
+    return Shown(key, key.removeprefix(_PREFIX).rpartition("-")[0], answer)
 
 
-def _form_of(given: FlowRunInput) -> str:
-    return given.key.removeprefix("suspended-").rpartition("-")[0]
+def _is_ours(state: State[Any]) -> bool:
+    key = state.state_details.pause_key
+    return _is_suspended(state) and key is not None and key.startswith(_PREFIX)
 
 
-def _is_resumed(client: SyncPrefectClient, since: datetime | None) -> bool:
-    states = client.read_flow_run_states(_run_id())
-    return since is not None and any(each.name == "Resuming" and each.timestamp > since for each in states)
-
-
-def forget(reply: Reply) -> None:
-    """Have a reply not be found again."""
-    with get_client(sync_client=True) as client:
-        client.delete_flow_run_input(_run_id(), key=f"suspended-{reply.key}{_RESPONSE}")
-
-
-def _reply(key: str, answer: Any) -> Reply:
-    return Reply(key, key.removeprefix(_PREFIX).rpartition("-")[0], answer if isinstance(answer, Mapping) else {})
+def _answer(client: SyncPrefectClient, run: UUID, keyset: Mapping[str, str]) -> Mapping[str, object]:
+    """Who resumes a run and leaves the form as it is, answers with nothing, of which Prefect keeps nothing."""
+    found = client.filter_flow_run_input(run, key_prefix=keyset["response"], limit=1, exclude_keys=set())
+    answer = found[0].decoded_value if found else {}
+    return answer if isinstance(answer, Mapping) else {}
 
 
 def _is_suspended(state: State[Any]) -> bool:

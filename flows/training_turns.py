@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.choices import Choice, Standing
-from prefect_tune.core.events import Answered, CheckpointRef, Cloned, Event, Finished, Requeued
+from prefect_tune.core.errors import CheckpointNotFound
+from prefect_tune.core.events import Answered, Cloned, Event, Finished, Requeued
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.trial import ENDED, Trial, newest_key
-from prefect_tune.flows.going_on import chosen_before, hear, standing_of, stop_after
+from prefect_tune.flows.going_on import HOW_TO_GO_ON, chosen_before, hear, standing_of, stop_after, unheard
 from prefect_tune.flows.resume_forms import Form, form_of_training, page_of
 from prefect_tune.flows.resuming import read_known
 from prefect_tune.flows.source_code import code_of
-from prefect_tune.flows.suspension import replies
+from prefect_tune.flows.suspension import last_form, leave_with
 from prefect_tune.flows.turns import STOPPED_HERE, answers_of_persons
-from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint
+from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
 from prefect_tune.tasks.experiment_state import write_entry
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
@@ -36,6 +38,8 @@ class Turn:
     """How to go on, where that was answered and is not carried out yet."""
     news: Sequence[Answered] = ()
     """What persons have answered, and the journal does not hold yet."""
+    answered: bool = False
+    """Whether a person has answered this very process, which goes on."""
     state: Experiment | None = None
     """The experiment as it was last seen to be."""
 
@@ -47,30 +51,46 @@ class Turn:
 
 def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: object) -> Turn:
     """Return what a flow run begins with, be it new, retried or resumed. Raises `Pause` where it is to ask again."""
-    if not (given := replies()):
+    if (shown := last_form()) is None:
         return Turn(stop, trainable)
     state = retrying(lambda: read_known(target, experiment)).experiment
     for choice in chosen_before(state):
         stop = stop_after(stop, choice, standing_of(stop))
-    heard = hear(given, state, _standing(stop, state), lambda why: _form(target, Turn(stop, trainable), state, why))
+    form = partial(_form, target, Turn(stop, trainable), state)
+    heard = hear(shown, state, _standing(stop, state), form)
     if heard.choice is not None:
+        if why := _why_not_back(target, state, heard.choice):
+            leave_with(form(why), HOW_TO_GO_ON)
         stop = stop_after(stop, heard.choice, standing_of(stop))
     return Turn(stop, trainable, heard.choice, heard.news)
+
+
+def _why_not_back(target: StorageTarget, state: Experiment, choice: Choice) -> str:
+    """Say why a training cannot go back as was chosen: found later, it would go on from what was chosen against."""
+    if choice.way != "other checkpoint":
+        return ""
+    (trial,) = state.trials.values()
+    key = _checkpoint_at(TrialKey(experiment=state.name, trial=trial.trial), trial, choice.checkpoint)
+    damage = damage_of_checkpoint(target, key)
+    return damage and f"checkpoint: that of step {choice.checkpoint} cannot be used: {damage}"
 
 
 def next_turn(turn: Turn, target: StorageTarget, state: Experiment) -> Turn | None:
     """Return what comes after a turn; None where it is over. Raises `Pause` where the process is to end first."""
     news = answers_of_persons(state, lambda: _form(target, turn, state))
-    return Turn(turn.stop, turn.trainable, None, news, state) if news else None
+    return Turn(turn.stop, turn.trainable, None, news, answered=True, state=state) if news else None
 
 
 def followed(plan: TrialPlan, state: Experiment, turn: Turn) -> Experiment:
-    """Carry out what was answered, with the entry that says so: killed before that, it is carried out by a retry."""
-    if not turn.news:
+    """Carry out what was answered, with the entry that says so: killed before that, it is carried out by a retry.
+
+    What another start of this run has carried out meanwhile is done.
+    """
+    if not (news := unheard(turn.news, state)):
         return state
     trial = state.trials.get(plan.trial.trial)
     follows = _follows(plan, state, trial, turn.choice) if trial and turn.choice else []
-    return write_entry(plan.target, state, [*turn.news, *follows])
+    return write_entry(plan.target, state, [*news, *follows])
 
 
 def _follows(plan: TrialPlan, state: Experiment, trial: Trial, choice: Choice) -> Sequence[Event]:
@@ -87,16 +107,18 @@ def _follows(plan: TrialPlan, state: Experiment, trial: Trial, choice: Choice) -
 
 def _copy(plan: TrialPlan, state: Experiment, trial: Trial, step: int) -> Cloned:
     """The trial goes on from a copy of an earlier checkpoint of its own, which costs one manifest: none is lost."""
-    ref = _checkpoint_at(trial, step)
-    key = CheckpointKey(trial=plan.trial, step=step, sequence=ref.sequence)
+    key = _checkpoint_at(plan.trial, trial, step)
     cloned = clone_checkpoint(plan.target, key, unseen(state), trial.trial, new_stamp())
     reason = f"went back to step {step}, as was chosen"
     return Cloned(trial=trial.trial, checkpoint=cloned.checkpoint, source=cloned.source, reason=reason)
 
 
-def _checkpoint_at(trial: Trial, step: int) -> CheckpointRef:
-    """Of two of one step the newer."""
-    return next(each for each in reversed(trial.checkpoints) if each.step == step)
+def _checkpoint_at(place: TrialKey, trial: Trial, step: int) -> CheckpointKey:
+    """Of two of one step the newer. Raises `CheckpointNotFound` where it was retired since it was chosen."""
+    sequences = [each.sequence for each in trial.checkpoints if each.step == step]
+    if not sequences:
+        raise CheckpointNotFound(f"{place.folder}: there is none of step {step} any more; press Retry to choose again")
+    return CheckpointKey(trial=place, step=step, sequence=sequences[-1])
 
 
 def _standing(stop: object, state: Experiment) -> Standing:

@@ -13,12 +13,12 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.clone import clear, clone, newest_of
 from prefect_tune.core.collect import leftover
 from prefect_tune.core.commit import commit, reusable
-from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError, UnknownVersion
 from prefect_tune.core.events import CheckpointRef
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.manifest import About, Manifest
-from prefect_tune.core.restore import read_manifest, restore
+from prefect_tune.core.restore import read_manifest, restore, verify
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import Stamp
@@ -31,6 +31,7 @@ __all__ = [
     "SavedCheckpoint",
     "clone_checkpoint",
     "code_of_checkpoint",
+    "damage_of_checkpoint",
     "delete_checkpoint",
     "find_leftovers",
     "restore_checkpoint",
@@ -161,6 +162,24 @@ def code_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
             return read_manifest(store, key).about.fingerprint.get("code", "")
     except TuneError:
         return ""
+
+
+@task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **RETRYING)
+def damage_of_checkpoint(
+    target: StorageTarget, key: CheckpointKey, *, timeout_seconds: float = _TIMEOUT_SECONDS
+) -> str:
+    """Read every byte of the checkpoint `key`, and say what is wrong with it; empty where it can be restored.
+
+    Raises:
+        StoreRefused: credentials, permission or bucket; not retried.
+        StoreUnavailable: the retries are spent.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        try:
+            verify(store, read_manifest(store, key), side_by_side=transfers)
+        except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as damaged:
+            return str(damaged)
+    return ""
 
 
 @task(name="restore-checkpoint", task_run_name="restore {key.trial.trial} step {key.step}", **RETRYING)

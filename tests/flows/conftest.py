@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from prefect_tune.blocks import LocalTarget, S3Target
 from tests.fakes.processes import free_port, running
 from tests.flows.driver import Drivers
+from tests.flows.left_run import LeftRun
 from tests.flows.trouble import Trouble, listening
 from tests.flows.ui import Ui
 
@@ -47,6 +48,14 @@ def trouble(prefect_server: str, tmp_path: Path) -> Iterator[Trouble]:
     made = Trouble(tmp_path)
     with listening(made.said):
         yield made
+
+
+@pytest.fixture
+def left_run(prefect_server: str) -> Iterator[LeftRun]:
+    """The run of a deployment, to be left with forms."""
+    assert prefect_server
+    with get_client(sync_client=True) as client:
+        yield LeftRun(client)
 
 
 @pytest.fixture(scope="session")

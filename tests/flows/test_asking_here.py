@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 
+import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events import Questioned
 from prefect_tune.flows.terminal_form import asked_in_terminal
@@ -54,3 +57,51 @@ def test_what_is_typed_is_asked_for_again_until_it_can_be_meant(
     assert "Trial 00003 asks: Loss is flat; go on?" in said
     assert "how (slow, fast) [slow]: " in said
     assert "go_on: expected yes or no, found 'perhaps'" in said
+
+
+class _Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def inquisitor(config: Mapping[str, Any]) -> None:
+    """Asks so often before anything else comes of it."""
+    for number in range(config["questions"]):
+        pt.ask(f"Question {number}?", {"go_on": True})
+    pt.report({"loss": 0.0})
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_script_may_ask_more_often_than_it_may_be_started_again(
+    monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget
+) -> None:
+    questions = 3
+    monkeypatch.setattr(sys, "stdin", _Keyboard("y\n" * questions))
+    done = pt.durable_trainable(
+        inquisitor,
+        {"questions": questions},
+        target=local_target,
+        experiment=_NAME,
+        isolation="thread",
+        failures=pt.FailurePolicy(max_restarts=1),
+    )
+    assert done.metrics == {"loss": 0.0}
+    assert len(experiment_at(local_target, _NAME).answers) == questions
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_may_have_more_trials_that_ask_than_it_may_be_started_again(
+    monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget
+) -> None:
+    monkeypatch.setattr(sys, "stdin", _Keyboard("y\n" * 3))
+    done = pt.tune(
+        inquisitor,
+        {"questions": 1, "trial": pt.grid_search([1, 2, 3])},
+        target=local_target,
+        experiment=_NAME,
+        isolation="thread",
+        num_samples=1,
+        max_concurrent_trials=3,
+        failures=pt.FailurePolicy(max_restarts=1),
+    )
+    assert [trial.metrics for trial in done.trials.values()] == [{"loss": 0.0}] * 3

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
-from prefect import flow
+from prefect import flow, task
 from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
@@ -16,7 +18,7 @@ from prefect_tune.core.events import Described, Event
 from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.flows.agreement import settings_today
 from prefect_tune.flows.asked import Asked
-from prefect_tune.flows.extending import extended
+from prefect_tune.flows.extending import extended, place_of_run
 from prefect_tune.flows.resuming import read_known
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
@@ -41,8 +43,12 @@ def begun(**options: Any) -> Experiment:
 
 def run(state: Experiment, number: str, **options: Any) -> Experiment:
     """The experiment as the journal has it when a run with this id has opened it."""
-    now, added = extended(asked(**options), state, number)
+    now, added = extended(asked(**options), state, lambda: number)
     return after(state, [Described(settings=settings_today(now)), *added])
+
+
+def _nobody() -> str:
+    raise AssertionError("it costs requests, and nobody needs to know")
 
 
 def total(state: Experiment) -> object:
@@ -72,7 +78,7 @@ def test_what_was_begun_by_hand_is_extended_from_there(before: Mapping[str, Any]
 
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
     state = run(nothing_yet("nightly"), "a", samples_per_run=5)
-    same, added = extended(asked(num_samples=3), state, "b")
+    same, added = extended(asked(num_samples=3), state, _nobody)
     assert (same.num_samples, added) == (3, ())
 
 
@@ -80,7 +86,7 @@ def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
     state = after(nothing_yet("nightly"), [Described(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a number"):
-        extended(asked(samples_per_run=5), state, "a")
+        extended(asked(samples_per_run=5), state, lambda: "a")
 
 
 @pytest.mark.parametrize(("options", "said"), [({"num_samples": 3}, "give one of them"), ({}, "found -2")])
@@ -135,20 +141,83 @@ def test_the_report_of_the_third_run_shows_what_all_three_have_added(local_targe
     assert [row[-3:-1] for row in runs[2:]] == [["+2", "2"], ["+1", "1"], ["+3", "3"]]
 
 
+class _Dies(Exception):
+    """What a flow ends with before a Retry."""
+
+
+def _is_first_try() -> bool:
+    return (flow_run.run_count or 1) == 1
+
+
 @pytest.mark.usefixtures("prefect_server")
-def test_the_same_root_run_adds_once_and_what_it_left_over_comes_first(local_target: LocalTarget) -> None:
-    cut_short = {"stop": {"step": 2, "TrialBudget": {"trials": 1}}}
+def test_a_flow_that_calls_the_search_every_night_adds_each_time_and_its_retry_adds_nothing(
+    local_target: LocalTarget,
+) -> None:
+    counts: list[int] = []
+
+    @flow(retries=1)
+    def nightly() -> None:
+        counts.extend(len(search(local_target, samples_per_run=1).trials) for _ in range(2))
+        if _is_first_try():
+            raise _Dies
+
+    nightly()
+    assert counts == [1, 2, 2, 2]
+    assert list(experiment_at(local_target, "nightly").extensions.values()) == [1, 1]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_what_a_run_left_over_comes_first_in_the_next_one(local_target: LocalTarget) -> None:
+    assert len(search(local_target, samples_per_run=3, stop={"step": 2, "TrialBudget": {"trials": 1}}).trials) == 1
+    assert len(search(local_target, samples_per_run=2).trials) == 5
+    assert sorted(experiment_at(local_target, "nightly").extensions.values()) == [2, 3]
+
+
+@flow
+def _search_run() -> str:
+    return place_of_run()
+
+
+@flow
+def _weekly() -> list[str]:
+    return [_search_run() for _ in range(2)]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_each_call_has_a_place_of_its_own_that_a_retry_of_whoever_calls_does_not_change() -> None:
+    tries: list[list[str]] = []
+
+    @flow(retries=1)
+    def yearly() -> str:
+        tries.append([_search_run(), *_weekly()])
+        if _is_first_try():
+            raise _Dies
+        return place_of_run()
+
+    run = yearly()
+    before, again = tries
+    assert before == again
+    assert len(set(before)) == 3
+    assert str(UUID(run)) == run  # nobody has called it: it is told by its id
+    assert all(each.startswith(f"{run}/") for each in before)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_task_that_calls_the_search_is_tried_again_in_the_same_place() -> None:
+    places: list[str] = []
+
+    @task(retries=1)
+    def calling() -> None:
+        places.append(_search_run())
+        if len(places) == 1:
+            raise _Dies
 
     @flow
-    def nightly() -> list[int]:
-        """What a Retry does: the same root run comes to the same search again."""
-        first = search(local_target, samples_per_run=3, **cut_short)
-        return [len(first.trials), len(search(local_target, samples_per_run=3, **cut_short).trials)]
+    def parent() -> None:
+        calling()
 
-    assert nightly() == [1, 1]
-    assert len(search(local_target, samples_per_run=2).trials) == 5
-    state = experiment_at(local_target, "nightly")
-    assert sorted(state.extensions.values()) == [2, 3]
+    parent()
+    assert places[0] == places[1]
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -121,7 +121,7 @@ class Extended(Value):
 
     type: Literal["extended"] = "extended"
     run: str
-    """What stays the same when the run is started again: the id of its root flow run."""
+    """What stays the same when the run is started again: its id, or its place in the run that has called it."""
     samples: int
 
 

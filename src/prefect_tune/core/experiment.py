@@ -74,7 +74,7 @@ class Experiment(Value):
     settings: Mapping[str, object] = Field(default_factory=dict)
     """What it was asked to be when it was last opened; see `Described`."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """How many samples each run has added that was to add some, by the id of its root flow run, in their order."""
+    """How many samples each run has added that was to add some, by `Extended.run`, in their order."""
     origin: ForkOrigin | None = None
     """What it was forked from."""
     is_whole: bool = True

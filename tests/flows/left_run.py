@@ -1,0 +1,65 @@
+"""The run of a deployment that is left with forms, and started again as a worker would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.exceptions import Pause
+from prefect.flow_engine import run_flow
+from prefect.input import RunInput
+from prefect.states import AwaitingRetry
+
+from prefect_tune.flows.suspension import Shown, last_form, leave_with
+
+__all__ = ["LeftRun"]
+
+
+class LeftRun:
+    """One that does in this process whatever it is to do."""
+
+    def __init__(self, client: SyncPrefectClient) -> None:
+        self._client = client
+        deployment = client.create_deployment(client.create_flow(flow(name="asks")(_nothing)), name="asks")
+        self.id: UUID = client.create_flow_run_from_deployment(deployment).id
+
+    def within(self, act: Callable[[], object]) -> Any:
+        """Start it, and have it do so."""
+        return run_flow(flow(name="asks")(act), flow_run=self._client.read_flow_run(self.id))
+
+    def ask(self, form: type[RunInput], about: str) -> None:
+        with pytest.raises(Pause):
+            self.within(lambda: leave_with(form, about))
+
+    def resume(self, answer: Mapping[str, object] | None = None) -> None:
+        self._client.resume_flow_run(self.id, run_input=None if answer is None else dict(answer))
+
+    def retry(self) -> None:
+        self._client.set_flow_run_state(self.id, AwaitingRetry(), force=True)
+
+    def last_form(self) -> Shown | None:
+        found: list[Shown | None] = []
+        self.within(lambda: found.append(last_form()))
+        return found[0]
+
+    def page(self) -> str:
+        """What stands above the form that it waits with."""
+        state = self._client.read_flow_run(self.id).state
+        keyset = state.state_details.run_input_keyset if state else None
+        assert keyset is not None
+        return self._client.read_flow_run_input(self.id, keyset["description"])
+
+    def has_answered(self, forms: int) -> None:
+        """Leave behind what the forms of a long life do."""
+        for number in range(forms):
+            for kind in ("schema", "description", "response"):
+                key = f"suspended-prefect-tune-ask-{number:04}-{number:012}-{kind}"
+                self._client.create_flow_run_input(self.id, key, '{"go_on": true}')
+
+
+def _nothing() -> None:
+    """What no worker starts."""

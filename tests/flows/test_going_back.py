@@ -1,0 +1,93 @@
+"""*other checkpoint*: a training goes back once, to a checkpoint that is whole, or asks again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefect.exceptions import Pause
+
+from prefect_tune.core.choices import Choice, Standing
+from prefect_tune.core.events import Answered, Owner
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.trial import Status
+from prefect_tune.flows.going_on import HOW_TO_GO_ON
+from prefect_tune.flows.resume_forms import form_of_training
+from prefect_tune.flows.training_turns import Turn, first_turn, followed
+from prefect_tune.stores.posix import PosixStore
+from prefect_tune.tasks import restore_experiment_state
+from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.tasks.stamp import new_stamp
+from tests.flows.left_run import LeftRun
+from tests.flows.training import experiment_at
+from tests.flows.trouble import Trouble
+
+_TRIAL = TrialKey(experiment="troubled", trial="trial")
+_BACK = {"way": "other checkpoint", "checkpoint": 5}
+
+
+@pytest.fixture
+def trained(trouble: Trouble) -> Trouble:
+    """A training of 15 steps, with checkpoints of 5, 10 and 15."""
+    trouble.run(steps=15)
+    return trouble
+
+
+def _opened(trained: Trouble) -> Experiment:
+    owner = Owner(name="a start of the run", host="here", pid=1, flow_run="run")
+    return restore_experiment_state(trained.target, _TRIAL.experiment, owner, new_stamp())
+
+
+def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_does(trained: Trouble) -> None:
+    plan = TrialPlan(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
+    answered = Answered(key="form", answer=_BACK, flow_run="run")
+    turn = Turn(None, trained.trainable, Choice(way="other checkpoint", checkpoint=5), (answered,))
+    back = followed(plan, _opened(trained), turn).trial("trial")
+    assert (back.status, back.checkpoints[-1].step) == (Status.PENDING, 5)
+    trained.run(steps=20)
+    second = followed(plan, _opened(trained), turn)
+    assert [each.step for each in second.trial("trial").checkpoints] == [5, 10, 15, 5, 10, 15, 20]
+    assert second.trial("trial").status is Status.FINISHED
+    assert list(experiment_at(trained.target, "troubled").answers) == [answered]
+
+
+def _blob(target: Path, manifest: Path) -> Path:
+    step, sequence = (int(each) for each in manifest.parent.name.split("-"))
+    key = CheckpointKey(trial=_TRIAL, step=step, sequence=sequence)
+    return target / min(read_manifest(PosixStore(target), key).blob_paths())
+
+
+def _flip(path: Path) -> None:
+    path.chmod(0o644)
+    first, *rest = path.read_bytes()
+    path.write_bytes(bytes([first ^ 1, *rest]))
+
+
+_DAMAGE: dict[str, Callable[[Path, Path], None]] = {
+    "its bytes are altered": lambda target, manifest: _flip(_blob(target, manifest)),
+    "its manifest is gone": lambda _, manifest: manifest.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, left_run: LeftRun, damage: str) -> None:
+    left_run.ask(form_of_training(Standing(checkpoints=(5, 10, 15)), "How?"), HOW_TO_GO_ON)
+    left_run.resume(_BACK)
+    (manifest,) = Path(trained.target.path).rglob("0000000005-*/manifest.json")
+    _DAMAGE[damage](Path(trained.target.path), manifest)
+    before = experiment_at(trained.target, "troubled")
+    turns: list[Turn] = []
+
+    def start() -> None:
+        turns.append(first_turn(trained.target, "troubled", None, trained.trainable))
+
+    with pytest.raises(Pause):
+        left_run.within(start)
+    assert "Please answer again**: checkpoint: that of step 5 cannot be used: " in left_run.page()
+    assert experiment_at(trained.target, "troubled") == before
+    left_run.resume({**_BACK, "checkpoint": 10})
+    left_run.within(start)
+    assert [each.choice for each in turns] == [Choice(way="other checkpoint", checkpoint=10)]
