@@ -306,6 +306,22 @@ def test_a_new_checkpoint_retires_what_was_put_aside_before_it() -> None:
     assert scene.store.size(bad.manifest_path) is None
 
 
+def test_a_checkpoint_that_a_rule_keeps_and_was_put_aside_by_mistake_can_be_reinstated_after_any_save() -> None:
+    scene = training(SOURCE, CLONE)
+    kept = newest(scene.members["s"])
+    doubts(scene, scene.store)
+    member = reopened(scene)
+    member.retention = Retention(last=1, every=2)
+    member.save_and_clear_all()
+    for _ in range(2):
+        member.save()
+    member.clear_away()
+    assert scene.store.size(kept.manifest_path)
+    reinstate(scene.store, member.key, [kept], scene.chronicle.stamp(), side_by_side=map)
+    assert kept.step in [each.step for each in reopened(scene).trial.checkpoints]
+    assert promises_broken(scene.store, scene.chronicle, scene.journals) == []
+
+
 def test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside() -> None:
     scene = training(SOURCE, CLONE)
     member = scene.members["s"]
