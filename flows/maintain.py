@@ -18,16 +18,18 @@ from prefect_tune.core.errors import (
     DamageFound,
     InvalidInput,
     JournalCorrupt,
+    StoreRefused,
     StoreUnavailable,
     UnknownVersion,
 )
-from prefect_tune.core.inspection import Inspection, next_round, told_before
-from prefect_tune.core.layout import CheckpointKey
+from prefect_tune.core.inspection import Inspection
+from prefect_tune.core.layout import CheckpointKey, JournalKey
 from prefect_tune.core.retention import Retention
+from prefect_tune.core.rounds import Change, Remembered, Untold, amended, next_round, reported, told_before
+from prefect_tune.core.unreadable import Unreadable
 from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.upkeep import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, show_report
 from prefect_tune.tasks.maintenance import (
-    Remembered,
     Sample,
     collect_garbage,
     is_there,
@@ -78,8 +80,9 @@ def maintain(
 
     It may run at any time, beside running experiments too, and beside itself: it takes over nothing, and deletes
     nothing that is needed or may be needed by a save that is under way. Cut short anywhere, it is
-    finished by the next run. It fails where it finds damage that no run before it told of, and only after all else is
-    done; every damage is in the report, which is an artifact of the run.
+    finished by the next run. It fails where there is damage that no run before it told of, found by it or by one
+    that died, and only after all else is done; every damage is in the report, which is an artifact of the run.
+    What cannot be read keeps it from nothing else, and is in the report of each run.
 
     Args:
         target: what to look after: a block, a `"block-type/name"` slug, or a URI.
@@ -121,9 +124,12 @@ def maintain(
         until=until,
         dry_run=dry_run,
     )
-    report = _maintained(wanted, _chosen(wanted.target, experiments))
-    show_report(report)
+    rounds = [_Rounds(wanted, name, recall(wanted.target, name)) for name in _chosen(wanted.target, experiments)]
+    report = _maintained(wanted, rounds)
     get_run_logger().info("%s", report.summary)
+    if show_report(report):
+        for each in rounds:
+            each.was_reported()
     if report.new_damage:
         raise DamageFound(report.alarm, report)
     return report
@@ -153,16 +159,15 @@ def _chosen(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[s
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _maintained(wanted: _Wanted, names: Sequence[str]) -> MaintenanceReport:
+def _maintained(wanted: _Wanted, rounds: Sequence[_Rounds]) -> MaintenanceReport:
     """One experiment after the other, beginning with the one that waits longest."""
-    known = {name: recall(wanted.target, name) for name in names}
-    waiting = sorted(names, key=lambda name: (last.at if (last := known[name].last) else "", name))
     done, left = list[Upkeep](), list[NotLookedAt]()
-    for name in waiting:
+    for each in sorted(rounds, key=lambda each: each.waits_since):
         if wanted.has_time():
-            done.append(_Rounds(wanted, name, known[name]).run())
+            done.append(each.run())
         else:
-            left.append(NotLookedAt(name, "everything", "the time budget was spent"))
+            left.append(NotLookedAt(each.name, "everything", "the time budget was spent"))
+            done += [each.upkeep] if each.upkeep.damaged else []  # which a run that died has not told of
     skipped = [each for upkeep in done for each in upkeep.not_looked_at]
     return MaintenanceReport(wanted.target.uri, tuple(done), (*left, *skipped), dry_run=wanted.dry_run)
 
@@ -172,9 +177,14 @@ class _Rounds:
 
     def __init__(self, wanted: _Wanted, name: str, known: Remembered) -> None:
         self._wanted = wanted
-        self._name = name
+        self._told = told_before(known.last)
         self._known = known
-        self._upkeep = Upkeep(name)
+        self._is_left = False
+        self.name = name
+        self.waits_since = (known.last.at if known.last else "", name)
+        """When it was last looked at; those that were never are first."""
+        untold = known.last.untold if known.last else ()
+        self.upkeep = Upkeep(name, damaged=tuple(_not_told_of(name, each) for each in untold))
 
     def run(self) -> Upkeep:
         """Verify, put aside, prune, collect; in this order, so that what is damaged is deleted by nobody."""
@@ -188,88 +198,126 @@ class _Rounds:
         for what, act in acts:
             with self._or_told(what):
                 act()
-        return self._upkeep
+        if not self._is_left:
+            with self._or_skipped("when it was looked at"):
+                self._leave(partial(amended, stamp=new_stamp()))
+        return self.upkeep
+
+    def was_reported(self) -> None:
+        """Remember that its damage need not be told of again; where this run dies before, the next tells of it too."""
+        if self._known.last is not None and self._known.last.untold:
+            folders = {each.folder for each in self.upkeep.damaged}
+            with self._or_skipped("what was told of"):
+                self._leave(partial(reported, stamp=new_stamp(), folders=folders))
+
+    def _leave(self, change: Change) -> None:
+        if not self._wanted.dry_run:
+            self._known = remember(self._wanted.target, self.name, self._known, change)
+
+    # ------------------------------------------------------------------------------------------ what fails
 
     @contextmanager
     def _or_told(self, what: str) -> Iterator[None]:
+        with self._or_skipped(what):
+            try:
+                yield
+            except JournalCorrupt as error:
+                self._journal_is_damaged(what, error)
+
+    @contextmanager
+    def _or_skipped(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (StoreUnavailable, CommitUnknown, UnknownVersion) as error:
+        except (StoreUnavailable, StoreRefused, CommitUnknown, UnknownVersion) as error:
             self._skip(what, str(error))
-        except JournalCorrupt as error:
-            if is_there(self._wanted.target, self._name):
-                self._journal_is_damaged(what, error)
-            else:
-                self._skip(what, "it is being deleted")
 
     def _skip(self, what: str, why: str) -> None:
-        get_run_logger().warning("%s: %s not looked at: %s", self._name, what, why)
-        left = NotLookedAt(self._name, what, why)
-        self._upkeep = replace(self._upkeep, not_looked_at=(*self._upkeep.not_looked_at, left))
+        get_run_logger().warning("%s: %s not looked at: %s", self.name, what, why)
+        left = NotLookedAt(self.name, what, why)
+        self.upkeep = replace(self.upkeep, not_looked_at=(*self.upkeep.not_looked_at, left))
+
+    def _skip_unreadable(self, what: str, unreadable: Sequence[Unreadable]) -> None:
+        for each in unreadable:
+            self._skip(f"{what} {each.folder}".strip(), each.why)
 
     def _journal_is_damaged(self, what: str, error: JournalCorrupt) -> None:
-        self._skip(what, f"its journal is damaged: {error}")
-        folder = f"{self._name}/journal"
-        if any(each.folder == folder for each in self._upkeep.damaged):
+        if not is_there(self._wanted.target, self.name):
+            self._skip(what, "it is being deleted")
             return
-        is_new = folder not in told_before(self._known.last)
-        damaged = DamagedCheckpoint(self._name, None, None, folder, str(error), is_new=is_new, is_aside=False)
-        self._upkeep = replace(self._upkeep, damaged=(*self._upkeep.damaged, damaged))
-        if not self._wanted.dry_run and is_new:
-            nothing = Inspection(live=(), ends_at=self._known.last.begins_at if self._known.last else 0)
-            told = next_round(self._known.last, new_stamp(), nothing, ())
-            left = told.model_copy(update={"told": (*told_before(self._known.last), folder)})
-            remember(self._wanted.target, self._name, self._known.number + 1, left)
+        self._skip(what, f"its journal is damaged: {error}")
+        folder = JournalKey(experiment=self.name).entries
+        damaged = self._damaged(folder, str(error))
+        self._add([damaged])
+        self._leave(partial(amended, stamp=new_stamp(), told=[folder], untold=_to_tell([damaged])))
+        self._is_left = True
+
+    # ------------------------------------------------------------------------------------------ what is damaged
+
+    def _damaged(self, folder: str, damage: str, key: CheckpointKey | None = None) -> DamagedCheckpoint:
+        trial, step = (key.trial.trial, key.step) if key else (None, None)
+        is_new = folder not in self._told
+        return DamagedCheckpoint(self.name, trial, step, folder, damage, is_new=is_new, is_aside=False)
+
+    def _add(self, damaged: Sequence[DamagedCheckpoint]) -> None:
+        """What was found now says more than what was known of it."""
+        by_folder = {each.folder: each for each in (*self.upkeep.damaged, *damaged)}
+        self.upkeep = replace(self.upkeep, damaged=tuple(by_folder.values()))
 
     def _verify(self, sample: Sample) -> None:
-        wanted, last = self._wanted, self._known.last
+        last = self._known.last
         here = replace(sample, begins_at=last.begins_at if last else 0)
-        found = verify_checkpoints(wanted.target, self._name, here)
-        aside = self._put_aside(found)
-        self._upkeep = replace(
-            self._upkeep,
+        found = verify_checkpoints(self._wanted.target, self.name, here)
+        self.upkeep = replace(
+            self.upkeep,
             live_count=len(found.live),
             verified_count=len(found.inspected),
             verified_bytes=sum(each.size_bytes for each in found.inspected),
             unread_count=found.unread_count,
-            damaged=tuple(self._damaged(found, aside)),
         )
+        self._skip_unreadable("", found.unreadable)
         if found.unread_count:
             self._skip(f"{found.unread_count} checkpoints of this sample", "the limits were reached; they are next")
-        if not wanted.dry_run:
-            remember(wanted.target, self._name, self._known.number + 1, next_round(last, new_stamp(), found, aside))
+        checkpoints = [self._damaged(each.key.folder, each.damage or "", each.key) for each in found.damaged]
+        journals = [
+            replace(self._damaged(each.folder, each.why), trial=each.trial)
+            for each in found.unreadable
+            if each.is_damage
+        ]
+        self._add([*checkpoints, *journals])
+        aside = self._put_aside(found, checkpoints)
+        now = [replace(each, is_aside=each.folder in {key.folder for key in aside}) for each in checkpoints]
+        self._add(now)
+        untold = _to_tell([*now, *journals])
+        self._leave(partial(next_round, stamp=new_stamp(), inspection=found, aside=aside, untold=untold))
+        self._is_left = True
 
-    def _put_aside(self, found: Inspection) -> Sequence[CheckpointKey]:
-        damaged = {each.key: each.damage for each in found.damaged if each.damage is not None}
-        for key, damage in damaged.items():
-            get_run_logger().error("%s step %d is damaged: %s", key.trial.folder, key.step, damage)
+    def _put_aside(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
+        """First it is written down that this is still to be told: what is aside is found by no later run."""
+        for each in damaged:
+            get_run_logger().error("%s is damaged: %s", each.folder, each.damage)
         if not damaged or not self._wanted.quarantine:
             return ()
-        return quarantine_checkpoints(self._wanted.target, self._name, damaged)
+        aside = list[CheckpointKey]()
+        with self._or_skipped("quarantine"):
+            untold = _to_tell([replace(each, is_aside=True) for each in damaged])
+            self._leave(partial(amended, stamp=new_stamp(), untold=untold))
+            reasons = {each.key: each.damage or "" for each in found.damaged}
+            aside += quarantine_checkpoints(self._wanted.target, self.name, reasons)
+        return aside
 
-    def _damaged(self, found: Inspection, aside: Sequence[CheckpointKey]) -> Iterator[DamagedCheckpoint]:
-        told = told_before(self._known.last)
-        for each in found.damaged:
-            yield DamagedCheckpoint(
-                self._name,
-                each.key.trial.trial,
-                each.key.step,
-                each.key.folder,
-                each.damage or "",
-                is_new=each.key.folder not in told,
-                is_aside=each.key in aside,
-            )
+    # ------------------------------------------------------------------------------------------ what nobody needs
 
     def _prune(self, retention: Retention) -> None:
         wanted = self._wanted
-        count = prune_checkpoints(wanted.target, self._name, retention, dry_run=wanted.dry_run)
-        self._upkeep = replace(self._upkeep, pruned_count=count)
+        found = prune_checkpoints(wanted.target, self.name, retention, dry_run=wanted.dry_run)
+        self.upkeep = replace(self.upkeep, pruned_count=found.count)
+        self._skip_unreadable("retention of", found.unreadable)
 
     def _collect(self) -> None:
         wanted = self._wanted
-        found = collect_garbage(wanted.target, self._name, dry_run=wanted.dry_run, until=wanted.until)
-        self._upkeep = replace(
-            self._upkeep,
+        found = collect_garbage(wanted.target, self.name, dry_run=wanted.dry_run, until=wanted.until)
+        self.upkeep = replace(
+            self.upkeep,
             collected_count=sum(len(each.checkpoints) + each.orphan_count for each in found.trials),
             collected_bytes=sum(each.orphan_bytes for each in found.trials),
             undecided_count=sum(each.undecided_count for each in found.trials),
@@ -277,5 +325,21 @@ class _Rounds:
         for each in found.trials:
             if each.damage is not None:
                 self._skip(f"garbage of trial {each.trial}", each.damage)
+        self._skip_unreadable("garbage of", found.unreadable)
         if found.skipped_count:
-            self._skip(f"garbage of {found.skipped_count} trials", "the time budget was spent")
+            self._skip(f"garbage of {found.skipped_count} trials", "there was no more time")
+
+
+def _not_told_of(experiment: str, known: Untold) -> DamagedCheckpoint:
+    """What a round has found that died before it could tell."""
+    return DamagedCheckpoint(
+        experiment, known.trial, known.step, known.folder, known.damage, is_new=True, is_aside=known.is_aside
+    )
+
+
+def _to_tell(damaged: Sequence[DamagedCheckpoint]) -> Sequence[Untold]:
+    return [
+        Untold(trial=each.trial, step=each.step, folder=each.folder, damage=each.damage, is_aside=each.is_aside)
+        for each in damaged
+        if each.is_new
+    ]

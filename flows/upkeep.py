@@ -24,7 +24,7 @@ class DamagedCheckpoint:
 
     experiment: str
     trial: str | None
-    """None where it is the experiment's journal."""
+    """None where it is the experiment's journal; of a trial's own journal the step is None."""
     step: int | None
     folder: str
     """Where on the target it lies."""
@@ -104,10 +104,11 @@ class MaintenanceReport:
         size = sum(each.verified_bytes for each in self.experiments)
         would = "would be " if self.dry_run else ""
         pruned = sum(each.pruned_count for each in self.experiments)
+        left = f"; {len(self.not_looked_at)} things not looked at" if self.not_looked_at else ""
         return (
             f"{len(self.experiments)} experiments: {self.verified_count} checkpoints read ({shown_size(size)}), "
             f"{len(self.damaged)} damaged, {len(self.new_damage)} of them new; {pruned} {would}pruned, "
-            f"{shown_size(self.collected_bytes)} {would}deleted"
+            f"{shown_size(self.collected_bytes)} {would}deleted{left}"
         )
 
     @property
@@ -119,14 +120,19 @@ class MaintenanceReport:
         return f"{self.target}: {first.folder}{more} damaged, and not told of before{aside}: {first.damage}"
 
 
-def show_report(report: MaintenanceReport) -> None:
-    """Make the report an artifact of the run. Best effort: what was done is done, and the result says it too."""
+def show_report(report: MaintenanceReport) -> bool:
+    """Make the report an artifact of the run, and return whether it is one.
+
+    Best effort: what was done is done, and the result says it too; but what nobody has seen is told again.
+    """
     plain = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
     key = f"maintenance-{plain}-{digest_of(report.target.encode())[:6]}"
     try:
         MarkdownArtifact(key=key, markdown=markdown(report), description="Maintenance report").create()
     except (PrefectException, HTTPError, OSError) as error:
         get_run_logger().warning("the report is not shown: %s: %s", type(error).__name__, error)
+        return False
+    return True
 
 
 def markdown(report: MaintenanceReport) -> str:

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
+
 import pytest
 
-from prefect_tune.core.errors import CheckpointNotFound
+from prefect_tune.core.errors import (
+    CheckpointNotFound,
+    DeadlineExceeded,
+    StoreRefused,
+    StoreUnavailable,
+    TuneError,
+)
 from prefect_tune.core.events import Finished, RemovalBegun, Retired
 from prefect_tune.core.experiment_names import experiment_names
 from prefect_tune.core.inspection import (
     Limits,
-    Round,
     inspect,
     inspect_one,
-    last_round,
-    leave_round,
-    next_round,
     on_arc,
     place_of,
-    told_before,
 )
-from prefect_tune.core.layout import CheckpointKey, TrialKey, maintenance_path
+from prefect_tune.core.journal import append, load
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.standing import best_first, best_of
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.unreadable import Unreadable
 from prefect_tune.core.values import Stamp
 from tests.core.driver import KEY, NAME, Session, Witness
+from tests.core.small_search import SmallSearch
 from tests.fakes.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
-
-STAMP = Stamp(write_id="m", at="2026-11-21T08:00:00Z")
 
 
 @pytest.fixture
@@ -130,46 +136,144 @@ def test_of_a_trial_that_has_ended_only_what_is_to_be_read_is_asked_after(traine
     assert len(found.inspected) == 8
 
 
-# --------------------------------------------------------------------------------- from one round to the next
+# ----------------------------------------------------------------------------------------- what cannot be read
 
 
-def test_what_a_round_leaves_the_next_one_finds_and_earlier_ones_are_deleted(trained: Session) -> None:
-    assert last_round(trained.store, NAME) == (0, None)
-    for number in (1, 2, 3):
-        leave_round(trained.store, NAME, number, Round(write_id=f"w{number}", at="now", begins_at=number))
-    assert last_round(trained.store, NAME) == (3, Round(write_id="w3", at="now", begins_at=3))
-    assert [path for path in objects(trained) if "/maintenance/" in path] == [maintenance_path(NAME, 3)]
+class Spoilt(MemoryStore):
+    """Reading certain paths fails, or all of them from a certain moment on."""
+
+    def __init__(self, was: ObjectStore, error: TuneError, is_spoilt: Callable[[str], bool]) -> None:
+        super().__init__()
+        assert isinstance(was, MemoryStore)
+        self.objects = was.objects
+        self._error = error
+        self._is_spoilt = is_spoilt
+        self.is_gone = False
+        """Whether nothing can be had any more once that has happened."""
+        self._is_over = False
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        self._look(path)
+        return super().read(path, offset=offset, length=length)
+
+    def size(self, path: str) -> int | None:
+        self._look("")
+        return super().size(path)
+
+    def _look(self, path: str) -> None:
+        self._is_over = self._is_over or (self.is_gone and self._is_spoilt(path))
+        if self._is_over or self._is_spoilt(path):
+            raise self._error
 
 
-def test_of_two_that_are_the_same_round_the_first_stands(trained: Session) -> None:
-    for name in ("first", "second"):
-        leave_round(trained.store, NAME, 1, Round(write_id=name, at="now"))
-    assert last_round(trained.store, NAME)[1] == Round(write_id="first", at="now")
-
-
-def test_a_round_that_cannot_be_read_is_none_and_its_number_is_taken(trained: Session) -> None:
-    objects(trained)[maintenance_path(NAME, 7)] = b"torn"
-    assert last_round(trained.store, NAME) == (7, None)
-
-
-def test_nothing_is_left_beside_an_experiment_that_is_gone() -> None:
+def many_trials() -> MemoryStore:
+    """Six that have ended, one that trains, with four checkpoints each."""
     store = MemoryStore()
-    leave_round(store, NAME, 1, Round(write_id="w", at="now"))
-    assert store.objects == {}
+    search = SmallSearch(store, "e", retention=Retention())
+    for name in "abcdefg":
+        search.add(name)
+        search.begin(name)
+        for _ in range(4):
+            search.step(name)
+        if name != "g":
+            search.finish(name)
+        else:
+            search.absorb(name)
+    return store
 
 
-def test_damage_that_was_told_of_is_known_until_it_is_mended_or_put_aside(trained: Session) -> None:
-    bad, worse = keys(trained)[:2]
-    for key in (bad, worse):
-        del objects(trained)[key.manifest_path]
-    found = inspect(trained.store, trained.experiment, 0, Limits(), side_by_side=map)
-    first = next_round(None, STAMP, found, [worse])
-    assert told_before(first) == {bad.folder}
-    assert told_before(None) == frozenset()
+def damage_journal(store: MemoryStore, trial: str) -> str:
+    """Return the folder of the journal that is torn now."""
+    for path in [path for path in store.objects if path.startswith(f"e/trials/{trial}/segments")]:
+        del store.objects[path]
+    key = JournalKey(experiment="e", trial=trial)
+    store.objects[key.entry_path(2)] = store.objects[key.entry_path(2)][:-5]
+    return key.entries
 
-    nothing_read = inspect(trained.store, trained.experiment, place_of(bad) + 1, Limits(1e-12), side_by_side=map)
-    assert nothing_read.inspected == ()
-    assert told_before(next_round(first, STAMP, nothing_read, ())) == {bad.folder}
+
+@pytest.mark.parametrize("trial", ["f", "g"])
+def test_one_damaged_journal_is_told_of_by_its_own_name_and_all_others_are_read_and_the_ring_goes_on(
+    trial: str,
+) -> None:
+    store = many_trials()
+    folder = damage_journal(store, trial)
+    state, begins_at = load(store, "e", side_by_side=map), 0
+    read, unreadable = set[str](), set[Unreadable]()
+    for _ in range(6):
+        found = inspect(store, state, begins_at, Limits(share=1 / 6), side_by_side=map)
+        begins_at = found.ends_at
+        read |= {each.key.trial.trial for each in found.inspected}
+        unreadable |= set(found.unreadable)
+    assert read == set("abcdefg") - {trial}
+    assert [(each.folder, each.trial, each.is_damage) for each in unreadable] == [(folder, trial, True)]
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("EIO"), StoreRefused("403: archived")])
+def test_a_checkpoint_that_cannot_be_read_is_told_of_each_time_and_the_ring_goes_on(
+    trained: Session, error: TuneError
+) -> None:
+    bad = keys(trained)[3]
+    store = Spoilt(trained.store, error, lambda path: path == bad.manifest_path)
+    for _ in range(2):
+        found = inspect(store, trained.experiment, 5, Limits(), side_by_side=map)
+        assert ([each.folder for each in found.unreadable], found.damaged, found.ends_at) == ([bad.folder], [], 5)
+        assert str(error) in found.unreadable[0].why
+        assert len(found.inspected) == 7
+
+
+def test_what_is_read_at_the_second_try_was_readable(trained: Session) -> None:
+    times = count()
+    bad = keys(trained)[3].manifest_path
+    store = Spoilt(trained.store, StoreUnavailable("blip"), lambda path: path == bad and next(times) == 0)
+    found = inspect(store, trained.experiment, 0, Limits(), side_by_side=map)
+    assert (len(found.inspected), found.unreadable) == (8, ())
+
+
+def test_a_target_that_is_away_is_no_checkpoint_that_cannot_be_read(trained: Session) -> None:
+    bad = keys(trained)[3].manifest_path
+    store = Spoilt(trained.store, StoreUnavailable("away"), lambda path: path == bad)
+    store.is_gone = True
+    with pytest.raises(StoreUnavailable):
+        inspect(store, trained.experiment, 0, Limits(), side_by_side=map)
+
+
+def test_what_takes_longer_than_there_is_time_is_not_what_the_next_round_begins_with(trained: Session) -> None:
+    in_order = on_arc(keys(trained), 0, 1)
+    store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[0].manifest_path)
+    store.is_gone = True
+    found = inspect(store, trained.experiment, 0, Limits(), side_by_side=map)
+    assert [each.folder for each in found.unreadable] == [in_order[0].folder]
+    assert (found.inspected, found.unread_count, found.ends_at) == ((), 7, place_of(in_order[1]))
+
+    store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[2].manifest_path)
+    store.is_gone = True
+    found = inspect(store, trained.experiment, 0, Limits(), side_by_side=map)
+    assert (len(found.inspected), found.unreadable) == (2, ())
+    assert (found.unread_count, found.ends_at) == (6, place_of(in_order[2]))
+
+
+def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_told_of(trained: Session) -> None:
+    first, other = keys(trained)[:2]
+    del objects(trained)[first.manifest_path]
+    store = Spoilt(trained.store, StoreUnavailable("EIO"), lambda path: path == other.manifest_path)
+    found = inspect(store, trained.experiment, place_of(first), Limits(share=1e-9), side_by_side=map)
+    assert {each.key for each in found.damaged} == {first}
+    assert [each.folder for each in found.unreadable] == [other.folder]
+
+
+@pytest.mark.parametrize("removed", ["all", "begun"])
+def test_a_journal_that_does_not_hold_together_since_it_is_being_deleted_is_not_damaged(removed: str) -> None:
+    store = many_trials()
+    state = load(store, "e", side_by_side=map)
+    damage_journal(store, "g")
+    if removed == "begun":
+        append(store, state, [RemovalBegun()], Stamp(write_id="r", at=""))
+    else:
+        del store.objects[JournalKey(experiment="e").entry_path(1)]
+        for path in [path for path in store.objects if path.startswith("e/segments/")]:
+            del store.objects[path]
+    found = inspect(store, state, 0, Limits(share=1e-9), side_by_side=map)
+    assert [each.is_damage for each in found.unreadable] == [False]
 
 
 # ----------------------------------------------------------------------------------------------- small things

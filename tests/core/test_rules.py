@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.curve import curve
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events import Cause, CheckpointRef, Event, Reported, Started
+from prefect_tune.core.events import Aside, Cause, CheckpointRef, Event, Reported, Started
 from prefect_tune.core.experiment import Entry
 from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, Verdict, verdict
-from prefect_tune.core.retention import Retention, retired
+from prefect_tune.core.retention import Retention, retired, retired_aside
 from prefect_tune.core.stoppers import AnyOf, MaxSteps, MaxTime, Never, Plateau, Stopper, as_stopper
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import StepReport
@@ -49,6 +49,26 @@ def test_a_checkpoint_stays_when_one_rule_keeps_it(policy: Retention, stay: list
 def test_a_pinned_checkpoint_stays() -> None:
     saves = [SAVES[0].model_copy(update={"pinned": True}), *SAVES[1:]]
     assert retired(saves, Retention(last=1)) == (2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "aside", "going"),
+    [
+        (Retention(), [2, 3], []),
+        (Retention(last=2), [2, 3], [2, 3]),
+        (Retention(last=2), [5], []),  # it is no older than the newest that stay in any case
+        (Retention(last=5), [2], []),  # there are not as many live ones
+        (Retention(last=2, best=1, metric="loss"), [2, 3], [3]),
+        (Retention(last=2, best=2, metric="loss"), [2, 3], []),
+        (Retention(last=2, every=20), [2, 3], [3]),
+    ],
+)
+def test_what_was_put_aside_is_retired_when_it_would_be_as_a_live_one(
+    policy: Retention, aside: list[int], going: list[int]
+) -> None:
+    live = [each for each in SAVES if each.sequence not in aside]
+    put_aside = [Aside(checkpoint=each, since=9, reason="misread") for each in SAVES if each.sequence in aside]
+    assert [each.sequence for each in retired_aside(put_aside, live, policy)] == going
 
 
 def test_a_score_that_is_no_number_is_never_among_the_best() -> None:

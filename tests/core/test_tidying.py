@@ -14,7 +14,9 @@ from prefect_tune.core.events import (
     Cause,
     CheckpointRef,
     Committed,
+    Event,
     Finished,
+    Paused,
     Pinned,
     Reported,
     Requeued,
@@ -25,7 +27,7 @@ from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.tidying import Collected, collect_from, look_for_garbage, prune
-from prefect_tune.core.trial import newest_key, reused_from
+from prefect_tune.core.trial import Status, Trial, newest_key, reused_from
 from prefect_tune.core.values import StepReport
 from tests.core.driver import BACKBONE
 from tests.core.meetings import (
@@ -105,6 +107,20 @@ def doubts_and_trusts(scene: Scene, store: ObjectStore) -> None:
     retried(lambda: reinstate(store, member.key, [newest(member)], scene.chronicle.stamp(), side_by_side=map))
 
 
+def given_up_only_there(scene: Scene) -> Trial:
+    """As the experiment's journal tells of it: it has taken in all that the trial's own said by then."""
+    of = scene.members["s"]
+    update = {"apart": True, "status": Status.ERRORED, "absorbed": of.experiment.number}
+    return of.trial.model_copy(update=update)
+
+
+def prunes_given_up(scene: Scene, store: ObjectStore) -> None:
+    """Maintenance retires, and deletes, of a trial that has ended in the experiment's journal alone."""
+    key, known = scene.members["s"].key, given_up_only_there(scene)
+    retried(lambda: prune(store, key, KEEPS, scene.chronicle.stamp(), side_by_side=map, known=known))
+    retried(lambda: collect_from(store, key, scene.chronicle.stamp(), side_by_side=map, known=known))
+
+
 def goes_on(scene: Scene, store: ObjectStore) -> None:
     """A trial that has ended is given more to do."""
     member = scene.members["s"].on(store, scene.chronicle)
@@ -133,15 +149,29 @@ def training(source: JournalKey, clone: JournalKey) -> Scene:
 
 def ended(source: JournalKey, clone: JournalKey) -> Scene:
     """A trial that has ended with two checkpoints, a retired one, and what a save that died left."""
+    return _left(source, clone, Finished(trial="s", reason="enough"))
+
+
+def _left(source: JournalKey, clone: JournalKey, last: Event) -> Scene:
     scene = without_a_clone(source, clone)
     member = scene.members["s"]
     member.retention = Retention()
     member.save()
     stray = CheckpointKey(trial=member.key, step=9, sequence=member.experiment.number)
     member._commit(stray, {"head": b"nobodys", "backbone": b"of its own, and of nobody else"}, member._about(9))
-    member.append([Finished(trial="s", reason="enough")])
+    member.append([last])
     member.retention = KEEPS
     return scene
+
+
+def given_up(source: JournalKey, clone: JournalKey) -> Scene:
+    """The same, and in its own journal it waits to be tried again."""
+    return _left(source, clone, AttemptEnded(trial="s", cause=Cause.USER, message="raised"))
+
+
+def not_resumed(source: JournalKey, clone: JournalKey) -> Scene:
+    """The same, and in its own journal it is paused."""
+    return _left(source, clone, Paused(trial="s", reason="rung"))
 
 
 def ended_and_cloned(source: JournalKey, clone: JournalKey) -> Scene:
@@ -162,6 +192,7 @@ STORIES: Mapping[str, tuple[Before, Act]] = {
     "a clone that is over": (with_a_clone_that_is_over, collects("c")),
     "one that has ended is pruned": (ended, prunes),
     "one that was cloned is pruned": (ended_and_cloned, prunes),
+    "one that was given up is pruned": (given_up, prunes_given_up),
     "a checkpoint is put aside": (training, doubts),
     "a checkpoint is reinstated": (training, doubts_and_trusts),
 }
@@ -173,6 +204,7 @@ MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
     "prunes while it goes on": (ended, [prunes, goes_on]),
     "prunes while it is resumed": (ended, [prunes, resumes]),
     "prunes while it is cloned": (ended, [prunes, clones("c")]),
+    "prunes what was given up while it is resumed": (given_up, [prunes_given_up, resumes]),
     "puts aside while it saves": (training, [doubts, saves("s", 2)]),
     "puts aside while it is taken over": (training, [doubts, takes_over("s"), or_superseded(saves("s"))]),
     "reinstates while it saves": (training, [doubts_and_trusts, saves("s")]),
@@ -279,7 +311,7 @@ def test_pruning_keeps_the_newest_and_what_is_pinned_or_cloned() -> None:
 def test_a_trial_that_goes_on_is_not_pruned() -> None:
     scene = ended(SOURCE, CLONE)
     scene.members["s"].append([Requeued(trial="s", reason="more")])
-    assert prune(scene.store, scene.members["s"].key, KEEPS, scene.chronicle.stamp(), side_by_side=map) == []
+    assert prune(scene.store, scene.members["s"].key, KEEPS, scene.chronicle.stamp(), side_by_side=map) == ()
     assert len(reopened(scene).trial.checkpoints) == 2
 
 
@@ -304,6 +336,22 @@ def test_a_new_checkpoint_retires_what_was_put_aside_before_it() -> None:
     member.save_and_clear_all()
     assert member.trial.aside == ()
     assert scene.store.size(bad.manifest_path) is None
+
+
+def test_a_checkpoint_that_a_rule_keeps_and_was_put_aside_by_mistake_can_be_reinstated_after_any_save() -> None:
+    scene = training(SOURCE, CLONE)
+    kept = newest(scene.members["s"])
+    doubts(scene, scene.store)
+    member = reopened(scene)
+    member.retention = Retention(last=1, every=2)
+    member.save_and_clear_all()
+    for _ in range(2):
+        member.save()
+    member.clear_away()
+    assert scene.store.size(kept.manifest_path)
+    reinstate(scene.store, member.key, [kept], scene.chronicle.stamp(), side_by_side=map)
+    assert kept.step in [each.step for each in reopened(scene).trial.checkpoints]
+    assert promises_broken(scene.store, scene.chronicle, scene.journals) == []
 
 
 def test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside() -> None:

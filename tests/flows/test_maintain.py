@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from prefect_tune.flows.upkeep import (
     markdown,
 )
 from prefect_tune.stores.posix import PosixStore
+from tests.core.small_search import SmallSearch
 from tests.fakes.checkpoints import files_in
 from tests.fakes.experiments import write_experiment
 from tests.flows.training import trial_at
@@ -87,6 +89,71 @@ def test_damage_that_is_left_where_it_is_is_told_of_once_too(target: Path) -> No
     again = maintain(str(target), verify="all", quarantine=False)
     assert [(each.step, each.is_new) for each in again.damaged] == [(4, False)]
     assert live(target) == _STEPS
+
+
+class Killed(BaseException):
+    """The process is dead."""
+
+
+@pytest.mark.parametrize("act", ["quarantine_checkpoints", "show_report"])
+def test_damage_that_a_run_found_and_died_before_it_told_of_is_told_of_by_the_next(
+    target: Path, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(blobs_of(target, "digits", 4)[0])
+    module = importlib.import_module("prefect_tune.flows.maintain")
+    real = getattr(module, act)
+
+    def dies(*given: Any) -> None:
+        if act == "quarantine_checkpoints":
+            real(*given)
+        raise Killed
+
+    with monkeypatch.context() as dying:
+        dying.setattr(module, act, dies)
+        with pytest.raises(Killed):
+            maintain(str(target), verify="all")
+    assert live(target) == [1, 2, 3, 5, 6]
+    with pytest.raises(pt.DamageFound, match=r"checkpoints/0000000004.* damaged.*put aside"):
+        maintain(str(target), verify="none", time_budget_seconds=1e-9, collect=False)
+    assert maintain(str(target), verify="all").damaged == []
+
+
+def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: Path) -> None:
+    search = SmallSearch(PosixStore(target), "small", retention=pt.Retention())
+    for name in "abc":
+        search.add(name)
+        search.begin(name)
+        for _ in range(3):
+            search.step(name)
+        search.finish(name)
+    journal, manifest = torn_journal(target, "a"), unreadable_manifest(target, "b")
+    policy = pt.Retention(last=1)
+    with pytest.raises(pt.DamageFound, match="small/trials/a/journal"):
+        maintain(str(target), verify="all")
+    again = maintain(str(target), verify="all", retention=policy)
+    small = next(each for each in again.experiments if each.experiment == "small")
+    assert [(each.trial, each.folder, each.is_new) for each in small.damaged] == [("a", journal, False)]
+    assert (small.verified_count, small.pruned_count) == (5, 4)
+    told = [each.what for each in small.not_looked_at]
+    assert [journal, manifest, "retention of small/trials/a", "garbage of small/trials/a"] == told[:4]
+    assert again.summary.endswith(f"; {len(told)} things not looked at")
+    assert next(each for each in again.experiments if each.experiment == "digits").verified_count == 6
+
+
+def torn_journal(target: Path, trial: str) -> str:
+    key = JournalKey(experiment="small", trial=trial)
+    for path in (target / key.segments).glob("*"):
+        path.unlink()
+    flip(target / key.entry_path(2))
+    return key.entries
+
+
+def unreadable_manifest(target: Path, trial: str) -> str:
+    """The store refuses to read it, to whomever."""
+    path = min((target / TrialKey(experiment="small", trial=trial).checkpoints).glob("*/manifest.json"))
+    path.unlink()
+    path.symlink_to(path.name)
+    return path.parent.relative_to(target).as_posix()
 
 
 def test_a_damaged_journal_is_told_of_once_and_the_others_are_looked_after(target: Path) -> None:

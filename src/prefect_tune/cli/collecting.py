@@ -56,9 +56,9 @@ def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, de
         for known in trials:
             key = TrialKey(experiment=state.name, trial=known.trial)
             if deletes:
-                yield collect_from(store, key, new_stamp(), side_by_side=transfers)
+                yield collect_from(store, key, new_stamp(), side_by_side=transfers, known=known)
             else:
-                yield look_for_garbage(store, key, side_by_side=transfers)
+                yield look_for_garbage(store, key, side_by_side=transfers, known=known)
 
 
 def _print(found: Sequence[Collected], *, deleted: bool) -> None:

@@ -4,75 +4,41 @@ The checkpoints of an experiment lie on a ring, each at a place that hangs on it
 arc of the ring, and the next round begins where it ended. So with a share of 1/24 every checkpoint that is
 there all the while is read once in 24 rounds, whatever comes and goes meanwhile, however rarely the rounds are, and
 whatever cuts one short: a round that had no time for all of its arc ends at the first one that it did not
-read. What is to be remembered from one round to the next lies on the target, numbered, each written once.
+read. Nor does anything that cannot be read keep a round from the rest, or the next one from going on.
+What is to be remembered from one round to the next: see `core.rounds`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from prefect_tune.core.commit import Mapper
-from prefect_tune.core.errors import (
-    AlreadyExists,
-    CheckpointCorrupt,
-    CheckpointNotFound,
-    JournalCorrupt,
-    ObjectNotFound,
-    UnknownVersion,
-)
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import load
-from prefect_tune.core.layout import (
-    CheckpointKey,
-    JournalKey,
-    TrialKey,
-    maintenance_folder,
-    maintenance_path,
-    number_in,
-)
+from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.restore import read_manifest, verify
-from prefect_tune.core.sealed import seal, unseal
-from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import ENDED, Trial, is_live
 from prefect_tune.core.trial_journal import trial_today
-from prefect_tune.core.values import Stamp, Value, digest_of
+from prefect_tune.core.unreadable import Unreadable, unless_unreadable
+from prefect_tune.core.values import digest_of
 
 __all__ = [
     "Inspected",
     "Inspection",
     "Limits",
-    "Round",
     "inspect",
     "inspect_one",
-    "last_round",
-    "leave_round",
-    "live_keys",
-    "next_round",
     "on_arc",
     "place_of",
     "read_one",
-    "told_before",
 ]
 
 _RING = 2**52
-
-
-class Round(Value):
-    """What one round leaves to the next."""
-
-    format: Literal["prefect-tune/maintenance"] = "prefect-tune/maintenance"
-    version: Literal[1] = 1
-    write_id: str
-    at: str
-    begins_at: int = 0
-    """The place on the ring at which the next round begins."""
-    told: tuple[str, ...] = ()
-    """The folders of checkpoints whose damage was told of, and is still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +70,10 @@ class Inspection:
     """Those on its arc for which there was no time, or which would have been too many bytes."""
     ends_at: int = 0
     """Where the next round begins."""
+    journals: tuple[str, ...] = ()
+    """The folders of the journals that were read, and hold together."""
+    unreadable: tuple[Unreadable, ...] = ()
+    """Journals and checkpoints that could not be read, or not in time."""
 
     @property
     def damaged(self) -> Sequence[Inspected]:
@@ -126,20 +96,42 @@ def _length(share: float) -> int:
     return min(_RING, math.ceil(share * _RING))
 
 
-def live_keys(
-    store: ObjectStore, state: Experiment, trials: Iterable[Trial], *, side_by_side: Mapper
-) -> Sequence[CheckpointKey]:
-    """Return the live checkpoints of `trials`, as their own journals tell them."""
-    today = side_by_side(lambda trial: trial_today(store, state.name, trial, side_by_side=map), trials)
-    return [key for trial in today for key in _keys(state, trial)]
+@dataclass(slots=True)
+class _Journals:
+    """The trials as their own journals tell them, and those whose journals cannot be read."""
+
+    store: ObjectStore
+    state: Experiment
+    side_by_side: Mapper
+    whole: set[str] = field(default_factory=set)
+    unreadable: dict[str, Unreadable] = field(default_factory=dict)
+
+    def live(self, trials: Iterable[Trial]) -> Sequence[CheckpointKey]:
+        """Return the live checkpoints of those that can be read."""
+        found = self.side_by_side(lambda trial: (self._place(trial).entries, self._today(trial)), trials)
+        keys: list[CheckpointKey] = []
+        for folder, trial in found:
+            if isinstance(trial, Unreadable):
+                self.unreadable[folder] = trial
+            else:
+                self.whole.add(folder)
+                keys += _keys(self.state, trial)
+        return keys
+
+    def _today(self, trial: Trial) -> Trial | Unreadable:
+        place = self._place(trial)
+        look = partial(trial_today, self.store, self.state.name, trial, side_by_side=map)
+        return unless_unreadable(self.store, place, place.entries, look)
+
+    def _place(self, trial: Trial) -> JournalKey:
+        return JournalKey(experiment=self.state.name, trial=trial.trial)
 
 
-def _known_keys(store: ObjectStore, state: Experiment, side_by_side: Mapper) -> list[CheckpointKey]:
+def _known_keys(state: Experiment, journals: _Journals) -> list[CheckpointKey]:
     """Of a trial that has ended, as the experiment's journal tells it: to ask thousands takes long."""
     trials = () if state.is_removed else tuple(state.trials.values())
     ended = [key for trial in trials if trial.status in ENDED for key in _keys(state, trial)]
-    rest = (trial for trial in trials if trial.status not in ENDED)
-    return [*ended, *live_keys(store, state, rest, side_by_side=side_by_side)]
+    return [*ended, *journals.live(trial for trial in trials if trial.status not in ENDED)]
 
 
 def _keys(state: Experiment, trial: Trial) -> Sequence[CheckpointKey]:
@@ -153,36 +145,71 @@ def inspect(
     """Read the live checkpoints on an arc, within `limits`; where one is damaged, all others of its trial too.
 
     Checkpoints of a trial share bytes, so that what damages one often damages its neighbours. What is retired
-    while it is read is not damaged.
+    while it is read is not damaged. What cannot be read is told, and the rest is read all the same.
 
     Raises:
-        JournalCorrupt, UnknownVersion, StoreUnavailable: as `load`.
+        StoreUnavailable, StoreRefused: nothing of the target can be had.
     """
-    live = _known_keys(store, state, side_by_side)
+    journals = _Journals(store, state, side_by_side)
+    live = _known_keys(state, journals)
     arc = on_arc(live, begins_at, limits.share)
     concerned = {key.trial.trial: state.trial(key.trial.trial) for key in arc}
-    today = frozenset(live_keys(store, state, concerned.values(), side_by_side=side_by_side))
-    read, unread = _read(store, [key for key in arc if key in today], limits, side_by_side)
-    suspect = {each.key.trial for each in read if each.damage is not None}
-    beside = [key for key in live if key.trial in suspect and (key in unread or key not in arc)]
-    read += [each for key in beside for each in inspect_one(store, key, side_by_side=side_by_side)]
-    ends_at = place_of(unread[0]) if unread else (begins_at + _length(limits.share)) % _RING
-    return Inspection(tuple(live), tuple(read), len(unread), ends_at)
+    today = frozenset(journals.live(concerned.values()))
+    read = _read(store, [key for key in arc if key in today], limits, side_by_side)
+    suspect = {each.key.trial for each in read.inspected if each.damage is not None}
+    beside = [key for key in live if key.trial in suspect and (key in read.unread or key not in arc)]
+    more = _Read() if read.is_late else _read(store, beside, Limits(), side_by_side)
+    return Inspection(
+        tuple(live),
+        (*read.inspected, *more.inspected),
+        len(read.unread),
+        place_of(read.unread[0]) if read.unread else (begins_at + _length(limits.share)) % _RING,
+        (state.key.entries, *sorted(journals.whole)),
+        (*journals.unreadable.values(), *read.unreadable, *more.unreadable),
+    )
 
 
-def _read(
-    store: ObjectStore, arc: Sequence[CheckpointKey], limits: Limits, side_by_side: Mapper
-) -> tuple[list[Inspected], Sequence[CheckpointKey]]:
-    """What was read, and those for which the limits left no room."""
-    read: list[Inspected] = []
+@dataclass(slots=True)
+class _Read:
+    inspected: list[Inspected] = field(default_factory=list)
+    unread: Sequence[CheckpointKey] = ()
+    """Those for which the limits left no room."""
+    unreadable: list[Unreadable] = field(default_factory=list)
+    is_late: bool = False
+    """Whether there is no time any more for anything."""
+
+
+def _read(store: ObjectStore, arc: Sequence[CheckpointKey], limits: Limits, side_by_side: Mapper) -> _Read:
+    done = _Read()
     room = math.inf if limits.max_bytes is None else limits.max_bytes
     for count, key in enumerate(arc):
         if count and (room <= 0 or not limits.has_time()):
-            return read, arc[count:]
-        found = inspect_one(store, key, side_by_side=side_by_side)
-        read += found
-        room -= sum(each.size_bytes for each in found)
-    return read, ()
+            done.unread = arc[count:]
+            break
+        try:
+            found = _inspected(store, key, side_by_side)
+        except DeadlineExceeded as late:
+            _too_late(done, arc[count:], late, is_first=not count)
+            break
+        if isinstance(found, Unreadable):
+            done.unreadable.append(found)
+        else:
+            done.inspected += found
+            room -= sum(each.size_bytes for each in found)
+    return done
+
+
+def _inspected(store: ObjectStore, key: CheckpointKey, side_by_side: Mapper) -> Sequence[Inspected] | Unreadable:
+    place = JournalKey(experiment=key.trial.experiment, trial=key.trial.trial)
+    return unless_unreadable(store, place, key.folder, partial(inspect_one, store, key, side_by_side=side_by_side))
+
+
+def _too_late(done: _Read, rest: Sequence[CheckpointKey], late: DeadlineExceeded, *, is_first: bool) -> None:
+    """What takes longer than all the time there is must not be what the next round begins with."""
+    done.is_late = True
+    if is_first:
+        done.unreadable.append(Unreadable(rest[0].folder, str(late), rest[0].trial.trial))
+    done.unread = rest[1:] if is_first else rest
 
 
 def inspect_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper) -> Sequence[Inspected]:
@@ -206,46 +233,3 @@ def _is_one_still(store: ObjectStore, key: CheckpointKey, side_by_side: Mapper) 
     state = load(store, key.trial.experiment, side_by_side=side_by_side)
     known = None if state.is_removed else state.trials.get(key.trial.trial)
     return known is not None and is_live(trial_today(store, state.name, known, side_by_side=side_by_side), key)
-
-
-# ------------------------------------------------------------------------------------ from one round to the next
-
-
-def last_round(store: ObjectStore, experiment: str) -> tuple[int, Round | None]:
-    """Return the number of the last round, 0 where there was none, and what it left, if that can be read."""
-    folder = maintenance_folder(experiment)
-    number = max((number_in(folder, each.path) or 0 for each in store.list(folder)), default=0)
-    path = maintenance_path(experiment, number)
-    try:
-        return number, unseal(Round, store.read(path), path, JournalCorrupt) if number else None
-    except (JournalCorrupt, UnknownVersion, ObjectNotFound):
-        return number, None  # it only costs reading some checkpoints sooner than they are due
-
-
-def leave_round(store: ObjectStore, experiment: str, number: int, left: Round) -> None:
-    """Leave it to round `number` + 1, and delete what earlier ones left.
-
-    Where somebody else was round `number`, theirs stands. Nothing is written beside an experiment that is gone.
-    """
-    if store.size(JournalKey(experiment=experiment).entry_path(1)) is None:
-        return
-    with suppress(AlreadyExists):
-        create_or_recognize(store, maintenance_path(experiment, number), seal(left))
-    folder = maintenance_folder(experiment)
-    older = [each.path for each in store.list(folder) if 0 < (number_in(folder, each.path) or 0) < number]
-    if older:
-        store.delete(older)
-
-
-def next_round(last: Round | None, stamp: Stamp, inspection: Inspection, aside: Collection[CheckpointKey]) -> Round:
-    """Return what a round leaves that found this, and put those `aside`: they are no damage of the experiment's now."""
-    seen = {each.key for each in inspection.inspected}
-    known = told_before(last)
-    still = {key.folder for key in inspection.live if key.folder in known and key not in seen}
-    now = {each.key.folder for each in inspection.damaged if each.key not in aside}
-    return Round(write_id=stamp.write_id, at=stamp.at, begins_at=inspection.ends_at, told=tuple(sorted({*still, *now})))
-
-
-def told_before(last: Round | None) -> frozenset[str]:
-    """Return the folders of what was told of as damaged, and left."""
-    return frozenset(last.told) if last else frozenset()

@@ -55,12 +55,17 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
 def retired_aside(
     aside: Sequence[Aside], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
-    """Return what was put aside and is older than the newest that stay in any case: by now nobody misses it."""
+    """Return what was put aside and need not stay: the policy would retire it if it were live beside `checkpoints`.
+
+    It may be whole, and be reinstated. Nor does it go before the newest that stay in any case are live ones: until
+    then somebody may miss it.
+    """
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):
         return []
+    refs = [each.checkpoint for each in aside]
+    going = retired(sorted((*checkpoints, *refs), key=lambda each: each.sequence), policy)
     oldest = checkpoints[-(policy.last or 1)].sequence
-    refs = (each.checkpoint for each in aside)
-    return [each for each in refs if each.sequence < oldest and not each.pinned]
+    return [each for each in refs if each.sequence in going and each.sequence < oldest]
 
 
 def _best(checkpoints: Sequence[CheckpointRef], policy: Retention) -> Sequence[CheckpointRef]:

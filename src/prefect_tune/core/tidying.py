@@ -3,6 +3,11 @@
 No time is waited for: a thing may be deleted once the trial's journal has drawn a line after it (see
 `collect.is_collectable`). The owner draws one with each retirement. Where a trial has ended no save is under way, and a
 guest may draw it: the journal has one order, so that whoever starts the trial again comes after the line.
+
+Some trials end in the experiment's journal alone: one that is given up, one that is not resumed. In its own it waits,
+so that no save is under way there either; and who starts it again opens that journal first. So it has ended for as
+long as nobody has opened it since the experiment's journal took it in, and a guest's entry is refused where somebody
+is faster. One that, as its own journal tells, still runs may have an owner that lives: it is left alone.
 """
 
 from __future__ import annotations
@@ -11,20 +16,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prefect_tune.core.clone import clear, journal_of
+from prefect_tune.core.clone import clear, is_over, journal_of, settle
 from prefect_tune.core.collect import is_collectable, leftover, orphans
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import CheckpointCorrupt
-from prefect_tune.core.events import GuestsEvent, Pruned
+from prefect_tune.core.events import Pruned
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import append_as_guest, load
 from prefect_tune.core.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.retention import Retention, retired, retired_aside
 from prefect_tune.core.store import Listed, ObjectStore
-from prefect_tune.core.trial import ENDED, Trial
+from prefect_tune.core.trial import ENDED, Status, Trial, is_held
 from prefect_tune.core.values import Stamp
 
-__all__ = ["Collected", "collect_from", "look_for_garbage", "prunable", "prune"]
+__all__ = ["Collected", "collect_from", "look_for_garbage", "look_for_prunable", "prune"]
+
+_WAITS = frozenset({Status.PENDING, Status.PAUSED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +65,30 @@ class _Garbage:
         )
 
 
-def look_for_garbage(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> Collected:
+def look_for_garbage(
+    store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper, known: Trial | None = None
+) -> Collected:
     """Return what `collect_from` would delete; nothing is written."""
     state = _state(store, trial, side_by_side)
     if trial.trial not in state.trials:
         return Collected(trial.trial)  # it was added, and has not begun
+    own = state.trial(trial.trial)
     try:
-        return _garbage(store, trial, state, side_by_side).told_of(trial)
+        if _needs_line(store, trial, state, known, side_by_side):
+            own = own.model_copy(update={"collected_up_to": state.number + 1})
+        own = _without_claims_that_are_over(store, own, _held(store, trial, state, own), side_by_side)
+        return _garbage(store, trial, state, own, side_by_side).told_of(trial)
     except CheckpointCorrupt as corrupt:
         return Collected(trial.trial, damage=str(corrupt))
 
 
-def collect_from(store: ObjectStore, trial: TrialKey, stamp: Stamp, *, side_by_side: Mapper) -> Collected:
+def collect_from(
+    store: ObjectStore, trial: TrialKey, stamp: Stamp, *, side_by_side: Mapper, known: Trial | None = None
+) -> Collected:
     """Delete what nobody needs of `trial`, and return what that was. Cut short, it is finished by the next one.
+
+    Args:
+        known: the trial as its experiment's journal tells it: it may have ended only there.
 
     Raises:
         JournalCorrupt, UnknownVersion: as `load`.
@@ -80,11 +98,16 @@ def collect_from(store: ObjectStore, trial: TrialKey, stamp: Stamp, *, side_by_s
     if trial.trial not in state.trials:
         return Collected(trial.trial)
     try:
-        state = _with_line(store, trial, state, stamp, side_by_side)
-        found = _garbage(store, trial, state, side_by_side)
+        if _needs_line(store, trial, state, known, side_by_side):
+            say = partial(_pruned, trial=trial, known=known)
+            state = append_as_guest(store, state.key, say, stamp, side_by_side=side_by_side)
+        own = state.trial(trial.trial)
+        if held := _held(store, trial, state, own):
+            own = settle(store, trial, held, stamp, side_by_side=side_by_side)
+        found = _garbage(store, trial, state, own, side_by_side)
         if found.doomed:
-            clear(store, trial, state.trial(trial.trial), found.doomed, stamp, side_by_side=side_by_side)
-        if left := orphans(store, trial, state.trial(trial.trial), side_by_side=side_by_side):
+            clear(store, trial, own, found.doomed, stamp, side_by_side=side_by_side)
+        if left := orphans(store, trial, own, side_by_side=side_by_side):
             store.delete([each.path for each in left])
     except CheckpointCorrupt as corrupt:
         return Collected(trial.trial, damage=str(corrupt))
@@ -95,22 +118,44 @@ def _state(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Experim
     return load(store, journal_of(store, trial), side_by_side=side_by_side)
 
 
-def _garbage(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_side: Mapper) -> _Garbage:
-    known = state.trial(trial.trial)
-    left = leftover(store, trial, known, max(state.settled_from, known.collected_up_to))
-    doomed = [key for key in left if is_collectable(known, key)]
-    return _Garbage(doomed, orphans(store, trial, known, side_by_side=side_by_side), len(left) - len(doomed))
+def _garbage(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial, side_by_side: Mapper) -> _Garbage:
+    left = _left(store, trial, state, own)
+    doomed = [key for key in left if is_collectable(own, key)]
+    return _Garbage(doomed, orphans(store, trial, own, side_by_side=side_by_side), len(left) - len(doomed))
 
 
-def _with_line(
-    store: ObjectStore, trial: TrialKey, state: Experiment, stamp: Stamp, side_by_side: Mapper
-) -> Experiment:
-    """Where the trial has ended and something was begun since the last line, there is one after that."""
-    known = state.trial(trial.trial)
-    if known.status not in ENDED or not _is_young(store, trial, state, side_by_side):
-        return state
-    say = partial(_pruned, trial=trial, chosen=lambda _: ())
-    return append_as_guest(store, state.key, say, stamp, side_by_side=side_by_side)
+def _left(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
+    return leftover(store, trial, own, max(state.settled_from, own.collected_up_to))
+
+
+def _held(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
+    """What is retired, and stays for the sake of clones that may be over."""
+    return [key for key in _left(store, trial, state, own) if is_held(own, key)] if own.claims else []
+
+
+def _without_claims_that_are_over(
+    store: ObjectStore, own: Trial, held: Sequence[CheckpointKey], side_by_side: Mapper
+) -> Trial:
+    """The trial as `settle` would leave it."""
+    named = {(key.step, key.sequence) for key in held}
+    over = [each for each in own.claims if (each.step, each.sequence) in named and is_over(store, each, side_by_side)]
+    return own.model_copy(update={"claims": tuple(each for each in own.claims if each not in over)})
+
+
+def _ended(state: Experiment, trial: TrialKey, known: Trial | None) -> Trial | None:
+    """The trial, if it has ended in the journal that `state` is the state of, or in its experiment's since then."""
+    found = None if state.is_removed else state.trials.get(trial.trial)
+    if found is None or found.status in ENDED:
+        return found
+    elsewhere = known is not None and known.apart and known.status in ENDED and state.opened_at <= known.absorbed
+    return found if elsewhere and found.status in _WAITS else None
+
+
+def _needs_line(
+    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: Mapper
+) -> bool:
+    """Whether a guest may draw the line, and something was begun since the last one."""
+    return _ended(state, trial, known) is not None and _is_young(store, trial, state, side_by_side)
 
 
 def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_side: Mapper) -> bool:
@@ -126,39 +171,74 @@ def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_si
 # ------------------------------------------------------------------------------------------------- pruning
 
 
-def prunable(trial: Trial, policy: Retention) -> Sequence[int]:
-    """Return the sequences of the checkpoints of an ended trial that `policy` does not keep.
+def look_for_prunable(
+    store: ObjectStore, trial: TrialKey, policy: Retention, *, side_by_side: Mapper, known: Trial | None = None
+) -> Sequence[int]:
+    """Return what `prune` would retire; nothing is written."""
+    found = _ended(_state(store, trial, side_by_side), trial, known)
+    if found is None:
+        return ()
+    claimed = _claimed(trial, found, policy)
+    return _prunable(_without_claims_that_are_over(store, found, claimed, side_by_side), policy)
 
-    Its newest stays, what is pinned, and what clones and forks go on from.
-    """
-    needed = {each.sequence for each in trial.claims}
-    aside = (each.sequence for each in retired_aside(trial.aside, trial.checkpoints, policy))
-    return [each for each in (*retired(trial.checkpoints, policy), *aside) if each not in needed]
 
-
-def prune(
-    store: ObjectStore, trial: TrialKey, policy: Retention, stamp: Stamp, *, side_by_side: Mapper
+def prune(  # noqa: PLR0913 - as `collect_from`, and by which policy
+    store: ObjectStore,
+    trial: TrialKey,
+    policy: Retention,
+    stamp: Stamp,
+    *,
+    side_by_side: Mapper,
+    known: Trial | None = None,
 ) -> Sequence[int]:
     """Retire what `policy` does not keep of a trial that has ended, and return the sequences; their bytes go later.
 
-    Of one that goes on again, by then, nothing is retired: its owner has a policy. Raises as `collect_from`.
+    Its newest stays, what is pinned, and what clones and forks go on from. Of one that goes on again, by then,
+    nothing is retired: its owner has a policy. Arguments and errors are those of `collect_from`.
     """
-    chosen: list[int] = []
+    found = _ended(_state(store, trial, side_by_side), trial, known)
+    if found is not None and (claimed := _claimed(trial, found, policy)):
+        found = settle(store, trial, claimed, stamp, side_by_side=side_by_side)
+    if found is None or not _prunable(found, policy):
+        return ()
+    said: Sequence[Pruned] = ()
 
-    def choose(found: Trial) -> Sequence[int]:
-        chosen[:] = prunable(found, policy)
-        return chosen
+    def say(state: Experiment) -> Sequence[Pruned]:
+        nonlocal said
+        said = _pruned(state, trial, known, lambda now: _prunable(now, policy), only_if_any=True)
+        return said
 
-    say = partial(_pruned, trial=trial, chosen=choose, only_if_any=True)
     append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
-    return chosen
+    return [sequence for each in said for sequence in each.retires]
+
+
+def _unwanted(trial: Trial, policy: Retention) -> Sequence[int]:
+    aside = (each.sequence for each in retired_aside(trial.aside, trial.checkpoints, policy))
+    return [*retired(trial.checkpoints, policy), *aside]
+
+
+def _prunable(trial: Trial, policy: Retention) -> Sequence[int]:
+    needed = {each.sequence for each in trial.claims}
+    return [each for each in _unwanted(trial, policy) if each not in needed]
+
+
+def _claimed(trial: TrialKey, found: Trial, policy: Retention) -> Sequence[CheckpointKey]:
+    """What is only kept for the sake of clones that may be over."""
+    unwanted = frozenset(_unwanted(found, policy))
+    named = {(each.step, each.sequence) for each in found.claims if each.sequence in unwanted}
+    return [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in sorted(named)]
 
 
 def _pruned(
-    state: Experiment, *, trial: TrialKey, chosen: Callable[[Trial], Sequence[int]], only_if_any: bool = False
-) -> Sequence[GuestsEvent]:
-    found = None if state.is_removed else state.trials.get(trial.trial)
-    if found is None or found.status not in ENDED:
+    state: Experiment,
+    trial: TrialKey,
+    known: Trial | None,
+    chosen: Callable[[Trial], Sequence[int]] = lambda _: (),
+    *,
+    only_if_any: bool = False,
+) -> Sequence[Pruned]:
+    found = _ended(state, trial, known)
+    if found is None:
         return ()
     retires = tuple(chosen(found))
     return () if only_if_any and not retires else [Pruned(trial=trial.trial, retires=retires)]

@@ -1,0 +1,199 @@
+"""What one round of maintenance leaves to the next: where it goes on, and what it has told of, or has still to tell.
+
+It lies on the target, numbered, each written once, so that a round which dies takes with it nothing that nobody
+else can find again. What is put aside is found by no later round: it is written down here as untold before that, and
+struck out once somebody was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
+from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, StoreUnavailable, UnknownVersion
+from prefect_tune.core.inspection import Inspection
+from prefect_tune.core.layout import CheckpointKey, JournalKey, maintenance_folder, maintenance_path, number_in
+from prefect_tune.core.sealed import seal, unseal
+from prefect_tune.core.settle import create_or_recognize
+from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.values import Stamp, Value
+
+__all__ = [
+    "Change",
+    "Remembered",
+    "Round",
+    "Untold",
+    "amended",
+    "last_number",
+    "last_round",
+    "leave_round",
+    "next_round",
+    "reported",
+    "told_before",
+]
+
+_RACES = 16
+
+
+class Untold(Value):
+    """Damage that was found, and that nobody was told of yet."""
+
+    trial: str | None = None
+    """None where it is the experiment's journal."""
+    step: int | None = None
+    """None where it is a journal."""
+    folder: str
+    damage: str
+    is_aside: bool = False
+    """Whether it was put aside, or was about to be by a round that died; then it is so, or is found again."""
+
+
+class Round(Value):
+    """What one round leaves to the next."""
+
+    format: Literal["prefect-tune/maintenance"] = "prefect-tune/maintenance"
+    version: Literal[1] = 1
+    write_id: str
+    at: str
+    begins_at: int = 0
+    """The place on the ring at which the next round begins."""
+    told: tuple[str, ...] = ()
+    """The folders of checkpoints and journals whose damage is known, and is still there."""
+    untold: tuple[Untold, ...] = ()
+    """The damage of which the next round has to tell, whatever has become of it."""
+
+    @model_serializer(mode="wrap")
+    def _says_what_is_untold(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Mostly nothing is, and it is written as it was before anything could be."""
+        dumped: dict[str, object] = dump(self)
+        return dumped if self.untold else {name: value for name, value in dumped.items() if name != "untold"}
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """The number of the last round of an experiment, 0 where there was none, and what it left, if that can be read."""
+
+    number: int = 0
+    last: Round | None = None
+
+
+Change = Callable[[Round | None], Round]
+"""What a round leaves, given what the one before it left."""
+
+
+def last_number(store: ObjectStore, experiment: str) -> int:
+    """Return the number of the last round; 0 where there was none."""
+    return max(_numbers(store, experiment), default=0)
+
+
+def last_round(store: ObjectStore, experiment: str) -> Remembered:
+    """Return what the last round left."""
+    for _ in range(_RACES):
+        number = last_number(store, experiment)
+        path = maintenance_path(experiment, number)
+        try:
+            return Remembered(number, unseal(Round, store.read(path), path, JournalCorrupt)) if number else Remembered()
+        except (JournalCorrupt, UnknownVersion):
+            return Remembered(number)  # it costs reading some checkpoints sooner than they are due, and telling twice
+        except ObjectNotFound:
+            continue  # a later round deletes it
+    return Remembered(number)
+
+
+def leave_round(store: ObjectStore, experiment: str, known: Remembered, change: Change) -> Remembered:
+    """Write the round after the last, which is taken to be `known`, as `change` makes it of that; return it.
+
+    Where somebody else was faster, `change` is asked again, of what they left: what one of them has to tell is
+    not lost to the other. What earlier ones left is deleted. Nothing is written beside an experiment that is gone.
+
+    Raises:
+        StoreUnavailable: others were faster, again and again.
+        CommitUnknown: the target did not say; call again with the same arguments.
+    """
+    if store.size(JournalKey(experiment=experiment).entry_path(1)) is None:
+        return known
+    for _ in range(_RACES):
+        number, left = known.number + 1, change(known.last)
+        if _is_last(store, experiment, number, left):
+            return Remembered(number, left)
+        known = last_round(store, experiment)
+    raise StoreUnavailable(f"{maintenance_folder(experiment)}: {_RACES} other writers were faster; try again")
+
+
+def _is_last(store: ObjectStore, experiment: str, number: int, left: Round) -> bool:
+    """Write it; a later one may be there, which has deleted another of this number."""
+    try:
+        create_or_recognize(store, maintenance_path(experiment, number), seal(left))
+    except AlreadyExists:
+        return False
+    there = _numbers(store, experiment)
+    if max(there, default=number) > number:
+        return False
+    if older := [maintenance_path(experiment, each) for each in there if each < number]:
+        store.delete(older)
+    return True
+
+
+def _numbers(store: ObjectStore, experiment: str) -> Sequence[int]:
+    folder = maintenance_folder(experiment)
+    return [number for each in store.list(folder) if (number := number_in(folder, each.path))]
+
+
+# ------------------------------------------------------------------------------------------------ what is left
+
+
+def told_before(last: Round | None) -> frozenset[str]:
+    """Return the folders of what is known as damaged, and told of."""
+    return frozenset(last.told) - {each.folder for each in last.untold} if last else frozenset()
+
+
+def next_round(
+    last: Round | None,
+    stamp: Stamp,
+    inspection: Inspection,
+    aside: Collection[CheckpointKey],
+    untold: Sequence[Untold] = (),
+) -> Round:
+    """Return what a round leaves that found this, and put those `aside`: they are no damage of the experiment's now."""
+    known = frozenset(last.told if last else ())
+    live = {key.folder for key in inspection.live}
+    seen = {each.key.folder for each in inspection.inspected}.union(inspection.journals)
+    still = {folder for folder in known - seen if folder in live or _is_journal(folder)}
+    now = {each.key.folder for each in inspection.damaged if each.key not in aside}
+    journals = {each.folder for each in inspection.unreadable if each.is_damage}
+    return Round(
+        write_id=stamp.write_id,
+        at=stamp.at,
+        begins_at=inspection.ends_at,
+        told=tuple(sorted({*still, *now, *journals})),
+        untold=_with(last, untold),
+    )
+
+
+def amended(last: Round | None, stamp: Stamp, *, told: Collection[str] = (), untold: Sequence[Untold] = ()) -> Round:
+    """Return what a round leaves that did not get on, or not yet: the same, and what is to be known besides."""
+    return Round(
+        write_id=stamp.write_id,
+        at=stamp.at,
+        begins_at=last.begins_at if last else 0,
+        told=tuple(sorted({*(last.told if last else ()), *told})),
+        untold=_with(last, untold),
+    )
+
+
+def reported(last: Round | None, stamp: Stamp, folders: Collection[str]) -> Round:
+    """Return what is left when somebody was told of the damage of `folders`."""
+    same = amended(last, stamp)
+    return same.model_copy(update={"untold": tuple(each for each in same.untold if each.folder not in folders)})
+
+
+def _with(last: Round | None, untold: Sequence[Untold]) -> tuple[Untold, ...]:
+    both = {each.folder: each for each in (*(last.untold if last else ()), *untold)}
+    return tuple(both.values())
+
+
+def _is_journal(folder: str) -> bool:
+    return folder.endswith("/journal")
