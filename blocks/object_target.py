@@ -144,4 +144,6 @@ def http_endpoint(url: str) -> str:
         raise ValueError("expected 'https://host' or 'https://host:port'")
     if parts.username or parts.password:
         raise ValueError("it carries a user name or password: credentials have fields of their own")
+    if parts.query or parts.fragment:
+        raise ValueError("expected 'https://host' or 'https://host:port', without '?' and '#'")
     return url.rstrip("/")

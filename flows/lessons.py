@@ -30,7 +30,10 @@ def source_names(warm_start: Sequence[object]) -> Sequence[str]:
     """
     for each in warm_start:
         if not isinstance(each, str):
-            raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found {each!r}")
+            kind = type(each).__name__
+            raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found a {kind}")
+        if "://" in each:
+            validate_target(each)  # whole: a password in it must not be taken for a part of the name, and repeated
         place, _, name = each.rpartition("/")
         valid_name(name)
         if place:

@@ -100,12 +100,62 @@ def test_a_folder_is_stored_so_that_it_means_the_same_elsewhere() -> None:
         ({"experiment": "../up"}, "becomes a folder"),
         ({"metric": ["a", "b"], "mode": ["min"]}, "mode"),
         ({"resume": "perhaps"}, "resume='perhaps'"),
-        ({"trials": "somewhere"}, "trials"),
+        ({"trials": "somewhere"}, "trials: expected one of 'tasks', 'deployment'"),
+        ({"num_samples": 0}, "num_samples: expected 1 or more"),
+        ({"max_concurrent_trials": 0}, "max_concurrent_trials: expected 1 or more, found 0"),
+        ({"resources_per_trial": {"gpus": 1}}, r"did you mean 'gpu'\?"),
+        ({"stop": "step=100"}, r"expected \{'step': 100\}"),
+        ({"stop": "my_project.stops:"}, "stop 'my_project.stops:': expected 'package.module:Name'"),
+        ({"trainable": "x"}, "trainable 'x': expected 'package.module:Name'"),
+        ({"callbacks": ["x"]}, "callback 'x': expected 'package.module:Name'"),
+        ({"warm_start": ["first/"]}, "becomes a folder"),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before_there_is_one(parameters: Mapping[str, Any], said: str) -> None:
     with pytest.raises(pt.InvalidInput, match=said):
-        given(**GIVEN, **parameters)
+        given(**{**GIVEN, **parameters})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"search": "OptunaSearch", "metric": "loss"}, "expected num_samples"),
+        ({"search": "OptunaSearch", "num_samples": 3}, "expected a metric"),
+        ({"scheduler": {"ASHA": {"max_t": 81}}}, "compares trials by a metric"),
+    ],
+)
+def test_what_only_a_person_could_add_is_missed_where_a_schedule_asks_nobody(
+    parameters: Mapping[str, Any], said: str
+) -> None:
+    assert given(**GIVEN, **parameters)
+    with pytest.raises(pt.InvalidInput, match=said):
+        given(complete=True, **GIVEN, **parameters)
+    assert given(complete=True, **{**GIVEN, **parameters, "metric": "loss", "samples_per_run": 3, "num_samples": None})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"warm_start": [f"ftp://u:{SECRET}@host/x/exp"]},
+        {"warm_start": [f"s3://key:{SECRET}@bucket/exp"]},
+        {"warm_start": [f"ftp://u:{SECRET}@host"]},
+        {"warm_start": [{"secret_access_key": SECRET}]},
+        {"sync": {"upload_dri": {"secret_access_key": SECRET}}},
+        {"sync": [SECRET]},
+        {"sync": {"commit": SECRET}},
+        {"checkpoint": {"every": SECRET}},
+        {"checkpoint": SECRET},
+        {"num_samples": SECRET},
+        {"target": f"https://host/runs?token={SECRET}"},
+        {"target": f"ftp://host/runs?password={SECRET}"},
+        {"target": f"htps://host/runs?token={SECRET}"},
+        {"target": f"s3://bucket/runs?endpoint_url=https://host?token={SECRET}"},
+    ],
+)
+def test_a_secret_in_any_place_is_refused_and_not_repeated(parameters: Mapping[str, Any]) -> None:
+    with pytest.raises(pt.InvalidInput) as refused:
+        given(**{**GIVEN, **parameters})
+    assert SECRET not in str(refused.value)
 
 
 def test_what_nobody_will_be_asked_for_must_be_there() -> None:
@@ -126,6 +176,11 @@ def test_all_that_a_form_offers_is_accepted() -> None:
         "stop": {"step": 100, "MaxFailures": {"failures": 5}},
         "scheduler": {"ASHA": {"max_t": 81}},
         "search": {"OptunaSearch": {"num_samples": 40}},
+        "max_concurrent_trials": 4,
+        "resources_per_trial": {"cpu": 2, "gpu": 0.5},
+        "warm_start": ["first", "s3-target/prod/second", "s3://bucket/runs/third"],
+        "trials": "deployment",
+        "trial_job_variables": {"env": {"WANDB_API_KEY": "{{ prefect.blocks.secret.wandb }}"}},
         "checkpoint": {"every_steps": 5},
         "retention": {"last": 2},
         "failures": {"max_failures": 1},
