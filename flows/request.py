@@ -18,7 +18,13 @@ from prefect_tune.session import storable
 from prefect_tune.trial_process import load_trainable
 
 __all__ = [
-    "existing_limits", "experiment_name", "import_string", "name_of", "stopper_for", "storable_config", "valid_trainable",
+    "existing_limits",
+    "experiment_name",
+    "import_string",
+    "name_of",
+    "stopper_for",
+    "storable_config",
+    "valid_trainable",
 ]
 
 

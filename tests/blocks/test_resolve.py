@@ -33,6 +33,12 @@ READ: dict[str, StorageTarget] = {
     "s3://bucket?endpoint_override=minio:9000&scheme=http": S3Target(
         bucket="bucket", endpoint_url="http://minio:9000", allow_http=True
     ),
+    "s3://bucket/runs?endpoint_url=https://minio&region=eu&anonymous=true": S3Target(
+        bucket="bucket", prefix="runs", endpoint_url="https://minio", region="eu", anonymous=True
+    ),
+    "gs://bucket/runs?endpoint_url=http://gcs:9000": GcsTarget(
+        bucket="bucket", prefix="runs", endpoint_url="http://gcs:9000", allow_http=True
+    ),
     "gs://bucket/runs": GcsTarget(bucket="bucket", prefix="runs"),
     "gcs://bucket": GcsTarget(bucket="bucket"),
     "az://container/runs": AzureTarget(container="container", prefix="runs"),
@@ -110,10 +116,17 @@ def test_anything_else_is_refused(value: Any) -> None:
         resolve_target(value)
 
 
-@pytest.mark.parametrize("written", [uri for uri in READ if "://" in uri and "?" not in uri])
+@pytest.mark.parametrize("written", [uri for uri in READ if "://" in uri])
 def test_a_uri_alone_is_handed_to_another_process(written: str) -> None:
     target = READ[written]
     assert resolve_target(target_reference(target)) == target
+
+
+def test_a_uri_says_where_it_is_and_not_by_whose_keys() -> None:
+    keys: dict[str, Any] = {"access_key_id": "id", "secret_access_key": "secret-of-mine"}
+    target = S3Target(bucket="bucket", prefix="runs", endpoint_url="http://minio:9000", allow_http=True, **keys)
+    assert target.uri == "s3://bucket/runs?endpoint_url=http://minio:9000"
+    assert S3Target(bucket="bucket", region="eu-west-1").uri == "s3://bucket?region=eu-west-1"
 
 
 def test_a_target_that_says_more_than_its_uri_has_to_be_saved_first() -> None:
