@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 from pydantic import Field
 
 from prefect_tune.blocks import (
@@ -134,6 +135,16 @@ def test_a_target_that_says_more_than_its_uri_has_to_be_saved_first() -> None:
     with pytest.raises(InvalidInput, match=r"save the block and pass its slug: target.save\('name'\)") as caught:
         target_reference(target)
     assert "secret-of-mine" not in str(caught.value)
+
+
+def test_without_a_server_that_is_said_and_not_that_a_block_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    nothing = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
+    with (
+        temporary_settings(nothing, restore_defaults={PREFECT_API_URL}),
+        pytest.raises(InvalidInput, match="no Prefect server is set up, and a saved block lives on one: prefect"),
+    ):
+        resolve_target("s3-target/prod")
 
 
 class ShelfTarget(StorageTarget):

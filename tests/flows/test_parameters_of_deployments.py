@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,18 @@ def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> Non
 def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:
     fields = {name: None for name, each in TUNE["properties"].items() if "default" not in each and name not in GIVEN}
     validate({**GIVEN, **fields}, TUNE, raise_on_error=True)
+
+
+def test_a_form_begins_no_description_by_capitalising_what_is_typed_as_it_is() -> None:
+    said = {name: each["description"] for name, each in RESUME["properties"].items()}
+    assert said["trainable"].startswith("package.module:Name; needed")
+    assert said["fork"].startswith("A name: leave experiment as it is")
+    sections = TUNE["definitions"]
+    assert sections["FailurePolicy"]["description"].endswith("by whose failure it was.")
+    assert all("Args:" not in each.get("description", "") for each in sections.values())
+
+
+@pytest.mark.parametrize("kind", [pt.FailurePolicy, pt.Retention, pt.Cadence])
+def test_the_help_of_a_policy_says_what_its_fields_mean(kind: type[pt.Cadence]) -> None:
+    said = kind.__doc__ or ""
+    assert re.findall(r"^        (\w+): ", said, re.MULTILINE) == list(kind.model_fields)
