@@ -95,7 +95,7 @@ def test_automations_that_are_refused_are_said_after_what_was_deployed(
     assert f"created  maintain/maintain-refused-{status}" in done.out
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert said in done.err
-    assert read(client, f"maintain/maintain-refused-{status}")
+    assert read(client, f"maintain/maintain-refused-{status}").work_pool_name == POOL
 
 
 def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
