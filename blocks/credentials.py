@@ -26,6 +26,7 @@ __all__ = [
     "account_in",
     "azure_access",
     "connection_options",
+    "endpoint_in",
     "gcp_key",
     "s3_access",
     "session_keys",
@@ -82,6 +83,12 @@ def s3_access(block: Any) -> S3Access:
         keys = static_keys(user, secret.get_secret_value(), getattr(block, "aws_session_token", None))
         return S3Access(keys, block.region_name, endpoint)
     return S3Access(session_keys(block.get_boto3_session()), block.region_name, endpoint)
+
+
+def endpoint_in(block: Any) -> str | None:
+    """Return the address of the server that an AWS or MinIO credentials block names, if nothing else is in it."""
+    url = getattr(getattr(block, "aws_client_parameters", None), "endpoint_url", None)
+    return url if url and not set(url) & set("@?#") else None
 
 
 def static_keys(access_key_id: str, secret_access_key: str, session_token: str | None) -> Callable[[], S3Keys]:

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["Form"]
+__all__ = ["Form", "unknown_field"]
 
 # Prefect writes these beside the fields, in documents as in dumps.
 _BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})
@@ -54,7 +54,7 @@ class Form(Block, ABC):
         fields = {name: value for name, value in values.items() if name not in _BOOKKEEPING}
         for name in fields:
             if name not in cls.model_fields:
-                raise PydanticCustomError("unknown_field", "{message}", {"message": _unknown(cls, name)})
+                raise PydanticCustomError("unknown_field", "{message}", {"message": unknown_field(cls, name)})
         return {name: value for name, value in fields.items() if not cls._left_empty(name, value)}
 
     @classmethod
@@ -78,7 +78,8 @@ def _secrets_in(value: object) -> Iterator[str]:
             yield from (str(secret) for secret in value.get_secret_value().values())
 
 
-def _unknown(cls: type[Form], name: str) -> str:
+def unknown_field(cls: type[Form], name: str) -> str:
+    """Say that it has no field of this name, and which was meant."""
     known = list(cls.model_fields)
     nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     advice = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known)}"

@@ -44,7 +44,7 @@ class FsspecTarget(StorageTarget):
 
     location: str = Field(
         title="URI",
-        description="Where, e.g. 'sftp://host/folder'; without a password, which is a secret option.",
+        description="Where, e.g. 'sftp://host/folder'; without a password or token: those are secret options.",
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the fsspec implementation, e.g. {'port': 2222}."
@@ -58,9 +58,15 @@ class FsspecTarget(StorageTarget):
     def _known_and_without_password(cls, uri: str) -> str:
         scheme, separator, _ = uri.partition("://")
         if not separator:
-            raise ValueError(f"expected 'scheme://...', found {uri!r}")
-        if urlsplit(uri).password:
+            raise ValueError("expected 'scheme://...'")
+        parts = urlsplit(uri)
+        if parts.password:
             raise ValueError("it carries a password, which everybody could read: use secret_options={'password': ...}")
+        if parts.query or parts.fragment:
+            raise ValueError(
+                "it carries more than a place, behind a '?' or '#', which everybody could read: put options into "
+                "storage_options, and keys and tokens into secret_options"
+            )
         if scheme not in known_schemes():
             raise ValueError(f"fsspec does not know the scheme {scheme!r}")
         return uri.rstrip("/") if not uri.endswith("://") else uri

@@ -67,7 +67,7 @@ class GcsTarget(ObjectTarget):
 
     @property
     def uri(self) -> str:
-        return f"gs://{self.bucket}/{self.prefix}".rstrip("/")
+        return self._uri(f"gs://{self.bucket}/{self.prefix}", endpoint=self.endpoint_url)
 
     def _connector(self) -> Callable[..., Any]:
         from obstore.store import GCSStore

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -71,6 +71,12 @@ class ObjectTarget(StorageTarget, ABC):
         if (self.endpoint_url or "").startswith("http:") and not self.allow_http:
             raise ValueError(f"endpoint_url {self.endpoint_url!r} has no TLS: set allow_http=True if that is meant")
         return self
+
+    def _uri(self, place: str, *, endpoint: str | None, region: str | None = None) -> str:
+        """Return `place` with what else tells where it is, and how to go there; keys are left out."""
+        said = {"endpoint_url": endpoint, "region": region, "anonymous": "true" if self.anonymous else None}
+        options = urlencode({name: value for name, value in said.items() if value}, safe=":/")
+        return f"{place.rstrip('/')}{'?' if options else ''}{options}"
 
     @abstractmethod
     def _connector(self) -> Callable[..., Any]:
@@ -144,4 +150,6 @@ def http_endpoint(url: str) -> str:
         raise ValueError("expected 'https://host' or 'https://host:port'")
     if parts.username or parts.password:
         raise ValueError("it carries a user name or password: credentials have fields of their own")
+    if parts.query or parts.fragment:
+        raise ValueError("expected 'https://host' or 'https://host:port', without '?' and '#'")
     return url.rstrip("/")

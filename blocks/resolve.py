@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 from prefect.blocks.core import Block, UnknownBlockType
+from prefect.settings import get_current_settings
 from pydantic import ValidationError
 
 from prefect_tune.blocks.azure_target import AzureTarget
@@ -22,8 +23,12 @@ from prefect_tune.blocks.target import StorageTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.stores.uris import Client, read_uri
 
-__all__ = ["resolve_target", "target_from_fields", "target_reference", "validate_target"]
+__all__ = ["SET_UP", "resolve_target", "target_from_fields", "target_reference", "validate_target"]
 
+SET_UP = (
+    "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
+)
+"""What to do where no Prefect server is set up."""
 _SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -127,7 +132,7 @@ def _load(block_type: str, name: str) -> StorageTarget:
     except UnknownBlockType as error:
         raise InvalidInput(f"{slug!r}: {error}") from error
     except ValueError as error:
-        raise InvalidInput(f"{slug!r}: no such block is saved on the Prefect server: {error}") from error
+        raise InvalidInput(f"{slug!r}: {_not_saved(error)}") from error
     except RuntimeError as error:
         raise InvalidInput(f"{slug!r}: what is saved does not fit: {_complaints(error)}") from error
     except httpx.HTTPError as error:
@@ -135,6 +140,12 @@ def _load(block_type: str, name: str) -> StorageTarget:
     if not isinstance(block, StorageTarget):
         raise InvalidInput(f"{slug!r} is a {type(block).__name__}, not a target")
     return block
+
+
+def _not_saved(error: ValueError) -> str:
+    if get_current_settings().api.url:
+        return f"no such block is saved on the Prefect server: {error}"
+    return f"no Prefect server is set up, and a saved block lives on one: {SET_UP}"
 
 
 def _complaints(error: RuntimeError) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
-from prefect_tune.blocks.credentials import AwsBlock, S3Access, s3_access, session_keys, static_keys
+from prefect_tune.blocks.credentials import AwsBlock, S3Access, endpoint_in, s3_access, session_keys, static_keys
 from prefect_tune.blocks.logos import AWS_LOGO
 from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.core.errors import InvalidInput
@@ -73,7 +73,9 @@ class S3Target(ObjectTarget):
 
     @property
     def uri(self) -> str:
-        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+        endpoint = self.endpoint_url or endpoint_in(self.credentials)
+        region = self.region or getattr(self.credentials, "region_name", None)
+        return self._uri(f"s3://{self.bucket}/{self.prefix}", endpoint=endpoint, region=region)
 
     def _connector(self) -> Callable[..., Any]:
         from obstore.store import S3Store

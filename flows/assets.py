@@ -71,9 +71,9 @@ class Place:
         """The key of the asset that the best model is: a name, and no folder."""
         return f"{self.uri}/best"
 
-    def best_of(self, source: str) -> str:
-        """Return that of another experiment: `name` on the same target, or `target/name`."""
-        return f"{_plain(source) if '/' in source else _within(self.target, source)}/best"
+    def beside(self, experiment: str) -> Place:
+        """Return another experiment on the same target."""
+        return Place(self.target_uri, experiment)
 
 
 @dataclass(frozen=True, slots=True)

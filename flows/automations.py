@@ -12,10 +12,11 @@ from prefect.automations import AutomationCore, DoNothing, RunDeployment, SendNo
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.actions import ActionTypes
 from prefect.events.schemas.automations import Automation
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
-from prefect_tune.core.errors import InvalidInput, StoreUnavailable
+from prefect_tune.core.errors import InvalidInput, StoreUnavailable, TuneError
+from prefect_tune.flows.refusal import reason_of
 from prefect_tune.flows.shipped import Shipped, shipped
 
 __all__ = ["automation_names", "install_automations", "uninstall_automations"]
@@ -57,6 +58,7 @@ def install_automations(
     Raises:
         InvalidInput: there is no such automation, block or deployment. Nothing was installed.
         StoreUnavailable: the Prefect server did not answer.
+        TuneError: it refused, for a role or a plan that does not allow automations, say.
     """
     chosen = _chosen(names, _window(heartbeat_window_seconds))
     with _server() as client:
@@ -72,6 +74,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
     Raises:
         InvalidInput: there is no automation of that name to install.
         StoreUnavailable: the Prefect server did not answer.
+        TuneError: it refused, for a role or a plan that does not allow automations, say.
     """
     removed = []
     with _server() as client:
@@ -88,6 +91,8 @@ def _server() -> Iterator[SyncPrefectClient]:
     try:
         with get_client(sync_client=True) as client:
             yield client
+    except PrefectHTTPStatusError as error:
+        raise TuneError(f"automations: the Prefect server refused: {reason_of(error)}") from error
     except httpx.TransportError as error:
         raise StoreUnavailable(f"automations: the Prefect server did not answer: {error}") from error
 

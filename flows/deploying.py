@@ -22,10 +22,12 @@ from prefect.settings import get_current_settings
 from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
+from prefect_tune.blocks.resolve import SET_UP
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.flows.deployments import TAG, Every, Offer, Schedule, Wanted
 from prefect_tune.flows.forms import form_of
 from prefect_tune.flows.given_parameters import SavedBlocks, checked
+from prefect_tune.flows.refusal import reason_of
 
 __all__ = ["Deployed", "Pool", "deploy"]
 
@@ -85,24 +87,14 @@ def deploy(wanted: Sequence[Wanted], pool: Pool) -> Sequence[Deployed]:
 def _server() -> Iterator[SyncPrefectClient]:
     url = get_current_settings().api.url
     if not url:
-        raise InvalidInput(
-            "no Prefect server is set up, and a deployment lives on one: prefect server start, then "
-            "prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
-        )
+        raise InvalidInput(f"no Prefect server is set up, and a deployment lives on one: {SET_UP}")
     try:
         with get_client(sync_client=True) as client:
             yield client
     except PrefectHTTPStatusError as error:
-        raise TuneError(f"the Prefect server at {url} refused: {_reason(error)}") from error
+        raise TuneError(f"the Prefect server at {url} refused: {reason_of(error)}") from error
     except httpx.HTTPError as error:
         raise TuneError(f"the Prefect server at {url} did not answer: {str(error) or type(error).__name__}") from error
-
-
-def _reason(error: PrefectHTTPStatusError) -> str:
-    try:
-        return str(error.response.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {error.response.status_code}"
 
 
 # ------------------------------------------------------------------------------------------- looking before leaping

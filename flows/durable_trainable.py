@@ -120,6 +120,9 @@ def durable_trainable(
         TrialFailed: a retry budget is spent. Running it again, with the cause mended, goes on.
         Superseded: another run has taken the experiment over.
         ResumeFailed: the experiment exists and cannot be read.
+        CrashLoop: automations started this run again and again, and nothing came of it.
+        StoreUnavailable: the target did not answer for too long. Running it again goes on.
+        StoreRefused: the target refuses, for its credentials say.
     """
     where, name = resolve_target(target), experiment_name(experiment)
     turn: Turn | None = (first := first_turn(where, name, stop, trainable))

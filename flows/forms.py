@@ -44,7 +44,7 @@ def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
-        name: {**each, "properties": _fields(each.get("properties", {}))}
+        name: {**each, **_described(each), "properties": _fields(each.get("properties", {}))}
         for name, each in schema.get("definitions", {}).items()
     }
     return {**schema, "properties": _fields(schema["properties"]), "definitions": definitions}
@@ -55,8 +55,10 @@ def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
 
 
 def _described(field: _Schema) -> _Schema:
-    said = " ".join(str(field.get("description", "")).replace("`", "").split())
-    return {"description": said[:1].upper() + said[1:]} if said else {}
+    """A sentence begins with a capital, but for a literal, which is typed as it is. Fields have their own."""
+    given = str(field.get("description", "")).partition("\n\nArgs:\n")[0].strip()
+    said = " ".join(given.replace("`", "").split())
+    return {"description": said if given.startswith("`") else said[:1].upper() + said[1:]} if said else {}
 
 
 def _left_empty(field: dict[str, Any]) -> _Schema:

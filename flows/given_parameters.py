@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, Protocol
 from uuid import UUID
 
+from jsonschema.exceptions import ValidationError as SchemaError
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
-from prefect_tune.blocks import StorageTarget, resolve_target, target_reference
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, target_reference
+from prefect_tune.blocks.form import unknown_field
 from prefect_tune.blocks.resolve import validate_target
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.objective import objective_of
+from prefect_tune.core.resources import resources_of
+from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.values import valid_name
 from prefect_tune.flows.extending import require_one_count
-from prefect_tune.flows.request import stopper_for
+from prefect_tune.flows.lessons import source_names
+from prefect_tune.flows.request import import_string, stopper_for
 from prefect_tune.flows.resuming import resuming
+from prefect_tune.flows.search import begun
+from prefect_tune.flows.slots import valid_bound
 from prefect_tune.flows.spelled import scheduler_from, search_from
 
 __all__ = ["Blocks", "SavedBlocks", "checked"]
@@ -62,7 +69,7 @@ def checked(
     `complete` says that nobody will be asked for the rest.
 
     Raises:
-        InvalidInput: one is unknown, missing, means nothing, or would tell a secret. No value is repeated.
+        InvalidInput: one is unknown, missing, means nothing, or would tell a secret. No secret is repeated.
     """
     _require_known(parameters, schema, complete=complete)
     found = dict(parameters)
@@ -70,11 +77,10 @@ def checked(
         found["target"] = _named(found["target"], "target", blocks)
     if isinstance(sync := found.get("sync"), Mapping):
         found["sync"] = _sync(sync, blocks)
+    _require_fits(found, schema)
     _require_meaning(found)
-    try:
-        validate(found, dict(schema), raise_on_error=True, ignore_required=True)
-    except ValidationError as error:
-        raise InvalidInput(f"parameters: {error}") from error
+    if complete and "metric" in schema["properties"]:
+        _require_begin(found)
     return found
 
 
@@ -92,9 +98,40 @@ def _require_known(parameters: Mapping[str, Any], schema: Mapping[str, Any], *, 
         )
 
 
+def _require_fits(found: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """What does not fit is named, and not repeated as the validator would: it may be a key in the wrong place."""
+    try:
+        errors = validate(dict(found), dict(schema), ignore_required=True)
+    except ValidationError as error:
+        raise InvalidInput(f"parameters: {error}") from error
+    if errors:
+        first = errors[0]
+        where = ".".join(str(part) for part in first.absolute_path)
+        kind = type(first.instance).__name__
+        raise InvalidInput(f"parameters: {where}: expected {_expected(first)}, found a value of type {kind}")
+
+
+def _expected(error: SchemaError) -> str:
+    rule: Any = error.validator_value
+    match error.validator:
+        case "type":
+            return str(rule)
+        case "enum":
+            return f"one of {', '.join(map(repr, rule))}"
+        case "anyOf":
+            return " or ".join(str(each.get("title") or each.get("type", "another kind")) for each in rule)
+        case "additionalProperties":
+            return f"nothing but {', '.join(error.schema.get('properties', {}))}"
+        case other:
+            return f"{other} {rule}"
+
+
 def _sync(sync: Mapping[str, Any], blocks: Blocks) -> object:
     if "$ref" in sync:
         return {"$ref": {"block_document_slug": _saved(sync["$ref"], "sync", blocks)}}
+    for name in sync:
+        if name not in SyncConfig.model_fields:
+            raise InvalidInput(f"sync: {unknown_field(SyncConfig, name)}")
     if sync.get("upload_dir") is not None:
         return {**sync, "upload_dir": _named(sync["upload_dir"], "sync.upload_dir", blocks)}
     return dict(sync)
@@ -139,19 +176,51 @@ def _saved(reference: object, where: str, blocks: Blocks) -> str:
 
 
 def _require_meaning(found: Mapping[str, Any]) -> None:
-    """What a run would refuse in its first second is refused now. The trainable is where the runs are."""
-    require_one_count(found.get("num_samples"), found.get("samples_per_run"))
-    if found.get("experiment") is not None:
-        valid_name(str(found["experiment"]))
-    if "metric" in found:
-        objective_of(found["metric"], found.get("mode", "min"))
-    if found.get("space") is not None:
-        space_from_json(found["space"], load=lambda name: lambda _: name)
-    if found.get("scheduler") is not None:
-        scheduler_from(found["scheduler"])
+    """What a run would refuse in its first second is refused now. What is imported is where the runs are."""
+    given = {name: value for name, value in found.items() if value is not None}
+    require_one_count(given.get("num_samples"), given.get("samples_per_run"))
+    objective_of(given.get("metric"), given.get("mode", "min"))
+    if "num_samples" in given and "search" not in given:
+        RandomSearch(given["num_samples"])
+    for name, mean in _MEANINGS.items():
+        if name in given:
+            mean(given[name])
+    if "search" in given:
+        search_from(given["search"], given.get("num_samples"))
+
+
+def _require_begin(found: Mapping[str, Any]) -> None:
+    """Nobody will be asked for what the search and the scheduler need besides."""
+    objective = objective_of(found.get("metric"), found.get("mode") or "min")
     if found.get("search") is not None:
-        search_from(found["search"], found.get("num_samples"))
-    if found.get("stop") is not None and not isinstance(found["stop"], str):
-        stopper_for(found["stop"])
-    if "resume" in found:
-        resuming(found["resume"])
+        count = found.get("num_samples") or found.get("samples_per_run")
+        search_from(found["search"], count).begin(_space(found.get("space") or {}), objective, seed=0)
+    if found.get("scheduler") is not None:
+        begun(scheduler_from(found["scheduler"]), objective, seed=0)
+
+
+def _space(space: Mapping[str, Any]) -> Mapping[str, object]:
+    return space_from_json(space, load=lambda name: lambda _: name)
+
+
+def _stop(stop: object) -> None:
+    if isinstance(stop, str) and ":" in stop:
+        import_string(stop, "stop")
+    else:
+        stopper_for(stop)  # type: ignore[arg-type]  # it says what is wrong with it
+
+
+# In the order in which they are looked at. What is imported is only looked at from outside: it is where the runs are.
+_MEANINGS: Mapping[str, Callable[[Any], object]] = {
+    "experiment": valid_name,
+    "trainable": lambda name: import_string(name, "trainable"),
+    "space": _space,
+    "scheduler": scheduler_from,
+    "stop": _stop,
+    "max_concurrent_trials": valid_bound,
+    "resources_per_trial": lambda given: resources_of(given, "resources_per_trial"),
+    "resources_total": lambda given: resources_of(given, "resources_total"),
+    "callbacks": lambda names: [import_string(each, "callback") for each in names],
+    "warm_start": source_names,
+    "resume": resuming,
+}

@@ -13,6 +13,7 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import next_entry
 from prefect_tune.core.trial import Status, Trial
 from prefect_tune.core.values import StepReport, canonical_json, valid_name
+from prefect_tune.flows.assets import Place
 from prefect_tune.flows.resuming import read_or_fail
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.transient import retrying
@@ -30,7 +31,10 @@ def source_names(warm_start: Sequence[object]) -> Sequence[str]:
     """
     for each in warm_start:
         if not isinstance(each, str):
-            raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found {each!r}")
+            kind = type(each).__name__
+            raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found a {kind}")
+        if "://" in each:
+            validate_target(each)  # whole: a password in it must not be taken for a part of the name, and repeated
         place, _, name = each.rpartition("/")
         valid_name(name)
         if place:
@@ -51,12 +55,13 @@ def new_lessons(names: Sequence[str], target: StorageTarget, own: str) -> Sequen
         if name not in known:
             place, _, experiment = name.rpartition("/")
             where = resolve_target(place) if place else target
-            if (where.uri, experiment) == (target.uri, own):
+            at = Place(where.uri, experiment).uri
+            if at == Place(target.uri, own).uri:
                 raise InvalidInput(f"warm_start: experiment {own!r} knows its own trials: name others")
             state = read_or_fail(where, experiment)
             if not state.number:
                 raise InvalidInput(f"warm_start: there is no experiment {experiment!r} at {where.uri}")
-            found.append(Learned(source=name, lessons=tuple(_lessons(state))))
+            found.append(Learned(source=name, place=at, lessons=tuple(_lessons(state))))
     return found
 
 

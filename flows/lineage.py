@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 
 from prefect.assets import Asset
 from prefect.context import AssetContext
@@ -54,10 +53,11 @@ class Lineage:
         """Return the events of a better model that is saved: made by a trial, by what its search has learned from."""
         if news.manifest is None:
             return
-        sources = [*islice(experiment.learned, _MOST_SOURCES)]
+        teachers = list(experiment.teachers[:_MOST_SOURCES])
         origin = experiment.origin.experiment if experiment.origin else None
-        upstream = [self._place.best_of(each) for each in (*([origin] if origin else []), *sources)]
-        metadata = {**news.payload(), "warm_start": sources, "forked_from": origin}
+        forked = [self._place.beside(origin).best] if origin else []
+        upstream = [*forked, *(f"{each}/best" for each in teachers)]
+        metadata = {**news.payload(), "warm_start": teachers, "forked_from": origin}
         best = asset_of(self._place.best, f"{self._place.experiment}: best model", _OF_AN_EXPERIMENT)
         yield from self._made(best, [self._place.checkpoints(news.trial), *upstream], metadata)
 

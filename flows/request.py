@@ -17,7 +17,15 @@ from prefect_tune.flows.spelled import stop_from
 from prefect_tune.session import storable
 from prefect_tune.trial_process import load_trainable
 
-__all__ = ["existing_limits", "experiment_name", "name_of", "stopper_for", "storable_config", "valid_trainable"]
+__all__ = [
+    "existing_limits",
+    "experiment_name",
+    "import_string",
+    "name_of",
+    "stopper_for",
+    "storable_config",
+    "valid_trainable",
+]
 
 
 def experiment_name(given: str | None) -> str:
@@ -93,6 +101,18 @@ def valid_trainable(trainable: object) -> object:
     )
 
 
+def import_string(name: str, where: str) -> tuple[str, str]:
+    """Return the module and the name in it that `package.module:Name` says; nothing is imported.
+
+    Raises:
+        InvalidInput: it is not of that form.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise InvalidInput(f"{where} {name!r}: expected 'package.module:Name', as in 'my_project.train:Model'")
+    return module, attribute
+
+
 def name_of(trainable: object) -> Mapping[str, str]:
     """Return what tells one trainable from another: its name without its module, which depends on how it is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
@@ -100,9 +120,7 @@ def name_of(trainable: object) -> Mapping[str, str]:
 
 
 def _importable(name: str) -> str:
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise InvalidInput(f"trainable {name!r}: expected 'package.module:Name', as in 'my_project.train:Model'")
+    module, _ = import_string(name, "trainable")
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:

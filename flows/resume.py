@@ -114,6 +114,9 @@ def resume(
         InvalidInput: its journal does not hold all that is needed; the message says what to pass.
         CheckpointNotFound: with `strict_fork`.
         Superseded: another run has taken the experiment over.
+        CrashLoop: automations started this run again and again, and nothing came of it.
+        StoreUnavailable: the target did not answer for too long. Running it again goes on.
+        StoreRefused: the target refuses, for its credentials say.
     """
     given = dict(locals())  # the parameters: `Asked` names them alike
     require_one_count(num_samples, samples_per_run)

@@ -63,7 +63,7 @@ from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import unseen
 from prefect_tune.terminal.watch import Outlook
 
-__all__ = ["searched"]
+__all__ = ["begun", "searched"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 _LOOK_FOR_REQUESTS = timedelta(seconds=5)
@@ -191,7 +191,7 @@ def _council(asked: Asked, experiment: str, objective: Objective | None, stopper
     scheduler = FIFO() if asked.scheduler is None else scheduler_from(asked.scheduler)
     tallies = [each.begin(objective) for each in of_experiment(stopper)]
     proposals = search.begin(space_of(asked.space or {}), objective, seed)
-    return Council(proposals, _begun(scheduler, objective, seed), tallies)
+    return Council(proposals, begun(scheduler, objective, seed), tallies)
 
 
 def _outlook(asked: Asked, experiment: str, objective: Objective | None, stopper: Stopper) -> Outlook:
@@ -211,7 +211,8 @@ def _subject(plan: TrialPlan, outlook: Outlook, stopper: Stopper) -> Subject:
     return Subject(place, outlook.objective, budgets, plan.sync.sync_period, this_run())
 
 
-def _begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
+def begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
+    """Return the scheduler's decisions on a new experiment; InvalidInput where it needs a metric, and has none."""
     if objective is None and not isinstance(scheduler, FIFO):
         raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; name it: metric='loss'")
     return scheduler.begin(objective or _NAMELESS, seed)

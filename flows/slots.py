@@ -11,7 +11,7 @@ from prefect_tune.core.resources import Machine, Resources, resources_of, slots_
 from prefect_tune.flows.asked import Asked
 from prefect_tune.tasks.devices import machine_here
 
-__all__ = ["Slots", "resources_asked", "slots_elsewhere", "slots_here"]
+__all__ = ["Slots", "resources_asked", "slots_elsewhere", "slots_here", "valid_bound"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def resources_asked(asked: Asked) -> Resources | None:
 
 def slots_elsewhere(asked: Asked) -> Slots:
     """Return the places where others see to it what each trial has."""
-    return Slots(_bound(asked) or os.cpu_count() or 1)
+    return Slots(valid_bound(asked.max_concurrent_trials) or os.cpu_count() or 1)
 
 
 def slots_here(asked: Asked) -> Slots:
@@ -44,7 +44,7 @@ def slots_here(asked: Asked) -> Slots:
     Raises:
         InvalidInput: not even one trial can have what it needs.
     """
-    bound, needed = _bound(asked), resources_asked(asked)
+    bound, needed = valid_bound(asked.max_concurrent_trials), resources_asked(asked)
     if needed is None:
         return Slots(bound or os.cpu_count() or 1)
     if needed.gpu and asked.isolation == "thread":
@@ -55,8 +55,12 @@ def slots_here(asked: Asked) -> Slots:
     return Slots(len(slots), [{**_threads(needed), **_devices(gpus)} for gpus in slots])
 
 
-def _bound(asked: Asked) -> int | None:
-    bound = asked.max_concurrent_trials
+def valid_bound(bound: int | None) -> int | None:
+    """Return how many trials may train at once, where that was said.
+
+    Raises:
+        InvalidInput: not a single one.
+    """
     if bound is not None and bound < 1:
         raise InvalidInput(f"max_concurrent_trials: expected 1 or more, found {bound}")
     return bound

@@ -130,6 +130,9 @@ def tune(
         InvalidInput: what was asked for cannot be done; nothing was started.
         Superseded: another run has taken the experiment over.
         ResumeFailed: the experiment exists and cannot be read; or it does not exist, and must.
+        CrashLoop: automations started this run again and again, and nothing came of it.
+        StoreUnavailable: the target did not answer for too long. Running it again goes on.
+        StoreRefused: the target refuses, for its credentials say.
     """
     given = dict(locals())  # the parameters: `Asked` names them alike
     require_one_count(num_samples, samples_per_run)

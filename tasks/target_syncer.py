@@ -263,8 +263,9 @@ class TargetSyncer(Syncer):
             return _found(remote)
         folder = remote
         if "://" in remote:
-            folder = remote.removeprefix(self._target.uri)
-            if folder == remote or not folder.startswith("/"):
+            (root, _, options), (place, _, given) = (uri.partition("?") for uri in (self._target.uri, remote))
+            folder = place.removeprefix(root)
+            if folder == place or not folder.startswith("/") or given not in ("", options):
                 raise InvalidInput(f"{remote!r}: expected a folder below {self._target.uri}")
         folder = folder.strip("/")
         if any(part in ("", ".", "..") for part in folder.split("/")):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prefect_tune.blocks import resolve_target
+from prefect_tune.core.layout import below
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.syncer import syncer_for
 from prefect_tune.tasks.trial_channel import Log
@@ -33,7 +34,9 @@ class TrialArtifacts:
         target = resolve_target(plan.sync.upload_dir or plan.target)
         self._syncer = syncer_for(plan.sync, target) if plan.sync.sync_artifacts else None
         # Who syncs by default was given the target; somebody's own syncer is given a whole URI.
-        self._remote = plan.trial.artifacts if plan.sync.syncer == "auto" else f"{target.uri}/{plan.trial.artifacts}"
+        self._uri = None if plan.sync.syncer == "auto" else target.uri
+        self._folder = plan.trial.artifacts
+        self._remote = self._named(self._folder)
         self._excludes = list(plan.sync.excludes)
 
     def bring_back(self, attempt: int) -> None:
@@ -42,7 +45,7 @@ class TrialArtifacts:
         What could not be fetched must not be taken for deleted: this attempt's files then go beside it.
         """
         if not self._aloud(self._fetch):
-            self._remote = f"{self._remote}-{attempt}"
+            self._remote = self._named(f"{self._folder}-{attempt}")
             self._log.warning("this attempt's artifacts go to %s, beside the earlier ones", self._remote)
 
     def after_commit(self) -> None:
@@ -63,6 +66,9 @@ class TrialArtifacts:
         """Let what is under way end: the directory is about to go, and a half-removed one must not be shown."""
         if self._syncer is not None:
             self._aloud(self._syncer.close)
+
+    def _named(self, folder: str) -> str:
+        return folder if self._uri is None else below(self._uri, folder)
 
     def _fetch(self) -> None:
         if self._syncer is not None:

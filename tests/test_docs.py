@@ -74,7 +74,7 @@ TESTED = {
     RECIPES / "dask.md": {"python", "bash"},
     RECIPES / "ray.md": {"python"},
     AUTOMATIONS: {"python"},
-    DEPLOYMENTS: {"python", "bash"},
+    DEPLOYMENTS: {"python", "bash", "json"},  # json: in tests/flows/test_parameters_of_deployments.py
     RESUME: {"python"},
 }
 UNTESTED = {

@@ -16,6 +16,7 @@ import yaml
 from jsonschema import validate
 
 import prefect_tune as pt
+from prefect_tune.flows.deployments import TAG
 from prefect_tune.flows.train_trial import train_trial
 from tests.fakes.moto_server import moto_server
 from tests.fakes.pages import ROOT, Block, blocks_of, run_blocks
@@ -80,7 +81,7 @@ def template(tmp_path: Path) -> dict[str, Any]:
     """The template for jobs of prefect-kubernetes, as the page changes it."""
     default = json.loads(WORKERS.read_text())["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
     (tmp_path / "kubernetes.json").write_text(json.dumps(default))
-    done = run_blocks(blocks(KUBERNETES, "python"), tmp_path, {})
+    done = run_blocks(blocks(KUBERNETES, "python")[:1], tmp_path, {})
     assert done.returncode == 0, done.stdout
     changed: dict[str, Any] = json.loads((tmp_path / "kubernetes.json").read_text())
     return changed
@@ -112,6 +113,18 @@ def test_the_deployments_for_kubernetes_give_jobs_what_the_template_and_the_flow
     pt.space_from_json(search["parameters"]["space"])
     assert search["parameters"]["trials"] == "deployment"
     assert train_trial.name == trial["name"]
+    assert search["parameters"]["stop"]
+
+
+def test_the_deployments_for_kubernetes_are_those_that_the_automations_it_installs_act_on() -> None:
+    (block,) = blocks(KUBERNETES, "yaml")
+    (install,) = [each.code for each in blocks(KUBERNETES, "python") if "install_automations" in each.code]
+    (window,) = re.findall(r"install_automations\(heartbeat_window_seconds=(\d+)\)", install)
+    compile(install, "<page>", "exec")
+    for each in yaml.safe_load(block.code)["deployments"]:
+        assert each["tags"] == [TAG]
+        variables = each["work_pool"]["job_variables"]
+        assert int(window) >= 2 * int(variables["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
 
 
 def test_the_commands_for_the_work_pool_are_ones_that_prefect_takes() -> None:

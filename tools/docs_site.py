@@ -115,14 +115,17 @@ def finished(text: str, *, depth: int, homes: Mapping[str, str]) -> str:
 
 
 def with_code(text: str) -> str:
-    """Put in the code of another file where a page asks for it: a whole module, or the first block of a page."""
+    """Put in the code of another file where a page asks for it: a whole module, or the first block of a page.
+
+    Where nobody does that, a link stands in the next line.
+    """
 
     def code(found: re.Match[str]) -> str:
         source = (ROOT / found["file"]).read_text()
         block = re.search(r"^```python\n.*?^```$", source, re.MULTILINE | re.DOTALL)
         return block[0] if block else f"```python\n{source}```"
 
-    return re.sub(r"^<!-- the code of (?P<file>[\w./-]+) -->$", code, text, flags=re.MULTILINE)
+    return re.sub(r"^<!-- the code of (?P<file>[\w./-]+) -->(\n\[.*\]\(.*\))?$", code, text, flags=re.MULTILINE)
 
 
 def linked_to_api(text: str, homes: Mapping[str, str]) -> str:

@@ -80,10 +80,12 @@ class Checkpoint(metaclass=_Advising):
     @classmethod
     def _of(cls, opener: Opener, root_uri: str, key: CheckpointKey) -> Checkpoint:
         """Refer to the checkpoint `key` on the target that `opener` opens, whose URI is `root_uri`."""
+        from prefect_tune.core.layout import below
+
         checkpoint = cls(key.folder)
         scheme, _, root = root_uri.partition("://")
         path = f"{root.partition('?')[0].rstrip('/')}/{key.folder}"
-        place = TargetPlace(opener, key.folder, f"{root_uri}/{key.folder}", path, scheme)
+        place = TargetPlace(opener, key.folder, below(root_uri, key.folder), path, scheme)
         checkpoint._place = place
         return checkpoint
 

@@ -187,7 +187,11 @@ def ask(
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the checkpoint to go on from, as a local directory; None on a fresh start."""
+    """Return the checkpoint to go on from, as a local directory; None on a fresh start.
+
+    Raises:
+        InvalidInput: no trial runs here.
+    """
     from prefect_tune.checkpoint import Checkpoint
 
     restored = _session("pt.get_checkpoint").restored()
@@ -195,7 +199,11 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def get_trial() -> TrialInfo:
-    """Return the trial that is being trained here."""
+    """Return the trial that is being trained here.
+
+    Raises:
+        InvalidInput: no trial runs here.
+    """
     return _session("pt.get_trial").info()
 
 

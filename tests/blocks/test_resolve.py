@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 from pydantic import Field
 
 from prefect_tune.blocks import (
@@ -32,6 +33,12 @@ READ: dict[str, StorageTarget] = {
     "s3://bucket/runs?region=eu-west-1": S3Target(bucket="bucket", prefix="runs", region="eu-west-1"),
     "s3://bucket?endpoint_override=minio:9000&scheme=http": S3Target(
         bucket="bucket", endpoint_url="http://minio:9000", allow_http=True
+    ),
+    "s3://bucket/runs?endpoint_url=https://minio&region=eu&anonymous=true": S3Target(
+        bucket="bucket", prefix="runs", endpoint_url="https://minio", region="eu", anonymous=True
+    ),
+    "gs://bucket/runs?endpoint_url=http://gcs:9000": GcsTarget(
+        bucket="bucket", prefix="runs", endpoint_url="http://gcs:9000", allow_http=True
     ),
     "gs://bucket/runs": GcsTarget(bucket="bucket", prefix="runs"),
     "gcs://bucket": GcsTarget(bucket="bucket"),
@@ -110,10 +117,17 @@ def test_anything_else_is_refused(value: Any) -> None:
         resolve_target(value)
 
 
-@pytest.mark.parametrize("written", [uri for uri in READ if "://" in uri and "?" not in uri])
+@pytest.mark.parametrize("written", [uri for uri in READ if "://" in uri])
 def test_a_uri_alone_is_handed_to_another_process(written: str) -> None:
     target = READ[written]
     assert resolve_target(target_reference(target)) == target
+
+
+def test_a_uri_says_where_it_is_and_not_by_whose_keys() -> None:
+    keys: dict[str, Any] = {"access_key_id": "id", "secret_access_key": "secret-of-mine"}
+    target = S3Target(bucket="bucket", prefix="runs", endpoint_url="http://minio:9000", allow_http=True, **keys)
+    assert target.uri == "s3://bucket/runs?endpoint_url=http://minio:9000"
+    assert S3Target(bucket="bucket", region="eu-west-1").uri == "s3://bucket?region=eu-west-1"
 
 
 def test_a_target_that_says_more_than_its_uri_has_to_be_saved_first() -> None:
@@ -121,6 +135,16 @@ def test_a_target_that_says_more_than_its_uri_has_to_be_saved_first() -> None:
     with pytest.raises(InvalidInput, match=r"save the block and pass its slug: target.save\('name'\)") as caught:
         target_reference(target)
     assert "secret-of-mine" not in str(caught.value)
+
+
+def test_without_a_server_that_is_said_and_not_that_a_block_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    nothing = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
+    with (
+        temporary_settings(nothing, restore_defaults={PREFECT_API_URL}),
+        pytest.raises(InvalidInput, match="no Prefect server is set up, and a saved block lives on one: prefect"),
+    ):
+        resolve_target("s3-target/prod")
 
 
 class ShelfTarget(StorageTarget):

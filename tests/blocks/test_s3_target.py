@@ -35,7 +35,8 @@ def _target(url: str, **changed: Any) -> S3Target:
 def test_a_good_bucket_passes_and_is_left_as_it_was(moto: str) -> None:
     found = _target(moto).check()
     assert (found.ok, found.conditional_create) == (True, True)
-    assert found.message.startswith("s3://bucket/runs/first: a probe was written, read back, listed and deleted")
+    done = "a probe was written, read back, listed and deleted"
+    assert found.message.startswith(f"s3://bucket/runs/first?endpoint_url={moto}: {done}")
     assert "Contents" not in boto3.client("s3", **boto_options(moto)).list_objects_v2(Bucket="bucket")
 
 

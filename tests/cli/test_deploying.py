@@ -13,10 +13,12 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.process import ProcessWorker
 
 from prefect_tune.flows.deployments import OFFERS, TAG
 from tests.fakes.command_line import Run
+from tests.fakes.refusing_server import refusing
 
 POOL = "deploying"
 TRAINABLE = "tests.trainables.digits_table:DigitsTable"
@@ -78,6 +80,24 @@ def test_without_a_name_every_flow_is_deployed_and_the_automations_are_installed
     assert set(done["automations"]) <= installed
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [(403, b'{"detail": "not in your plan"}', "refused: not in your plan"), (422, b"no", "refused: HTTP 422")],
+)
+def test_automations_that_are_refused_are_said_after_what_was_deployed(
+    run: Run, client: SyncPrefectClient, prefect_server: str, status: int, body: bytes, said: str
+) -> None:
+    with (
+        refusing(prefect_server, "/automations", status, body) as url,
+        temporary_settings({PREFECT_API_URL: url}),
+    ):
+        done = run("deploy", "maintain", "--work-pool", POOL, "--suffix", f"-refused-{status}")
+    assert f"created  maintain/maintain-refused-{status}" in done.out
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert said in done.err
+    assert read(client, f"maintain/maintain-refused-{status}").work_pool_name == POOL
+
+
 def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
     run: Run, client: SyncPrefectClient, nightly: Mapping[str, Any]
 ) -> None:
@@ -135,8 +155,6 @@ def test_what_cannot_be_is_one_line_and_nothing_is_written(
 
 
 def test_a_server_that_does_not_answer_or_is_not_set_up_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         assert "the Prefect server at http://127.0.0.1:9/api did not answer" in run("deploy", *TO).err
     monkeypatch.delenv("PREFECT_API_URL", raising=False)

@@ -27,7 +27,7 @@ from prefect_tune.core.journal import append, load
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention
-from prefect_tune.core.standing import best_first, best_of
+from prefect_tune.core.standing import best_first, best_of, shown_settings
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.unreadable import Unreadable
 from prefect_tune.core.values import Stamp
@@ -290,3 +290,14 @@ def test_nothing_is_the_best_where_nothing_is_compared(trained: Session) -> None
     assert best_of(trained.experiment) is None
     with pytest.raises(CheckpointNotFound):
         read_manifest(trained.store, CheckpointKey(trial=KEY, step=99, sequence=99))
+
+
+def test_the_values_of_a_jobs_variables_are_not_shown_but_for_numbers_and_references() -> None:
+    reference = "{{ prefect.blocks.secret.wandb }}"
+    env = {"WANDB_API_KEY": "topsecret", "OTHER": reference, "BOTH": f"{reference} topsecret {reference}"}
+    given = {"env": env, "args": ["--key", "topsecret"], "gpu_limit": 1}
+    settings = {"stop": {"step": 3}, "mode": "min", "trial_job_variables": given}
+    env = {"WANDB_API_KEY": "********", "OTHER": reference, "BOTH": "********"}
+    shown = {"env": env, "args": ["********", "********"], "gpu_limit": 1}
+    assert shown_settings(settings) == {**settings, "trial_job_variables": shown}
+    assert shown_settings({"mode": "min"}) == {"mode": "min"}

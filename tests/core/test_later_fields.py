@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.events import Absorbed, CheckpointRef, Committed, Owner, Requeued
+from prefect_tune.core.events import Absorbed, CheckpointRef, Committed, Learned, Owner, Requeued
 from prefect_tune.core.values import Value
 
 _CHECKPOINT = CheckpointRef(step=1, sequence=1)
@@ -16,6 +16,7 @@ _CHECKPOINT = CheckpointRef(step=1, sequence=1)
         (Committed(trial="t", checkpoint=_CHECKPOINT), {"sent_bytes": 0, "upload_seconds": 0.5}),
         (Owner(name="n", host="h", pid=1), {"task_run": "1b7e3c1e-0000-4000-8000-000000000001"}),
         (Absorbed(trial="t", number=1, events=(Requeued(trial="t", reason="x"),)), {"at": "2026-11-21T08:00:00+00:00"}),
+        (Learned(source="first", lessons=()), {"place": "s3://bucket/runs/first"}),
     ],
     ids=lambda each: type(each).__name__,
 )

@@ -15,6 +15,7 @@ from prefect_tune.core.events import Owner
 from prefect_tune.core.layout import (
     CheckpointKey,
     TrialKey,
+    below,
     blob_sequence,
     number_in,
 )
@@ -23,6 +24,19 @@ from prefect_tune.core.values import Stamp, canonical_json, digest_of, parse, sh
 from tests.core.driver import JOURNAL, KEY
 
 STAMP = Stamp(write_id="w", at="now")
+
+
+@pytest.mark.parametrize(
+    ("root", "uri"),
+    [
+        ("s3://bucket", "s3://bucket/a/b"),
+        ("s3://bucket/runs/", "s3://bucket/runs/a/b"),
+        ("s3://bucket/runs?region=eu&anonymous=true", "s3://bucket/runs/a/b?region=eu&anonymous=true"),
+        ("memory://", "memory://a/b"),
+    ],
+)
+def test_what_lies_below_a_uri_stands_before_its_options(root: str, uri: str) -> None:
+    assert below(root, "a/b") == uri
 
 
 @pytest.mark.parametrize("name", ["a", "resnet-50_lr=0.1", "2026.11", "x" * 128, "A" + "." + "b"])

@@ -160,7 +160,9 @@ def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for
 def test_the_best_model_is_made_from_what_its_search_learned_from_and_was_forked_from() -> None:
     state = nothing_yet("first")
     origin = ForkOrigin(experiment="old", number=3, digest=Digest("d"))
-    learned = [Learned(source=each, lessons=()) for each in ("earlier", "gs://other/place/theirs")]
+    places = ["s3://bucket/runs/earlier", "gs://other/place/theirs"]
+    named = ("earlier", "gcs-target/prod/theirs", "gs://other/place/theirs")
+    learned = [Learned(source=each, place=at, lessons=()) for each, at in zip(named, [*places, places[1]], strict=True)]
     for event in (ForkBegun(origin=origin), *learned):
         state = after_event(state, event, 1)
     model = Story(state=state).goes(*begun("00000"), step("00000", 2, 0.5, at=1))[-1]
@@ -169,10 +171,7 @@ def test_the_best_model_is_made_from_what_its_search_learned_from_and_was_forked
         "s3://bucket/runs/earlier/best",
         "gs://other/place/theirs/best",
     ]
-    assert (model.payload["warm_start"], model.payload["forked_from"]) == (
-        ["earlier", "gs://other/place/theirs"],
-        "old",
-    )
+    assert (model.payload["warm_start"], model.payload["forked_from"]) == (places, "old")
 
 
 # --------------------------------------------------------------------------------------------------- how many

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,62 @@ def test_a_folder_is_stored_so_that_it_means_the_same_elsewhere() -> None:
         ({"experiment": "../up"}, "becomes a folder"),
         ({"metric": ["a", "b"], "mode": ["min"]}, "mode"),
         ({"resume": "perhaps"}, "resume='perhaps'"),
-        ({"trials": "somewhere"}, "trials"),
+        ({"trials": "somewhere"}, "trials: expected one of 'tasks', 'deployment'"),
+        ({"num_samples": 0}, "num_samples: expected 1 or more"),
+        ({"max_concurrent_trials": 0}, "max_concurrent_trials: expected 1 or more, found 0"),
+        ({"resources_per_trial": {"gpus": 1}}, r"did you mean 'gpu'\?"),
+        ({"stop": "step=100"}, r"expected \{'step': 100\}"),
+        ({"stop": "my_project.stops:"}, "stop 'my_project.stops:': expected 'package.module:Name'"),
+        ({"trainable": "x"}, "trainable 'x': expected 'package.module:Name'"),
+        ({"callbacks": ["x"]}, "callback 'x': expected 'package.module:Name'"),
+        ({"warm_start": ["first/"]}, "becomes a folder"),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before_there_is_one(parameters: Mapping[str, Any], said: str) -> None:
     with pytest.raises(pt.InvalidInput, match=said):
-        given(**GIVEN, **parameters)
+        given(**{**GIVEN, **parameters})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"search": "OptunaSearch", "metric": "loss"}, "expected num_samples"),
+        ({"search": "OptunaSearch", "num_samples": 3}, "expected a metric"),
+        ({"scheduler": {"ASHA": {"max_t": 81}}}, "compares trials by a metric"),
+    ],
+)
+def test_what_only_a_person_could_add_is_missed_where_a_schedule_asks_nobody(
+    parameters: Mapping[str, Any], said: str
+) -> None:
+    assert given(**GIVEN, **parameters)
+    with pytest.raises(pt.InvalidInput, match=said):
+        given(complete=True, **GIVEN, **parameters)
+    assert given(complete=True, **{**GIVEN, **parameters, "metric": "loss", "samples_per_run": 3, "num_samples": None})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"warm_start": [f"ftp://u:{SECRET}@host/x/exp"]},
+        {"warm_start": [f"s3://key:{SECRET}@bucket/exp"]},
+        {"warm_start": [f"ftp://u:{SECRET}@host"]},
+        {"warm_start": [{"secret_access_key": SECRET}]},
+        {"sync": {"upload_dri": {"secret_access_key": SECRET}}},
+        {"sync": [SECRET]},
+        {"sync": {"commit": SECRET}},
+        {"checkpoint": {"every": SECRET}},
+        {"checkpoint": SECRET},
+        {"num_samples": SECRET},
+        {"target": f"https://host/runs?token={SECRET}"},
+        {"target": f"ftp://host/runs?password={SECRET}"},
+        {"target": f"htps://host/runs?token={SECRET}"},
+        {"target": f"s3://bucket/runs?endpoint_url=https://host?token={SECRET}"},
+    ],
+)
+def test_a_secret_in_any_place_is_refused_and_not_repeated(parameters: Mapping[str, Any]) -> None:
+    with pytest.raises(pt.InvalidInput) as refused:
+        given(**{**GIVEN, **parameters})
+    assert SECRET not in str(refused.value)
 
 
 def test_what_nobody_will_be_asked_for_must_be_there() -> None:
@@ -126,6 +177,11 @@ def test_all_that_a_form_offers_is_accepted() -> None:
         "stop": {"step": 100, "MaxFailures": {"failures": 5}},
         "scheduler": {"ASHA": {"max_t": 81}},
         "search": {"OptunaSearch": {"num_samples": 40}},
+        "max_concurrent_trials": 4,
+        "resources_per_trial": {"cpu": 2, "gpu": 0.5},
+        "warm_start": ["first", "s3-target/prod/second", "s3://bucket/runs/third"],
+        "trials": "deployment",
+        "trial_job_variables": {"env": {"WANDB_API_KEY": "{{ prefect.blocks.secret.wandb }}"}},
         "checkpoint": {"every_steps": 5},
         "retention": {"last": 2},
         "failures": {"max_failures": 1},
@@ -149,3 +205,18 @@ def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> Non
 def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:
     fields = {name: None for name, each in TUNE["properties"].items() if "default" not in each and name not in GIVEN}
     validate({**GIVEN, **fields}, TUNE, raise_on_error=True)
+
+
+def test_a_form_begins_no_description_by_capitalising_what_is_typed_as_it_is() -> None:
+    said = {name: each["description"] for name, each in RESUME["properties"].items()}
+    assert said["trainable"].startswith("package.module:Name; needed")
+    assert said["fork"].startswith("A name: leave experiment as it is")
+    sections = TUNE["definitions"]
+    assert sections["FailurePolicy"]["description"].endswith("by whose failure it was.")
+    assert all("Args:" not in each.get("description", "") for each in sections.values())
+
+
+@pytest.mark.parametrize("kind", [pt.FailurePolicy, pt.Retention, pt.Cadence])
+def test_the_help_of_a_policy_says_what_its_fields_mean(kind: type[pt.Cadence]) -> None:
+    said = kind.__doc__ or ""
+    assert re.findall(r"^        (\w+): ", said, re.MULTILINE) == list(kind.model_fields)

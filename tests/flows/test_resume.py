@@ -234,6 +234,8 @@ def test_a_search_learns_from_earlier_experiments_once_and_remembers_when_they_a
     }
     whole = searched(local_target, "whole", **warm)
     assert len(whole.trials) == 6
+    folders = [f"{local_target.uri}/first", f"{elsewhere.uri}/second", f"{local_target.uri}/copy"]
+    assert list(whole.experiment.teachers) == folders
     assert sorted(whole.experiment.learned) == sorted(["first", "copy", f"{elsewhere.path}/second"])
     cut = searched(local_target, "cut", **{**warm, "search": {"OptunaSearch": {"num_samples": 2}}})
     for name in ("first", "copy"):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
 from markdown_it import MarkdownIt
 
 from prefect_tune.core.events import Cause, CheckpointRef, Committed, Extended, GaveUp, Owner, StopAsked
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.trial import newest_key
 from prefect_tune.reporting.facts import facts_of
 from prefect_tune.reporting.html_page import as_html
 from prefect_tune.reporting.markdown import as_markdown
@@ -59,6 +61,22 @@ def test_a_search_has_everything_in_its_order() -> None:
     assert f"**Best loss: {best.metrics['loss']:.6g} (trial {best.trial}) · 40 of 50 trials done" in page
     assert page.count("](http://ui/runs/flow-run/run-") >= 40
     assert f"prefect-tune export s3://bucket/runs rates DIRECTORY --trial {best.trial}" in page
+
+
+def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
+    there = replace(asha(4).material(), uri="s3://runs/digits?endpoint_url=http://minio:9000&region=eu")
+    page = markdown(there)
+    assert "prefect-tune export 's3://runs/digits?endpoint_url=http://minio:9000&region=eu' rates DIRECTORY" in page
+    best = newest_key(TrialKey(experiment="rates", trial=there.best[0].trial), there.best[0])
+    assert best is not None
+    assert f"\ns3://runs/digits/{best.folder}?endpoint_url=http://minio:9000&region=eu\n" in page
+
+
+def test_keys_in_the_variables_of_a_job_are_on_no_page() -> None:
+    told = Telling(settings={"metric": "loss", "trial_job_variables": {"env": {"WANDB_API_KEY": "topsecret"}}})
+    page = markdown(told.material())
+    assert "WANDB_API_KEY" in page
+    assert "topsecret" not in page
 
 
 def test_one_training_is_told_of_without_a_table_of_trials() -> None:

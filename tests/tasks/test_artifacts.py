@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.blocks import LocalTarget
+from prefect_tune.blocks import LocalTarget, S3Target
 from prefect_tune.core.artifacts import newest_index, publish_index
 from prefect_tune.core.errors import (
     AlreadyExists,
@@ -199,6 +199,18 @@ def test_a_uri_below_the_given_target_is_the_folder_on_it(local: Path, tmp_path:
             syncer.sync_up(str(local), elsewhere)
         with pytest.raises(InvalidInput):
             syncer.delete(elsewhere)
+
+
+@pytest.mark.parametrize("options", ["", "?endpoint_url={}"])
+def test_the_options_of_a_target_are_no_part_of_the_folder_on_it(options: str, local: Path) -> None:
+    with S3Sink() as sink:
+        keys: dict[str, Any] = {"access_key_id": "key", "secret_access_key": "secret", "allow_http": True}
+        syncer = TargetSyncer(S3Target(bucket="bucket", prefix="runs", endpoint_url=sink.endpoint, **keys))
+        with pytest.raises(InvalidInput, match="expected a folder below"):
+            syncer.sync_up(str(local), "s3://bucket/runs/a?region=eu")
+        syncer.sync_up(str(local), f"s3://bucket/runs/a{options.format(sink.endpoint)}")
+        syncer.wait()
+        assert any("runs/a" in name for name in sink.names())
 
 
 # ---------------------------------------------------------------------------------------- dying and racing

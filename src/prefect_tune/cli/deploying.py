@@ -14,7 +14,7 @@ import typer
 
 from prefect_tune.cli.app import SEARCH, AsJson, app
 from prefect_tune.cli.spoken import object_from, values_from
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import InvalidInput, TuneError
 
 if TYPE_CHECKING:
     from prefect_tune.flows.deploying import Deployed
@@ -43,7 +43,7 @@ _Crons = Annotated[list[str] | None, _asks("--cron", "CRON", 'When it runs by it
 @app.command(rich_help_panel=SEARCH)
 def deploy(
     flows: _Flows = None,
-    work_pool: Annotated[str, _asks("--work-pool", "POOL", "Where the runs go.")] = "",
+    work_pool: Annotated[str, _asks("--work-pool", "POOL", "Where the runs go; required.")] = "",
     work_queue: Annotated[str | None, _asks("--work-queue", "QUEUE", "Of that pool.")] = None,
     image: Annotated[str | None, _asks("--image", "IMAGE", "The container, with this package in it.")] = None,
     job_variables: _Variables = None,
@@ -59,7 +59,10 @@ def deploy(
         _Collision, typer.Option(metavar="WHAT", help="If the last run still goes: cancel-new, or enqueue.")
     ] = _Collision.CANCEL_NEW,
     automations: Annotated[
-        bool, typer.Option("--automations/--no-automations", help="Install those that start again what died.")
+        bool,
+        typer.Option(
+            "--automations/--no-automations", help="Install those that start again what died, and six alerts."
+        ),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -85,7 +88,11 @@ def deploy(
     else:
         wanted = [_of_one(flows or (), f"{prefix}{name}{suffix}", asked, schedules, collision)]
     done = deploy(wanted, Pool(name=work_pool, queue=work_queue, job_variables=variables))
-    installed = _automations() if automations else []
+    try:
+        installed = _automations() if automations else []
+    except TuneError as error:
+        _say(done, (), work_pool, as_json=as_json)
+        raise TuneError(f"{error}; the deployments are made all the same: --no-automations does without") from error
     _say(done, installed, work_pool, as_json=as_json)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.looking import chosen_trials, looked_at, opened, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
-from prefect_tune.core.standing import best_first, best_of, counted, is_search, named, objective_in
+from prefect_tune.core.standing import best_first, best_of, counted, is_search, named, objective_in, shown_settings
 from prefect_tune.terminal.printing import (
     columns,
     facts_table,
@@ -134,7 +134,7 @@ def show_search(state: Experiment, *, as_json: bool) -> None:
         "owner": str(state.owner or ""),
     }
     if as_json:
-        told = about | {"settings": dict(state.settings), "trials": [_facts(each) for each in trials]}
+        told = about | {"settings": shown_settings(state.settings), "trials": [_facts(each) for each in trials]}
         print(json.dumps(told, indent=2))
         return
     metrics = objective.metrics if objective else ()

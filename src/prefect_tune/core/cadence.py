@@ -17,6 +17,11 @@ class Cadence(Value):
 
     A function trainable saves whenever it reports a checkpoint, or, with `report_step` and the integrations' callbacks,
     as a class trainable does. That also saves when it is asked to stop, and when a report holds `should_checkpoint`.
+
+    Args:
+        every_steps: save after this many steps. Default: by time only.
+        every_seconds: save after the first step that ends this long after the last save began. Default: 60.
+        at_end: save the last step too. Default: yes.
     """
 
     every_steps: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Save after this many steps.")

@@ -187,7 +187,14 @@ class Learned(Value):
 
     type: Literal["learned"] = "learned"
     source: str
+    """As it was named: by its name, or `target/name`."""
+    place: str | None = None
+    """Where it is, as events and assets name it: always alike, and without secrets; None where that is not known."""
     lessons: tuple[Lesson, ...]
+
+    @model_serializer(mode="wrap")
+    def _says_what_is_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return without_none(dump(self), "place")
 
 
 _OwnEvent: TypeAlias = Annotated[

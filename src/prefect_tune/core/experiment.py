@@ -83,6 +83,8 @@ class Experiment(Value):
     """Whether its deletion has begun."""
     learned: Mapping[str, int] = Field(default_factory=dict)
     """The other experiments whose trials its search knows of, and in which entry they are told."""
+    teachers: tuple[str, ...] = ()
+    """Where they are, as events and assets name them, each once, in the order in which they were told."""
     heard: tuple[str, ...] = ()
     """The write ids of the requests from outside that were heard, in their order: the first one is request 1."""
     stops: Mapping[str, str] = Field(default_factory=dict)
@@ -108,10 +110,10 @@ class Experiment(Value):
         return self.key.experiment
 
     @model_serializer(mode="wrap")
-    def _extended_or_says_nothing_of_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Most are not, and their segments are as they were before any could be."""
+    def _says_nothing_of_what_is_not(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Most are not extended and have no teachers, and their segments are as they were before any could."""
         dumped: dict[str, object] = dump(self)
-        return dumped if self.extensions else {name: value for name, value in dumped.items() if name != "extensions"}
+        return {name: value for name, value in dumped.items() if value or name not in ("extensions", "teachers")}
 
     def opened_by(self) -> Opened:
         """Return what the present owner opened the journal with."""
@@ -181,8 +183,10 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _asked_for(experiment, event)
         case ForkBegun() | Forked() | RemovalBegun() | RemovalGivenUp():
             return _came_or_goes(experiment, event)
-        case Learned(source=source):
-            return experiment.model_copy(update={"learned": {**experiment.learned, source: number}})
+        case Learned(source=source, place=place):
+            teachers = experiment.teachers if place is None else (*experiment.teachers, place)
+            told = {"learned": {**experiment.learned, source: number}, "teachers": tuple(dict.fromkeys(teachers))}
+            return experiment.model_copy(update=told)
         case StopAsked():
             return _asked_to_stop(experiment, event)
         case Answered() | Questioned():

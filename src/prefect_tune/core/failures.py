@@ -18,7 +18,17 @@ _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC})
 
 
 class FailurePolicy(Value):
-    """How often a trial is started again after a failure, by whose failure it was."""
+    """How often a trial is started again after a failure, by whose failure it was.
+
+    Args:
+        max_failures: failures of your code that are tried again. Default: 0.
+        max_machine_failures: failures of machines, workers and stores in a row, without a commit in between.
+            Default: 10.
+        max_restarts: restarts of the whole run by automations in a row, without a commit or a decision in between.
+            Default: 5.
+        quarantine_after: deaths before the first step, after which the checkpoint that was loaded is put aside.
+            Default: 3.
+    """
 
     max_failures: _Count = Field(default=0, description="Failures of your code that are tried again.")
     max_machine_failures: _Count = Field(

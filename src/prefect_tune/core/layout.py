@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointKey",
     "JournalKey",
     "TrialKey",
+    "below",
     "blob_sequence",
     "journal_key",
     "maintenance_folder",
@@ -80,6 +81,12 @@ def number_in(folder: str, path: str, kind: str = "json") -> int | None:
     stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
     is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGITS
     return int(stem) if suffix == kind and is_number else None
+
+
+def below(root_uri: str, folder: str) -> str:
+    """Return the URI of a folder or file of a target: the options of the target's own URI stay behind it."""
+    root, mark, options = root_uri.partition("?")
+    return f"{root if root.endswith('/') else f'{root}/'}{folder}{mark}{options}"
 
 
 def requests_folder(experiment: str) -> str:

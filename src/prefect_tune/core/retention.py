@@ -21,6 +21,13 @@ class Retention(Value):
 
     The newest checkpoint and pinned ones always stay. A checkpoint whose metric is missing
     is never among the best.
+
+    Args:
+        last: keep this many of the newest.
+        best: keep this many of the best by `metric`.
+        metric: the reported metric that `best` goes by.
+        mode: whether a small metric is good (`min`, the default), or a large one (`max`).
+        every: keep each checkpoint whose step is a multiple of this.
     """
 
     last: _Count | None = Field(default=None, description="Keep this many of the newest.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
@@ -11,7 +12,12 @@ if TYPE_CHECKING:
     from prefect_tune.core.objective import Objective
     from prefect_tune.core.trial import Trial
 
-__all__ = ["best_first", "best_of", "counted", "is_search", "named", "objective_in"]
+__all__ = ["best_first", "best_of", "counted", "is_search", "named", "objective_in", "shown_settings"]
+
+
+_HAS_SECRETS = "trial_job_variables"
+_MASK = "********"
+_REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
 
 def is_search(state: Experiment) -> bool:
@@ -33,6 +39,23 @@ def objective_in(settings: Mapping[str, object]) -> Objective | None:
 
     metric = cast("str | list[str] | None", settings.get("metric"))
     return objective_of(metric, cast("Mode | list[Mode]", settings.get("mode", "min")))
+
+
+def shown_settings(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return what is to be shown of them: of the variables of a job their names, since many a value is a key.
+
+    Numbers are shown, and references to a saved block, such as `{{ prefect.blocks.secret.wandb }}`.
+    """
+    hidden = {name: _masked(value) for name, value in settings.items() if name == _HAS_SECRETS}
+    return {**settings, **hidden}
+
+
+def _masked(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _masked(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(each) for each in value]
+    return _MASK if isinstance(value, str) and not _REFERENCE.fullmatch(value) else value
 
 
 def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:

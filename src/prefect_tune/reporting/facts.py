@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from prefect_tune.core.events import Owner
 from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.standing import counted, is_search
+from prefect_tune.core.standing import counted, is_search, shown_settings
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_key
 from prefect_tune.reporting.chronicle import End, Reign, Stint
 from prefect_tune.reporting.material import Material
@@ -140,7 +140,7 @@ def facts_of(material: Material, links: Links) -> Facts:
         importance=material.importances,
         runs=_runs(story.reigns[-_RUNS:], story.stints, links),
         cost=_cost(material),
-        settings=dict(state.settings),
+        settings=shown_settings(state.settings),
         ended_because=state.ends,
         is_whole=story.is_whole,
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from shlex import quote
 
+from prefect_tune.core.layout import below
 from prefect_tune.core.standing import named
 from prefect_tune.core.values import shown_size
 from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
@@ -70,7 +72,7 @@ def _top(facts: Facts) -> Iterator[Block]:
     rows: list[tuple[str, Cell]] = [
         ("trials", said_counts(facts.trials_by_status)),
         ("compared by", by),
-        ("target", Verbatim(f"{facts.where}/{facts.experiment}")),
+        ("target", Verbatim(below(facts.where, facts.experiment))),
         ("owner", _linked(f"{run.owner}, run {run.epoch}", run.link) if run else ""),
         ("time", f"{_time(facts.began_at)} to {_time(facts.told_at)} UTC" if facts.began_at else ""),
         ("ended early", _clipped(_first_line(facts.ended_because), 200)),
@@ -120,7 +122,7 @@ def _best(facts: Facts) -> Iterator[Block]:
         yield Table(("parameter", "value"), shown)
     if best.checkpoint:
         yield Text(["Its newest checkpoint, and the command that brings it:"])
-        yield Code(f"{facts.where}/{best.checkpoint}\n{_export(facts, best)}", "text")
+        yield Code(f"{below(facts.where, best.checkpoint)}\n{_export(facts, best)}", "text")
 
 
 def _named(best: TrialFacts) -> str:
@@ -129,7 +131,7 @@ def _named(best: TrialFacts) -> str:
 
 def _export(facts: Facts, best: TrialFacts) -> str:
     which = f" --trial {best.trial}" if facts.kind == "search" else ""
-    return f"prefect-tune export {facts.where} {facts.experiment} DIRECTORY{which}"
+    return f"prefect-tune export {quote(facts.where)} {facts.experiment} DIRECTORY{which}"
 
 
 def _figures(material: Material) -> Iterator[Block]:
@@ -156,10 +158,10 @@ def _trials(facts: Facts) -> Iterator[Block]:
     head = ("trial", "status", "step", *facts.metric, *parameters, *["attempts"] * has_retries, "trained", "checkpoint")
     yield Heading("Trials")
     yield Table(head, [_row(each, facts, parameters, has_retries=has_retries) for each in facts.trials])
-    below = f"{facts.where}/{facts.experiment}/trials/TRIAL/checkpoints"
+    folders = below(facts.where, f"{facts.experiment}/trials/TRIAL/checkpoints")
     more = facts.trial_count - len(facts.trials)
     also = f" The best {len(facts.trials)} are shown; {more} more are in the journal." if more else ""
-    yield Text(["Checkpoints lie at ", Verbatim(below), f".{also}"])
+    yield Text(["Checkpoints lie at ", Verbatim(folders), f".{also}"])
 
 
 def _row(trial: TrialFacts, facts: Facts, parameters: Sequence[str], *, has_retries: bool) -> Sequence[Cell]:

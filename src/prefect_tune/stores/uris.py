@@ -135,7 +135,8 @@ def _other(uri: str, scheme: str) -> Location:
 
     if scheme not in _ARROW_SCHEMES and scheme not in fsspec.available_protocols():
         known = ", ".join(sorted(_CLIENTS))
-        raise InvalidInput(f"{uri!r}: unknown scheme {scheme!r}; known are {known}, and those of fsspec and pyarrow")
+        place = uri.partition("?")[0]  # what follows may be a token
+        raise InvalidInput(f"{place!r}: unknown scheme {scheme!r}; known are {known}, and those of fsspec and pyarrow")
     host, _, path = uri.partition("://")[2].partition("/")
     return Location(Client.OTHER, scheme, host, path.rstrip("/"))
 

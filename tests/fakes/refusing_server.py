@@ -1,0 +1,50 @@
+"""A Prefect server that refuses some requests, as one does whose plan or whose roles do not allow them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+
+__all__ = ["refusing"]
+
+
+@contextmanager
+def refusing(api_url: str, word: str, status: int, body: bytes) -> Iterator[str]:
+    """Lend the URL of an API that passes everything on to `api_url`, but for requests with `word` in their path."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if word in self.path:
+                self._say(status, body)
+                return
+            url = f"{api_url.removesuffix('/api')}{self.path}"
+            headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
+            answer = httpx.request(self.command, url, content=sent, headers=headers, timeout=60)
+            self._say(answer.status_code, answer.content)
+
+        def _say(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _answer  # noqa: N815  the names that http.server looks for
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/api"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
