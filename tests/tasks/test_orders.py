@@ -122,10 +122,11 @@ class Desk:
     def trial(self) -> Trial:
         return self.state().trial(TRIAL)
 
-    def happened(self, kind: type[Event]) -> Sequence[Event]:
+    def happened(self, kind: type[Cloned | Opened | Quarantined]) -> Sequence[Event]:
         with self.target.open(timeout=_MINUTE) as store:
             entries = history(store, self.plan.journal, side_by_side=map)
-        return [event for entry in entries for event in entry.events if isinstance(event, kind)]
+        events: list[Event] = [event for entry in entries for event in entry.events]
+        return [event for event in events if isinstance(event, kind)]
 
 
 @pytest.fixture
@@ -229,9 +230,9 @@ def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(desk: Desk) -> 
 def test_a_training_that_has_finished_is_told_of_by_a_retry_of_its_task(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]
-    ended = Finished(trial=TRIAL, reason="enough")
-    opening = Opening(Owner(name="it", host="h", pid=1), new_stamp(), lambda _: [*began, ended])
+    began: list[Event] = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]
+    began.append(Finished(trial=TRIAL, reason="enough"))
+    opening = Opening(Owner(name="it", host="h", pid=1), new_stamp(), lambda _: began)
     state = open_journal(desk.target, JournalKey(experiment="e"), opening)
     monkeypatch.setattr(module, "write_entry", write_directly)
     result = desk.run(Orders(epoch=state.epoch))
