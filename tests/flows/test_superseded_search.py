@@ -9,10 +9,10 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreUnavailable, Superseded
-from prefect_tune.core.events import Adopted, Opened, Reported, Started, TrialAdded
+from prefect_tune.core.events import Adopted, Opened, Released, Reported, Started, TrialAdded
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import history, load
-from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.journal import append_as_guest, history, load
+from prefect_tune.core.layout import CheckpointKey, JournalKey
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.random_search import RandomSearch
@@ -105,6 +105,9 @@ class TakenOver(Troupe):
     def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
         super().start(plan, orders, attempt, absorbed)
         if self.start_count == 1:
+            with self._target.open(timeout=_MINUTE) as store:  # somebody passes by, and takes nothing over
+                gone = [Released(trial=TRIAL, clone=CheckpointKey(trial=plan.trial, step=1, sequence=1))]
+                append_as_guest(store, SEARCH, lambda _: gone, new_stamp(), side_by_side=map)
             open_journal(self._target, SEARCH, Opening(this_owner(), new_stamp()))
         self._inbox.clear()
         self._inbox.append(Over(plan.trial.trial, StoreUnavailable("its process is gone")))

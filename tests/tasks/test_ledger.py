@@ -301,7 +301,7 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
     desk.rot_oldest_blob()
     assert damaged(desk) == [2, 3]
     with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        put_aside(store, TRIAL, dict.fromkeys(desk.live(), "damaged"), new_stamp(), side_by_side=map)
+        put_aside(store, TRIAL, {desk.live()[0]: "damaged"}, new_stamp(), side_by_side=map)
     for step in (4, 5, 6):
         desk.save(ledger, step, backbone=b"frozen")
     ledger.close(ended(Cause.MACHINE, "away"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import Superseded
+from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.events import (
     Adopted,
     AttemptEnded,
@@ -40,7 +40,7 @@ from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.manifest import About
 from prefect_tune.core.schedulers.scheduler import Exploit
 from prefect_tune.core.trial import Status, Trial
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, Value
 from prefect_tune.tasks.attempt import Done, Yielded
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import clone_checkpoint, save_checkpoint
@@ -97,7 +97,11 @@ class Desk:
 
     def source(self) -> None:
         """Another trial, with one checkpoint at step 2."""
-        began = [Adopted(), TrialAdded(trial=SOURCE, config={}), Started(trial=SOURCE, attempt=1, from_step=0)]
+        began: list[Event] = [
+            Adopted(),
+            TrialAdded(trial=SOURCE, config={}),
+            Started(trial=SOURCE, attempt=1, from_step=0),
+        ]
         opening = Opening(Owner(name="it", host="h", pid=1), new_stamp(), lambda _: began)
         state = open_journal(self.target, JournalKey(experiment="e", trial=SOURCE), opening)
         book = Book(self.target, state, write_directly, lambda _events, _state: None)
@@ -122,11 +126,10 @@ class Desk:
     def trial(self) -> Trial:
         return self.state().trial(TRIAL)
 
-    def happened(self, kind: type[Cloned | Opened | Quarantined]) -> Sequence[Event]:
+    def count(self, kind: type[Value]) -> int:
         with self.target.open(timeout=_MINUTE) as store:
             entries = history(store, self.plan.journal, side_by_side=map)
-        events: list[Event] = [event for entry in entries for event in entry.events]
-        return [event for event in events if isinstance(event, kind)]
+        return sum(isinstance(event, kind) for entry in entries for event in entry.events)
 
 
 @pytest.fixture
@@ -152,15 +155,24 @@ def test_an_exploit_is_not_carried_out_again_by_a_second_run_of_the_orders_for_i
     again = desk.begun(told)
     assert again.experiment.trial(TRIAL).step == 5
     assert again.experiment.trial(TRIAL).attempt == 2
-    assert len(desk.happened(Cloned)) == 1
+    assert desk.count(Cloned) == 1
 
 
-def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before_its_attempt_began(desk: Desk) -> None:
+def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before_its_attempt_began(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: object) -> None:
+        raise StoreUnavailable("for longer than the retries last")
+
     desk.source()
-    told = orders(1, exploit=EXPLOIT)
-    desk.given(replace(told, exploit=None, attempt=0))  # and dies
+    desk.given(orders(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
+    told = orders(2, exploit=EXPLOIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_exploit", dies)
+        with pytest.raises(StoreUnavailable):
+            desk.given(told)
     assert desk.begun(told).experiment.trial(TRIAL).step == 2
-    assert len(desk.happened(Cloned)) == 1
+    assert desk.count(Cloned) == 1
 
 
 def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(desk: Desk) -> None:
@@ -171,7 +183,7 @@ def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(
     told = replace(orders(2), puts_aside=(bad,))
     desk.saves(desk.begun(told), 3)
     desk.begun(told)
-    assert len(desk.happened(Quarantined)) == 1
+    assert desk.count(Quarantined) == 1
     assert desk.trial().step == 3
 
 
@@ -211,11 +223,11 @@ def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that
     """Somebody presses Retry on the run of an attempt that failed long ago; or its search was taken over."""
     desk.begun(orders(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
     runs = desk.begun(orders(2, search_epoch=2))
-    before = len(desk.happened(Opened))
+    before = desk.count(Opened)
     with pytest.raises(Superseded, match="orders"):
         desk.given(late)
     desk.saves(runs, 1)
-    assert len(desk.happened(Opened)) == before
+    assert desk.count(Opened) == before
 
 
 def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(desk: Desk) -> None:
