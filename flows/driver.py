@@ -178,7 +178,10 @@ class Driver:
     def _start(self, trial: str, *, finds: bool = False) -> None:
         state = self._state.trial(trial)
         plan = replace(self._plan, trial=TrialKey(experiment=self._state.name, trial=trial))
+        number = state.attempt + (not finds)
         orders = Orders(
+            search_epoch=self._state.epoch,
+            attempt=number,
             config=state.config,
             milestone=self._council.milestone(state),
             saves_first=self._council.saves_first,
@@ -186,7 +189,6 @@ class Driver:
             puts_aside=self._judge.put_aside.pop(trial, ()),
             answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )
-        number = state.attempt + (not finds)
         self._attempts[trial] = number - 1
         self._page.then(lambda: self._crew.start(plan, orders, number, state.absorbed))
         if finds:
@@ -291,6 +293,7 @@ class Driver:
         elif trial.status is Status.PENDING and self._stopping.ends:
             self._startable.append(trial.trial)  # it was stopped before it began
         elif trial.status in (Status.PENDING, Status.RUNNING):
+            self._intake.require_ours()  # if somebody has taken the search over, the trial is theirs too
             self._judge.lost(trial.trial, over.error)
         else:
             self._let_go_on(trial)

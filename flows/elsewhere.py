@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
@@ -30,6 +32,7 @@ from prefect_tune.tasks.store_line import StoreLine
 
 __all__ = ["OnDeployment", "OnTaskRunner"]
 
+_Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _PATIENCE = timedelta(minutes=5)
@@ -105,9 +108,7 @@ class OnDeployment:
             "orders": orders_as_parameters(orders),
             "attempt": attempt,
         }
-        run = self._run(plan, parameters, self._next_key(plan, attempt))
-        while run.state is not None and run.state.is_cancelled():  # by an earlier owner's `withdraw`
-            run = self._run(plan, parameters, self._next_key(plan, attempt))
+        run = self._latest_run(plan, parameters, _key(plan, attempt))
         log = get_run_logger()
         log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)
         return lambda: self._end_of(run.id)
@@ -115,18 +116,41 @@ class OnDeployment:
     def withdraw(self) -> None:
         self._withdrawn.set()
 
-    def _next_key(self, plan: TrialPlan, attempt: int) -> str:
+    def _latest_run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+        """Have the run after those that were begun here. Where it is over, an earlier owner may have begun more.
+
+        One that an earlier owner's `withdraw` has cancelled is made up for.
+        """
+        run = self._run(plan, parameters, self._took(key))
+        while run.state is not None and run.state.is_final():
+            if run.state.is_cancelled():
+                run = self._run(plan, parameters, self._took(key))
+            elif (later := self._waiting(plan, partial(_run_of, self._next(key)))) is not None:
+                self._took(key)
+                run = later
+            else:
+                break
+        return run
+
+    def _next(self, key: str) -> str:
         """Another one where the run of the last is over, and no attempt came of it."""
-        key = _key(plan, attempt)
+        return f"{key}/{self._begun[key] + 1}" if self._begun[key] else key
+
+    def _took(self, key: str) -> str:
+        taken = self._next(key)
         self._begun[key] += 1
-        return key if self._begun[key] == 1 else f"{key}/{self._begun[key]}"
+        return taken
 
     def _run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
-        """Have the run, be it made by a request before whose answer was lost. An API that is away is waited for."""
+        """Have the run, be it made by a request before whose answer was lost."""
+        return self._waiting(plan, partial(self._asked_for, plan, parameters, key))
+
+    def _waiting(self, plan: TrialPlan, ask: Callable[[], _Answer]) -> _Answer:
+        """Return what the API says. One that is away is waited for."""
         pause_seconds, until = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE.total_seconds()
         while True:
             try:
-                return self._asked_for(plan, parameters, key)
+                return ask()
             except _AWAY as error:
                 if not _may_pass(error) or time.monotonic() + pause_seconds > until:
                     raise
@@ -158,6 +182,12 @@ def _key(plan: TrialPlan, attempt: int) -> str:
     """Experiments of one name may lie on several targets, and have one server."""
     target = digest_of(plan.target.uri.encode())[:16]
     return f"{target}/{plan.trial.experiment}/{plan.trial.trial}/{attempt}"
+
+
+def _run_of(key: str) -> FlowRun | None:
+    wanted = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=[key]))
+    with get_client(sync_client=True) as client:
+        return next(iter(client.read_flow_runs(flow_run_filter=wanted, limit=1)), None)
 
 
 def _may_pass(error: Exception) -> bool:

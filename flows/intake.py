@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+from prefect_tune.core.errors import Superseded
 from prefect_tune.core.events import Absorbed, Event
 from prefect_tune.core.experiment import Entry
-from prefect_tune.core.journal import entries_beyond
+from prefect_tune.core.journal import entries_beyond, next_entry
 from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.trial import Status
 from prefect_tune.flows.council import Council
@@ -55,10 +56,37 @@ class Intake:
             self._take_in(trial, entry.number, entry.events, entry.at)
 
     def settle(self, trial: str) -> None:
-        """End, in its own journal, an attempt that died without a word, and take in what it had saved by then."""
-        if self._page.state.trial(trial).status is Status.RUNNING:
-            open_journal(self._book.target, self._journal(trial), Opening(this_owner(), new_stamp()))
+        """End, in its own journal, an attempt that died without a word, and take in what it had saved by then.
+
+        Raises:
+            Superseded: the trial has been opened for somebody who has taken the experiment over since.
+        """
+        state = self._page.state
+        if state.trial(trial).status is Status.RUNNING:
+            owner = this_owner(search_epoch=state.epoch, attempt=state.trial(trial).attempt)
+            open_journal(self._book.target, self._journal(trial), Opening(owner, new_stamp()))
             self.catch_up(trial)
+
+    def require_ours(self) -> None:
+        """Return if nobody has taken the experiment over. One request, for when there is reason to ask.
+
+        Raises:
+            Superseded: somebody has.
+        """
+        written, entry = self._book.experiment, self._beyond(self._book.experiment.number)
+        while entry is not None:
+            if entry.epoch != written.epoch:
+                raise Superseded(
+                    f"{written.key}: epoch {written.epoch} has ended; entry {entry.number} has taken it over"
+                )
+            entry = self._beyond(entry.number)  # that one was a guest's
+
+    def _beyond(self, number: int) -> Entry | None:
+        def read() -> Entry | None:
+            with self._book.target.open(timeout=_TIMEOUT) as store:
+                return next_entry(store, self._book.experiment.key, number)
+
+        return retrying(read)
 
     def _journal(self, trial: str) -> JournalKey:
         return JournalKey(experiment=self._page.state.name, trial=trial)

@@ -74,7 +74,7 @@ def save_checkpoint(
         key: experiment, trial, step and sequence: its name there.
         directory: what is published: all of it.
         about: step, metrics, write id and the like. A try with the same write id is the same save.
-        parent: the newest live checkpoint: what it holds already is not sent.
+        parent: the newest live checkpoint, where `core.trial.parent_of_next` names it: what it holds is not sent.
         collected_up_to: what `core.trial.reused_from` says of the trial; see `core.commit.reusable`.
         timeout_seconds: by then it has ended, one way or the other, and nothing goes on in the background.
 

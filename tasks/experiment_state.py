@@ -17,6 +17,7 @@ from prefect_tune.core.errors import (
     ResumeFailed,
     StoreRefused,
     StoreUnavailable,
+    Superseded,
     UnknownVersion,
 )
 from prefect_tune.core.events import Event, Owner
@@ -108,12 +109,18 @@ class Opening:
     """What was read of it just now, and need not be read again."""
 
 
+class _BehindError(Exception):
+    """Whoever opens it was superseded before: no race, that one could win by trying again."""
+
+
 def _opened(
     store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: Mapper
 ) -> Experiment:
     said: list[Event] = []
 
     def also(found: Experiment) -> Sequence[Event]:
+        if found.owner is not None and opening.owner.is_behind(found.owner):
+            raise _BehindError(f"{key}: these orders have been replaced by newer ones, which {found.owner} carries out")
         said[:] = opening.also(found)
         return said
 
@@ -126,6 +133,8 @@ def _opened(
             return opened
         adopted = adopt(store, opened, side_by_side=transfers)
         after = _appended(store, opened, adopted, _second(opening.stamp))
+    except _BehindError as behind:
+        raise Superseded(str(behind)) from behind
     except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
         raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started afresh, nothing is lost") from error
     opening.listener(adopted, after)
@@ -135,7 +144,8 @@ def _opened(
 def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Experiment:
     """Open the journal that a trial has for itself, as `restore_experiment_state` opens the experiment's.
 
-    It is part of the task that runs the trial, and raises what that one raises.
+    It is part of the task that runs the trial, and raises what that one raises: `Superseded` without writing
+    anything where it was opened for newer orders than `opening.owner` was given.
     """
 
     def open_it() -> Experiment:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,17 +16,18 @@ from pathlib import Path
 from prefect_tune.core.errors import (
     CommitUnknown,
     InvalidInput,
+    SaveOvertaken,
     StagedFilesChanged,
     StoreUnavailable,
     Superseded,
     TuneError,
 )
-from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported
+from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported, Retired
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import About
 from prefect_tune.core.retention import retired, retired_aside
-from prefect_tune.core.trial import Trial, newest_key, reused_from
+from prefect_tune.core.trial import Status, Trial, newest_key, parent_of_next, reused_from
 from prefect_tune.core.values import Stamp, StepReport, shown_size
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, find_leftovers, save_checkpoint
@@ -120,8 +122,12 @@ class Ledger:
             raise error
 
     def _end_all_the_same(self, events: Callable[[Trial], Sequence[Event]]) -> None:
+        """What could not be written may be there, or be written now: the end itself among it."""
         try:
-            self._write(events(self._trial))
+            with suppress(SaveOvertaken):  # a save that nobody was told of
+                self._settle()
+            if self._trial.status is Status.RUNNING:
+                self._write(events(self._trial))
         except TuneError as error:
             self._log.error("how the attempt ended is not journaled: %s", error)
 
@@ -155,19 +161,7 @@ class Ledger:
         self._artifacts.after_report()
 
     def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
-        reports = self._take_reports(handed_over.report.step)
-        key = CheckpointKey(trial=self._plan.trial, step=handed_over.report.step, sequence=self.experiment.number)
-        began = time.monotonic()
-        saved = save_checkpoint(
-            self._plan.target,
-            key,
-            handed_over.directory,
-            self._about(handed_over.report, reports),
-            parent=newest_key(self._plan.trial, self._trial),
-            collected_up_to=reused_from(self._trial),
-            timeout_seconds=self._plan.sync.sync_timeout_seconds,
-        )
-        doomed = self._commit(saved, handed_over.report, reports, time.monotonic() - began)
+        saved, doomed = self._committed(handed_over)
         committed(handed_over.report.step)
         self._tell(saved)
         self._artifacts.after_commit()
@@ -175,9 +169,35 @@ class Ledger:
             shutil.rmtree(handed_over.directory, ignore_errors=True)
         self._delete(doomed)
 
-    def _commit(
-        self, saved: SavedCheckpoint, report: StepReport, reports: Sequence[StepReport], upload_seconds: float
-    ) -> Sequence[CheckpointKey]:
+    def _committed(self, handed_over: HandedOver) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
+        """Save it, and again as often as a guest puts a checkpoint aside meanwhile; return what that retires too."""
+        overtaken: list[CheckpointKey] = []
+        while True:
+            began = time.monotonic()
+            saved = self._saved(handed_over)
+            try:
+                doomed = self._commit(saved, handed_over.report, time.monotonic() - began)
+            except SaveOvertaken as error:
+                self._log.warning("%s", error)
+                # Nobody is to adopt or reuse it from here on, so that it can be deleted.
+                self._write([Retired(trial=self._plan.trial.trial, retires=())], up_to=0)
+                overtaken.append(saved.key)
+            else:
+                return saved, [*overtaken, *doomed]
+
+    def _saved(self, handed_over: HandedOver) -> SavedCheckpoint:
+        step = handed_over.report.step
+        return save_checkpoint(
+            self._plan.target,
+            CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number),
+            handed_over.directory,
+            self._about(handed_over.report, self._reports(step)),
+            parent=parent_of_next(self._plan.trial, self._trial),
+            collected_up_to=reused_from(self._trial),
+            timeout_seconds=self._plan.sync.sync_timeout_seconds,
+        )
+
+    def _commit(self, saved: SavedCheckpoint, report: StepReport, upload_seconds: float) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
         key = saved.key
         new = CheckpointRef(
@@ -198,13 +218,15 @@ class Ledger:
             sent_bytes=saved.sent_bytes,
             upload_seconds=round(upload_seconds, 3),
         )
-        self._write((committed,), reports)
+        self._write((committed,), up_to=key.step)
         steps = {each.sequence: each.step for each in (*live, *aside)}
         return [CheckpointKey(trial=key.trial, step=steps[sequence], sequence=sequence) for sequence in going]
 
-    def _write(self, events: Sequence[Event], reports: Sequence[StepReport] | None = None) -> None:
+    def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
+        """Journal the reports that wait, those after step `up_to` excepted, and `events`."""
         self._settle()
-        told = self._take_reports(None) if reports is None else reports
+        told = self._reports(up_to)
+        del self._waiting[: len(told)]  # the attempt's thread only ever appends
         entry = [*(self._reported(report) for report in told), *events]
         if entry:
             self._unsettled = (entry, new_stamp())
@@ -215,16 +237,19 @@ class Ledger:
         """Write the entry that is due. One whose outcome is not known is written again as it was, and so recognized."""
         if self._unsettled is not None:
             entry, stamp = self._unsettled
-            self._book.write(entry, stamp)
+            try:
+                self._book.write(entry, stamp)
+            except SaveOvertaken:
+                self._unsettled = None  # it never can be; what it told of waits again
+                self._waiting[:0] = [event.report for event in entry if isinstance(event, Reported)]
+                raise
             self._unsettled = None
 
     def _reported(self, report: StepReport) -> Reported:
         return Reported(trial=self._plan.trial.trial, report=report, asks=report.step == self.asks_at)
 
-    def _take_reports(self, up_to: int | None) -> Sequence[StepReport]:
-        taken = [report for report in self._waiting if up_to is None or report.step <= up_to]
-        del self._waiting[: len(taken)]  # the attempt's thread only ever appends
-        return taken
+    def _reports(self, up_to: int | None) -> Sequence[StepReport]:
+        return [report for report in self._waiting if up_to is None or report.step <= up_to]
 
     def _about(self, report: StepReport, reports: Sequence[StepReport]) -> About:
         stamp = new_stamp()

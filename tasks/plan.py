@@ -60,6 +60,10 @@ class Orders:
 
     epoch: int | None = None
     """In which the caller owns the journal; None: the attempt opens the trial's own journal itself."""
+    search_epoch: int = 0
+    """In which whoever gives them owns the experiment; 0 for a training alone."""
+    attempt: int = 0
+    """Which attempt is ordered; one that is run again with the same orders makes another of it."""
     config: Mapping[str, object] = field(default_factory=dict)
     """For a trial that begins a journal of its own."""
     milestone: int | None = None

@@ -35,7 +35,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start
 from prefect_tune.stores.scratch import scratch_directory
 from prefect_tune.stores.staging import side_by_side
-from prefect_tune.tasks.attempt import Failed, Outcome, events_of, supervise
+from prefect_tune.tasks.attempt import Done, Failed, Outcome, Yielded, events_of, supervise
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
 from prefect_tune.tasks.experiment_state import Opening, open_journal, read_experiment, write_directly, write_entry
@@ -82,6 +82,8 @@ def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
 
 def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptResult:
     book = _book(plan, orders, line)
+    if isinstance(book, AttemptResult):
+        return book
     if line.stop.is_set() and book.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
         return AttemptResult(Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), book.experiment)
     with scratch_directory() as scratch:
@@ -102,25 +104,42 @@ def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptRe
     return AttemptResult(outcome, ledger.experiment)
 
 
-def _book(plan: TrialPlan, orders: Orders, line: Line) -> Book:
-    """The journal as it stands, ours, with an attempt that nobody ended closed."""
+def _book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResult:
+    """The journal as it stands, ours, with an attempt that nobody ended closed; or how the trial has ended before."""
     if orders.epoch is None:
         return _own_book(plan, orders, line)
     experiment = read_experiment(plan.target, plan.trial.experiment)
     if experiment.epoch != orders.epoch:
         raise Superseded(f"{plan.journal}: epoch {orders.epoch} has ended; it was taken over by {experiment.owner}")
     book = Book(plan.target, experiment, write_entry, line.wrote)
+    if (ended := _ended(experiment, plan)) is not None:
+        return ended
     if experiment.trial(plan.trial.trial).status is Status.RUNNING:
         lost = "its supervisor failed, and was retried"
         book.write([AttemptEnded(trial=plan.trial.trial, cause=Cause.MACHINE, message=lost)])
     return book
 
 
-def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book:
-    """The trial's own journal, taken over from whoever wrote it before; a new one says as well that it begins."""
+def _ended(experiment: Experiment, plan: TrialPlan) -> AttemptResult | None:
+    """How it ended in a run whose end was journaled, and is not known to whoever runs it again."""
+    trial = experiment.trial(plan.trial.trial)
+    if trial.status is Status.FINISHED:
+        return AttemptResult(Done(trial.reason, trial.returned, trial.left), experiment)
+    return AttemptResult(Yielded(trial.reason), experiment) if trial.status is Status.PAUSED else None
+
+
+def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResult:
+    """The trial's own journal, taken over from whoever wrote it before; a new one says as well that it begins.
+
+    Orders whose attempt has begun are carried out. A second run of them makes an attempt more if the trial has not
+    ended, and nothing else.
+    """
     trial = plan.trial.trial
+    carried_out = False
 
     def first(found: Experiment) -> Sequence[Event]:
+        nonlocal carried_out
+        carried_out = _are_carried_out(orders, found, trial)
         if trial in found.trials:
             return ()
         added = TrialAdded(trial=trial, config=orders.config, fingerprint=plan.fingerprint)
@@ -128,18 +147,32 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book:
             return (Adopted(), added)
         return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
-    opening = Opening(this_owner(), new_stamp(), first, line.wrote)
+    owner = this_owner(search_epoch=orders.search_epoch, attempt=orders.attempt)
+    opening = Opening(owner, new_stamp(), first, line.wrote)
     book = Book(plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote)
-    state = book.experiment.trial(trial)
+    if carried_out:
+        return _ended(book.experiment, plan) or book
+    _carry_out(plan, orders, book)
+    return book
+
+
+def _are_carried_out(orders: Orders, found: Experiment, trial: str) -> bool:
+    """Whether their attempt has begun; one that was begun by older orders is not theirs, whatever its number."""
+    ordered = found.owner.attempt if found.owner else 0
+    return trial in found.trials and 0 < orders.attempt <= min(ordered, found.trial(trial).attempt)
+
+
+def _carry_out(plan: TrialPlan, orders: Orders, book: Book) -> None:
+    """Do what comes before the attempt."""
+    state = book.experiment.trial(plan.trial.trial)
     known = {each.sequence for each in state.checkpoints}
     events: list[Event] = [each for each in orders.puts_aside if each.sequence in known]
     if state.status in ENDED:
-        events.append(Requeued(trial=trial, reason="it goes on"))
+        events.append(Requeued(trial=state.trial, reason="it goes on"))
     if events:
         book.write(events)
     if orders.exploit is not None:
         _exploit(plan, orders.exploit, book)
-    return book
 
 
 def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:

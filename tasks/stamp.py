@@ -20,12 +20,14 @@ def new_stamp() -> Stamp:
     return Stamp(write_id=uuid4().hex, at=datetime.now(UTC).isoformat(timespec="milliseconds"))
 
 
-def this_owner() -> Owner:
-    """Say who this process is, for the messages of whoever it supersedes."""
+def this_owner(*, search_epoch: int = 0, attempt: int = 0) -> Owner:
+    """Say who this process is, for the messages of whoever it supersedes, and what it was ordered if it was."""
     return Owner(
         name=flow_run.name or "a script",
         host=socket.gethostname(),
         pid=os.getpid(),
         flow_run=flow_run.id,
         task_run=task_run.id,
+        search_epoch=search_epoch,
+        attempt=attempt,
     )

@@ -10,7 +10,7 @@ from prefect_tune.core.adopt import adopt
 from prefect_tune.core.clone import clear, clone, newest_of
 from prefect_tune.core.collect import leftover, orphans
 from prefect_tune.core.commit import commit, reusable
-from prefect_tune.core.errors import CheckpointNotFound, TuneError
+from prefect_tune.core.errors import CheckpointNotFound, SaveOvertaken, TuneError
 from prefect_tune.core.events import (
     Adopted,
     CheckpointRef,
@@ -31,7 +31,7 @@ from prefect_tune.core.manifest import About
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.retention import Retention, retired, retired_aside
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import ENDED, Trial, newest_checkpoint, newest_key, reused_from
+from prefect_tune.core.trial import ENDED, Trial, newest_checkpoint, newest_key, parent_of_next, reused_from
 from prefect_tune.core.values import Stamp, StepReport
 from tests.core.driver import BACKBONE, Files, retried
 from tests.fakes.memory_files import MemoryFiles, restored
@@ -163,7 +163,17 @@ class Member:
         """Train a step, publish and journal; return what that retires."""
         step = self.trial.step + 1
         self.head = blake2b(self.head + f"{self.name} {self.owner}".encode(), digest_size=8).digest()
-        key = CheckpointKey(trial=self.key, step=step, sequence=self.experiment.number)
+        overtaken: list[CheckpointKey] = []
+        while True:
+            key = CheckpointKey(trial=self.key, step=step, sequence=self.experiment.number)
+            try:
+                return [*overtaken, *self._publish_and_journal(key)]
+            except SaveOvertaken:
+                self.append([Retired(trial=self.name, retires=())])
+                overtaken.append(key)
+
+    def _publish_and_journal(self, key: CheckpointKey) -> Sequence[CheckpointKey]:
+        step = key.step
         files = {"backbone": BACKBONE, "cycle": 24 * (b"A" if step % 3 == 1 else b"B"), "head": self.head}
         self.chronicle.saved[key.folder] = files
         about = self._about(step)
@@ -192,7 +202,7 @@ class Member:
         )
 
     def _commit(self, key: CheckpointKey, files: Files, about: About) -> None:
-        newest = newest_key(self.key, self.trial)
+        newest = parent_of_next(self.key, self.trial)
         parent = read_manifest(self.store, newest) if newest else None
         reuse = reusable(self.store, self.key, parent, reused_from(self.trial))
         commit(self.store, key, MemoryFiles(files), about, reuse=reuse, side_by_side=map)

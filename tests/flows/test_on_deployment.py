@@ -9,11 +9,12 @@ from uuid import UUID, uuid4
 
 import httpx
 import pytest
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.logging import disable_run_logger
-from prefect.states import Completed, Pending, Running, Scheduled
+from prefect.states import Completed, Crashed, Pending, Running, Scheduled
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.flows import elsewhere
@@ -48,6 +49,12 @@ class Api:
 
     def read_flow_run(self, run: UUID) -> FlowRun:
         return next(each for each in self.runs.values() if each.id == run)
+
+    def read_flow_runs(self, *, flow_run_filter: FlowRunFilter, limit: int) -> list[FlowRun]:
+        assert flow_run_filter.idempotency_key is not None
+        if self.troubles:
+            self.troubles.pop(0)()
+        return [self.runs[key] for key in flow_run_filter.idempotency_key.any_ or () if key in self.runs][:limit]
 
     def set_flow_run_state(self, run: UUID, state: State[Any]) -> OrchestrationResult[Any]:
         self.read_flow_run(run).state = state
@@ -152,3 +159,54 @@ def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
     deployment.withdraw()
     wait()
     assert run.state.is_completed()
+
+
+# ----------------------------------------------------------------------------------- which run an attempt became
+
+
+def died(api: Api) -> None:
+    """The newest run is over, and no attempt came of it."""
+    list(api.runs.values())[-1].state = Crashed()
+
+
+def test_an_attempt_whose_first_run_died_is_found_by_the_next_search_in_its_second(api: Api, plan: TrialPlan) -> None:
+    search = OnDeployment("flow/deployment")
+    begin(plan, search)
+    died(api)
+    begin(plan, search)
+    _, second = api.runs.values()
+    second.state = Running()
+    looks: list[float] = []
+
+    def ends(seconds: float) -> None:
+        looks.append(seconds)
+        second.state = Completed()
+
+    api.sleep = ends  # type: ignore[method-assign]  # for this one
+    begin(plan)()
+    assert looks, "the live run is waited for, and not the dead one"
+    assert len(api.runs) == 2
+
+
+def test_the_second_run_is_looked_for_again_where_the_api_is_away(api: Api, plan: TrialPlan) -> None:
+    search = OnDeployment("flow/deployment")
+    begin(plan, search)
+    died(api)
+    begin(plan, search)
+    api.troubles = [lambda: None, refused]
+    begin(plan)
+    assert (api.slept, len(api.runs)) == ([1.0], 2)
+
+
+def test_where_all_runs_of_an_attempt_have_died_the_next_is_made_only_when_it_is_begun_again(
+    api: Api, plan: TrialPlan
+) -> None:
+    search = OnDeployment("flow/deployment")
+    for _ in range(2):
+        begin(plan, search)
+        died(api)
+    resumed = OnDeployment("flow/deployment")
+    begin(plan, resumed)()
+    assert len(api.runs) == 2
+    begin(plan, resumed)
+    assert [key.rpartition("/")[2] for key in api.runs] == ["1", "2", "3"]

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.core.aside import put_aside
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.events import Adopted, AttemptEnded, Cause, Event, Owner, Reported, Started, TrialAdded
+from prefect_tune.core.events import Adopted, AttemptEnded, Cause, Event, Finished, Owner, Reported, Started, TrialAdded
 from prefect_tune.core.experiment import Entry, Experiment
+from prefect_tune.core.inspection import read_one
 from prefect_tune.core.journal import append, history, load, take_over
-from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.store import Buffer, ObjectStore
 from prefect_tune.core.trial import Status, Trial
@@ -138,10 +140,12 @@ class Desk:
     def _runs(state: Experiment) -> bool:
         return TRIAL.trial in state.trials and state.trial(TRIAL.trial).status is Status.RUNNING
 
-    def save(self, ledger: Ledger, step: int) -> Path:
+    def save(self, ledger: Ledger, step: int, *, backbone: bytes = b"") -> Path:
         directory = self.folder / f"step-{step}-{time.monotonic_ns()}"
         directory.mkdir()
         (directory / "weights").write_bytes(os.urandom(100))
+        if backbone:
+            (directory / "backbone").write_bytes(backbone)
         ledger.save(HandedOver(report(step), directory, ours=False), self.committed.append)
         return directory
 
@@ -158,11 +162,40 @@ class Desk:
         return [event.report.step for event in events if isinstance(event, Reported)]
 
     def blobs(self) -> int:
-        return sum(path.is_file() for path in (Path(self.plan.target.path) / TRIAL.blobs).rglob("*"))
+        return len(self._files(TRIAL.blobs))
+
+    def manifests(self) -> int:
+        return len(self._files(TRIAL.checkpoints))
+
+    def _files(self, folder: str) -> list[Path]:
+        return sorted(path for path in (Path(self.plan.target.path) / folder).rglob("*") if path.is_file())
+
+    def live(self) -> Sequence[CheckpointKey]:
+        refs = self.state().checkpoints
+        return [CheckpointKey(trial=TRIAL, step=each.step, sequence=each.sequence) for each in refs]
+
+    def rot_oldest_blob(self) -> None:
+        oldest = min(self._files(TRIAL.blobs), key=lambda path: path.stat().st_mtime_ns)
+        oldest.chmod(0o644)
+        oldest.write_bytes(b"X" * oldest.stat().st_size)
 
 
 def report(step: int) -> StepReport:
     return StepReport(step=step, metrics={"loss": 1 / step})
+
+
+@contextmanager
+def before_last_words(ledger: Ledger, act: Callable[[], None]) -> Iterator[None]:
+    """Have it done between the death of the ledger's thread and its last words."""
+    last_words = ledger._end_all_the_same
+
+    def after(events: Callable[[Trial], Sequence[Event]]) -> None:
+        act()
+        last_words(events)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "_end_all_the_same", after)
+        yield
 
 
 def ended(cause: Cause, message: str) -> Callable[[Trial], Sequence[Event]]:
@@ -206,6 +239,7 @@ def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the
     assert (state.status, state.user_failures, state.machine_failures) == (Status.PENDING, 1, 0)
     assert state.reason == "its checkpoint cannot be saved"
     assert desk.committed == []
+    assert desk.reported() == [1, 2], "the last progress is journaled with the failure"
 
 
 def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_raised(desk: Desk) -> None:
@@ -225,6 +259,57 @@ def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_rais
         ledger.close(ended(Cause.MACHINE, "not written"))
     WEATHER.wrong = lambda _path: None
     assert desk.state().status is Status.RUNNING
+
+
+@pytest.mark.parametrize("away", ["wrong", "after"], ids=["not written", "written and not acknowledged"])
+def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothing_else_is_said(
+    desk: Desk, caplog: pytest.LogCaptureFixture, away: str
+) -> None:
+    """The target is away for longer than the retries of the last entry last, and then is back."""
+    ledger = desk.attempt()
+    tries: list[str] = []
+
+    def once(path: str) -> TuneError | None:
+        tries.append(path)
+        return CommitUnknown("no reply") if len(tries) == 1 else None
+
+    setattr(WEATHER, away, once)
+    WEATHER.hidden = tries
+    ledger.note(report(1))
+    done = Finished(trial=TRIAL.trial, reason="enough", returned=False)
+    with pytest.raises(CommitUnknown), before_last_words(ledger, lambda: setattr(WEATHER, "hidden", ())):
+        ledger.close(lambda _trial: [done])
+    assert (desk.state().status, desk.reported()) == (Status.FINISHED, [1])
+    assert "not journaled" not in caplog.text
+
+
+# ------------------------------------------------------------------------------------ what was put aside meanwhile
+
+
+def damaged(desk: Desk) -> Sequence[int]:
+    """The steps of the live checkpoints that are not whole."""
+    with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        return [key.step for key in desk.live() if read_one(store, key, side_by_side=map).damage]
+
+
+def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_before_it_counts(desk: Desk) -> None:
+    desk.plan = replace(desk.plan, retention=Retention(last=2))
+    ledger = desk.attempt()
+    for step in (1, 2, 3):
+        desk.save(ledger, step, backbone=b"frozen")
+    until(lambda: desk.committed == [1, 2, 3])
+    desk.rot_oldest_blob()
+    assert damaged(desk) == [2, 3]
+    with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        put_aside(store, TRIAL, {desk.live()[0]: "damaged"}, new_stamp(), side_by_side=map)
+    for step in (4, 5, 6):
+        desk.save(ledger, step, backbone=b"frozen")
+    ledger.close(ended(Cause.MACHINE, "away"))
+    assert (ledger.error, desk.committed) == (None, [1, 2, 3, 4, 5, 6])
+    assert [key.step for key in desk.live()] == [5, 6]
+    assert damaged(desk) == []
+    assert desk.reported() == [1, 2, 3, 4, 5, 6]
+    assert desk.manifests() == 2, "what did not count is cleared away"
 
 
 # ------------------------------------------------------------------------------------------------- deletions

@@ -3,11 +3,13 @@
 Only the owner of a trial quarantines a checkpoint, and only the owner finds damage when it restores one. Who
 finds it at any other time writes it into the trial's journal as a guest, as a claim is written: that takes
 nothing from the owner, who goes on after it, and who from then on neither restores the checkpoint nor
-reuses its bytes. A request that the owner reads would need an owner that lives, and a document of its own would be a
-second truth beside the journal that everybody who reads has to heed.
+reuses its bytes, nor those of any that is as old: they may share what is damaged. A request that the owner
+reads would need an owner that lives, and a document of its own would be a second truth beside the journal that
+everybody who reads has to heed.
 
-Nothing is deleted for it: a save that is under way may reuse what the damaged checkpoint holds. Its bytes
-stay until the trial retires it, so that it can be reinstated.
+A save that is under way may reuse what the damaged checkpoint holds, and is not committed after the guest's entry
+(`SaveOvertaken`): its owner makes it again. Nothing is deleted: the bytes stay until the trial retires the
+checkpoint, so that it can be reinstated.
 """
 
 from __future__ import annotations

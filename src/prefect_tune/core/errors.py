@@ -20,6 +20,7 @@ __all__ = [
     "JournalCorrupt",
     "ObjectNotFound",
     "ResumeFailed",
+    "SaveOvertaken",
     "StagedFilesChanged",
     "StoreRefused",
     "StoreUnavailable",
@@ -90,6 +91,10 @@ class DamageFound(TuneError):
 
 class StagedFilesChanged(TuneError):
     """Files changed while they were read: stage them again, and leave them alone until the commit."""
+
+
+class SaveOvertaken(TuneError):
+    """A checkpoint was put aside while this one was saved, which may share what is damaged: save it again."""
 
 
 class JournalCorrupt(TuneError):

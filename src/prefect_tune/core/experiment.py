@@ -7,7 +7,7 @@ from typing import Literal, TypeVar, assert_never
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from prefect_tune.core.errors import IllegalTransition, JournalCorrupt
+from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOvertaken
 from prefect_tune.core.events import (
     Absorbed,
     Adopted,
@@ -35,11 +35,11 @@ from prefect_tune.core.events import (
 from prefect_tune.core.layout import JournalKey, journal_key
 from prefect_tune.core.schedulers.scheduler import Pause, Stop
 from prefect_tune.core.spans import boundaries, is_boundary
-from prefect_tune.core.trial import ENDED, Happening, Status, Trial, after, with_adopted
+from prefect_tune.core.trial import ENDED, Happening, Status, Trial, after, is_overtaken, with_adopted
 from prefect_tune.core.trials import Trials
 from prefect_tune.core.values import Digest, StepReport, TrialId, Value
 
-__all__ = ["Entry", "Experiment", "after_event", "apply", "nothing_yet"]
+__all__ = ["Entry", "Experiment", "after_event", "apply", "following", "nothing_yet"]
 
 _Kept = TypeVar("_Kept")
 
@@ -145,6 +145,27 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
         raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
     experiment = experiment.model_copy(update={"number": entry.number, "digest": digest})
     return _at_boundary(experiment) if is_boundary(entry.number) else experiment
+
+
+def following(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
+    """As `apply`, of an entry that is to be written now.
+
+    Raises:
+        SaveOvertaken: it would make a checkpoint of what was saved before one was put aside.
+    """
+    _require_not_overtaken(experiment, entry)
+    return apply(experiment, entry, digest)
+
+
+def _require_not_overtaken(experiment: Experiment, entry: Entry) -> None:
+    """Of what is written already nobody asks it: releases before this one did not."""
+    for event in entry.events:
+        trial = experiment.trials.get(event.trial) if isinstance(event, Committed) else None
+        if trial is not None and isinstance(event, Committed) and is_overtaken(trial, event.checkpoint.sequence):
+            raise SaveOvertaken(
+                f"{experiment.key}: step {event.checkpoint.step} of trial {trial.trial!r} was saved while a checkpoint "
+                "was put aside, and may share what is damaged: save it again"
+            )
 
 
 def _at_boundary(experiment: Experiment) -> Experiment:

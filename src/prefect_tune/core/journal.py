@@ -19,7 +19,7 @@ from prefect_tune.core.errors import (
     Superseded,
 )
 from prefect_tune.core.events import Event, GuestsEvent, Opened, Owner, RemovalBegun
-from prefect_tune.core.experiment import Entry, Experiment, apply, nothing_yet
+from prefect_tune.core.experiment import Entry, Experiment, apply, following, nothing_yet
 from prefect_tune.core.layout import JournalKey, journal_key, number_in
 from prefect_tune.core.sealed import seal_and_read_back, unseal
 from prefect_tune.core.segments import (
@@ -140,7 +140,7 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
         InvalidInput: an event holds what JSON cannot say, or could not be read back; nothing was written.
         Superseded: somebody else has written the next entry: the experiment is theirs.
         CommitUnknown: the target did not say; call again with the same stamp.
-        JournalCorrupt: the events cannot follow; nothing was written.
+        JournalCorrupt, SaveOvertaken: the events cannot follow; nothing was written.
         StoreUnavailable: the entry before it is not there any more, or the target is not to be had.
     """
     while True:
@@ -190,7 +190,7 @@ def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Ev
     )
     path = experiment.key.entry_path(entry.number)
     data, entry = seal_and_read_back(entry)
-    result = apply(experiment, entry, digest_of(data))
+    result = following(experiment, entry, digest_of(data))
     _require_predecessor(store, experiment)
     create_or_recognize(store, path, data)
     return result

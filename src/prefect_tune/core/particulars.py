@@ -41,12 +41,22 @@ class Owner(Value):
     """Of an attempt that is a task run."""
     by_hand: bool = False
     """Whether a person had this run go on, so that it is no crash that came before it which counts."""
+    search_epoch: int = 0
+    """Of a trial's own journal: in which epoch of the experiment it was opened for its owner."""
+    attempt: int = 0
+    """Likewise: the attempt that was ordered last."""
 
     @model_serializer(mode="wrap")
     def _says_what_it_is(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Who is no task run, and whom no person started, is written as before there were any."""
+        """Who is no task run, whom no person started and nobody gave orders to is written as before there were any."""
+        said = ("by_hand", "search_epoch", "attempt")
         dumped = without_none(dump(self), "task_run")
-        return dumped if self.by_hand else {name: value for name, value in dumped.items() if name != "by_hand"}
+        return {name: value for name, value in dumped.items() if value or name not in said}
+
+    def is_behind(self, other: Owner) -> bool:
+        """Return whether what it was ordered is older than what `other` was ordered, where both say what that is."""
+        mine, theirs = (self.search_epoch, self.attempt), (other.search_epoch, other.attempt)
+        return self.search_epoch > 0 and mine < theirs
 
     def __str__(self) -> str:
         run = f", flow run {self.flow_run}" if self.flow_run else ""

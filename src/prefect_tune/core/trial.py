@@ -44,8 +44,10 @@ from prefect_tune.core.trial_value import (
     is_aside,
     is_held,
     is_live,
+    is_overtaken,
     newest_checkpoint,
     newest_key,
+    parent_of_next,
     reused_from,
 )
 from prefect_tune.core.values import StepReport
@@ -61,8 +63,10 @@ __all__ = [
     "is_aside",
     "is_held",
     "is_live",
+    "is_overtaken",
     "newest_checkpoint",
     "newest_key",
+    "parent_of_next",
     "reused_from",
     "with_adopted",
 ]

@@ -22,8 +22,10 @@ __all__ = [
     "is_aside",
     "is_held",
     "is_live",
+    "is_overtaken",
     "newest_checkpoint",
     "newest_key",
+    "parent_of_next",
     "reused_from",
 ]
 
@@ -133,6 +135,20 @@ def is_aside(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
     """Return whether it is not to be used, and may be a checkpoint again one day."""
     refs = (each.checkpoint for each in trial.aside)
     return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in refs)
+
+
+def parent_of_next(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
+    """Return the checkpoint whose bytes the next save may reuse: the newest one, or none.
+
+    What is older than a damaged one may share what is damaged, found so or not.
+    """
+    newest = newest_key(folder, trial)
+    return None if newest is None or is_overtaken(trial, newest.sequence) else newest
+
+
+def is_overtaken(trial: Trial, sequence: int) -> bool:
+    """Return whether a checkpoint was put aside after a save began (after entry `sequence`), and so unknown to it."""
+    return any(sequence < each.since for each in trial.aside)
 
 
 def reused_from(trial: Trial) -> int:
