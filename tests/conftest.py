@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
+from xdist.remote import Producer  # type: ignore[import-untyped]  # it has no types of its own
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # nor has this
 
 # Before anything imports Prefect: neither the settings nor the server of whoever runs the tests is touched,
 # and nothing is sent anywhere. Child processes inherit it.
