@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.events import Absorbed, Event
+from prefect_tune.core.events import Absorbed, Event, Opened
 from prefect_tune.core.experiment import Entry
 from prefect_tune.core.journal import entries_beyond, next_entry
 from prefect_tune.core.layout import JournalKey
@@ -76,8 +76,9 @@ class Intake:
         written, entry = self._book.experiment, self._beyond(self._book.experiment.number)
         while entry is not None:
             if entry.epoch != written.epoch:
+                by = next((f" by {each.owner}" for each in entry.events if isinstance(each, Opened)), "")
                 raise Superseded(
-                    f"{written.key}: epoch {written.epoch} has ended; entry {entry.number} has taken it over"
+                    f"{written.key}: epoch {written.epoch} has ended; entry {entry.number} has taken it over{by}"
                 )
             entry = self._beyond(entry.number)  # that one was a guest's
 

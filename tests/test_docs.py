@@ -142,7 +142,8 @@ def test_the_page_on_events_has_every_event_with_all_that_it_says() -> None:
 @pytest.mark.timeout(400)
 def test_the_page_on_deployments_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": str(tmp_path)}
-    done = run_blocks(blocks_of(DEPLOYMENTS), tmp_path, environment)
+    runs = [each for each in blocks_of(DEPLOYMENTS) if each.language != "json"]
+    done = run_blocks(runs, tmp_path, environment)
     assert done.returncode == 0, done.stdout
     assert "runs at 0 2 * * * Europe/Berlin" in done.stdout
     assert "created  maintain/hourly" in done.stdout

@@ -92,6 +92,7 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
     assert state.trial("00000").status is Status.FINISHED
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.timeout(300)
 def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_an_answer(

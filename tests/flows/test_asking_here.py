@@ -89,6 +89,7 @@ def test_a_script_may_ask_more_often_than_it_may_be_started_again(
     assert len(experiment_at(local_target, _NAME).answers) == questions
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("prefect_server")
 def test_a_search_may_have_more_trials_that_ask_than_it_may_be_started_again(
     monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget

@@ -125,7 +125,7 @@ def test_a_journal_that_was_altered_is_refused(trained: Trouble) -> None:
 # --------------------------------------------------------------------------------------------------- poison
 
 
-@pytest.mark.parametrize("way", ["raise", "segfault"])
+@pytest.mark.parametrize("way", ["raise", pytest.param("segfault", marks=pytest.mark.deep)])
 def test_a_checkpoint_that_kills_whoever_loads_it_is_put_aside_after_three_deaths(trouble: Trouble, way: str) -> None:
     trouble.run(steps=10)
     trouble.poison(10, way)

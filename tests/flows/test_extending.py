@@ -82,7 +82,7 @@ def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
     assert (same.num_samples, added) == (3, ())
 
 
-@pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"OptunaSearch": {"sampler": "GridSampler"}}}])
+@pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
     state = after(nothing_yet("nightly"), [Described(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a number"):
@@ -183,6 +183,7 @@ def _weekly() -> list[str]:
     return [_search_run() for _ in range(2)]
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("prefect_server")
 def test_each_call_has_a_place_of_its_own_that_a_retry_of_whoever_calls_does_not_change() -> None:
     tries: list[list[str]] = []

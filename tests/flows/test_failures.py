@@ -147,6 +147,7 @@ def test_a_trial_that_waits_for_a_slow_target_is_not_taken_for_hung(trouble: Tro
 # ---------------------------------------------------------------------------------------------- side effects
 
 
+@pytest.mark.deep
 def test_a_trainable_may_print_a_lot(trouble: Trouble) -> None:
     trouble.config["prints"] = 500
     began = time.monotonic()

@@ -266,6 +266,7 @@ class Slow(pt.Trainable):
         self.count = int(Path(checkpoint_dir, "count").read_text())
 
 
+@pytest.mark.deep
 def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_deleted(tmp_path: Path) -> None:
     target, reports, over = tmp_path / "target", list[MaintenanceReport](), threading.Event()
 

@@ -114,6 +114,7 @@ def test_of_two_runs_of_one_trial_one_goes_on_and_the_other_ends_superseded(cont
     assert state_of_flow_run(owners[second.pid])[0] == "Completed"
 
 
+@pytest.mark.deep
 def test_two_runs_that_resume_at_the_same_moment_leave_one_owner(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ def _require_that_foreign_manifests_do_not_count(target: StorageTarget) -> None:
     assert live <= {(key.step, key.sequence) for key in keys if key}
 
 
+@pytest.mark.deep
 def test_a_paused_trial_whose_flow_was_killed_dies_as_soon_as_it_wakes(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:

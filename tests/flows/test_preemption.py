@@ -140,6 +140,7 @@ def test_a_group_wide_termination_still_lets_the_trial_save(preempted: _Preempte
     preempted.require_resumable()
 
 
+@pytest.mark.deep
 def test_a_function_trainable_hears_of_the_termination_and_saves(preempted: _Preempted) -> None:
     preempted.trainable = "tests.trainables.numpy_mlp:train"
     driver = preempted.start()
@@ -149,6 +150,7 @@ def test_a_function_trainable_hears_of_the_termination_and_saves(preempted: _Pre
     preempted.require_identical_end(from_step=preempted.committed())
 
 
+@pytest.mark.deep
 def test_a_termination_before_the_first_step_ends_resumable_too(preempted: _Preempted) -> None:
     driver = preempted.start()
     until(driver.trials, seconds=60, what=lambda: driver.log)

@@ -66,6 +66,7 @@ def test_trials_that_outlive_their_search_are_found_by_the_next_one_and_not_run_
     assert search.processes() == 2
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("prefect_server", "deployed")
 def test_attempts_that_no_worker_begins_are_not_waited_for_when_the_time_is_up(local_target: LocalTarget) -> None:
     results = tune(

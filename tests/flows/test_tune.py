@@ -135,7 +135,7 @@ def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path)
         ({"time_budget_seconds": -1}, "time_budget_seconds: expected more than 0, found -1"),
         ({"grace_period_seconds": -1}, "grace_period_seconds: expected 0 or more"),
         ({"scheduler": "ASAH"}, "scheduler: 'ASAH' is none of .* did you mean 'ASHA'"),
-        ({"scheduler": {"ASHA": {"maxt": 3}}}, "scheduler: ASHA: .*maxt"),
+        ({"scheduler": {"ASHA": {"maxt": 3}}}, "scheduler: ASHA .*maxt"),
         ({"scheduler": {"ASHA": {"max_t": 3}}, "metric": None}, "metric: ASHA compares trials by a metric"),
         ({"search": 3}, "search: expected one"),
         ({"space": {"x": {"unifrom": [0, 1]}}}, "unifrom"),

@@ -258,7 +258,7 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
             assert list(threads.map(train, range(200))) == list(range(200))
         alone = [ours.one("trial-nursery")]
         until(lambda: ours.pids() == alone, what=lambda: f"the end of all of {ours.pids()} but {alone}")
-        assert not children_of(*alone)  # no zombies either
+        until(lambda: not children_of(*alone), what=lambda: f"the end of {children_of(*alone)}: no zombies either")
     record_property("figure: trials in forked processes, none of them left", 200)
 
 
