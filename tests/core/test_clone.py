@@ -29,7 +29,7 @@ from tests.core.meetings import (
     saves,
     takes_over,
     with_a_clone,
-    with_a_clone_thatis_over,
+    with_a_clone_that_is_over,
     without_a_clone,
 )
 from tests.core.mutate import break_lines
@@ -158,10 +158,10 @@ STORIES: Mapping[str, tuple[Before, Act]] = {
     "a clone is trained on, and retired": (with_a_clone, saves("c")),
     "a clone is trained on for long": (with_a_clone, saves("c", 2)),
     "the source deletes what it retired": (without_a_clone, clear_late),
-    "the source deletes what a clone needed": (with_a_clone_thatis_over, clear_late),
+    "the source deletes what a clone needed": (with_a_clone_that_is_over, clear_late),
     "the source goes on": (with_a_clone, saves("s", 2)),
     "the source is resumed": (with_a_clone, takes_over("s")),
-    "the clone is resumed": (with_a_clone_thatis_over, takes_over("c")),
+    "the clone is resumed": (with_a_clone_that_is_over, takes_over("c")),
 }
 ESSENTIAL = [
     "a trial clones",
@@ -214,7 +214,7 @@ MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
     "clones a clone while that is retired": (with_a_clone, [clone_of_the_clone, saves("c")]),
     "is retired while the source saves": (with_a_clone, [saves("c"), saves("s")]),
     "is retired while the source is resumed": (with_a_clone, [saves("c"), takes_over("s")]),
-    "is resumed while the source deletes": (with_a_clone_thatis_over, [takes_over("c"), clear_late]),
+    "is resumed while the source deletes": (with_a_clone_that_is_over, [takes_over("c"), clear_late]),
     "is taken over while it clones": (without_a_clone, [or_superseded(clones("c")), takes_over("c")]),
     "two clone while the source saves": (without_a_clone, [clones("c"), clones("d"), saves("s")]),
 }
