@@ -47,9 +47,13 @@ def _show_nothing() -> None:
     from prefect_tune.flows import audience
     from prefect_tune.flows.listening import Listeners
 
+    class Nobody(Listeners):
+        def conclude(self) -> None:
+            pass
+
     @contextmanager
-    def unheard(*_: object) -> Iterator[Listeners]:
-        yield Listeners()
+    def unheard(*_: object) -> Iterator[Nobody]:
+        yield Nobody()
 
     for name in ("Herald", "Reporter"):
         setattr(audience, name, lambda *_: None)
