@@ -21,7 +21,7 @@ for _name in [name for name in os.environ if name.startswith("PREFECT_")]:
 os.environ |= {
     "PREFECT_HOME": str(_HOME),
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # As a script's own server has it: a transaction for each state of each task run is a fifth of what a server computes.
+    # As a script's own server has it: a transaction for each state of a task run is a fifth of what a server computes.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     "DO_NOT_TRACK": "1",
