@@ -35,7 +35,8 @@ def dask() -> TaskRunner:
 
 def ray() -> TaskRunner:
     prefect_ray = pytest.importorskip("prefect_ray")  # pip install 'prefect-tune[ray]': a hundred megabytes
-    return prefect_ray.RayTaskRunner(init_kwargs={"num_cpus": 2, "include_dashboard": False, "log_to_driver": False})
+    quiet = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False}
+    return prefect_ray.RayTaskRunner("local", init_kwargs=quiet)  # and not a cluster that somebody has left running
 
 
 def worker_of(pid: int) -> int:
