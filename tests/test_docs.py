@@ -38,7 +38,6 @@ from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 
 README = ROOT / "README.md"
 START = ROOT / "docs" / "start.md"
-RESUME = ROOT / "docs" / "resume.md"
 RECIPES = ROOT / "docs" / "recipes"
 LAYOUT = ROOT / "docs" / "storage-layout.md"
 SPACES = ROOT / "docs" / "search-spaces.md"

@@ -41,6 +41,11 @@ class Explored:
     points: int = 0
     broken: list[str] = field(default_factory=list)
 
+    def add(self, other: Explored) -> None:
+        """Count what was tried elsewhere among this."""
+        self.points += other.points
+        self.broken += other.broken
+
     def tell(self, record: Callable[[str, object], None], what: str) -> None:
         """Have the figures printed at the end of the tests, and written into the reliability page."""
         record(f"figure: {what}", self.points)

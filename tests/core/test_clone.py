@@ -200,8 +200,7 @@ def test_failing_at_every_operation_in_every_way_it_breaks_no_promise(
     scene = before(SOURCE, into)
     explored = die_everywhere(scene, act)
     late = late_writes(scene, act, [None, 0, 1, 2, 5, 10, 20])
-    explored.points += late.points
-    explored.broken += late.broken
+    explored.add(late)
     explored.tell(record_property, "points explored, clones")
     assert explored.broken == []
 
@@ -252,8 +251,7 @@ def test_in_many_orders_and_dying_they_break_no_promise(meeting: str, record_pro
     scene = before(SOURCE, CLONE)
     explored = meet_at_random(scene, acts, range(1000, 1500))
     dying = meet_dying(scene, acts, range(500))
-    explored.points += dying.points
-    explored.broken += dying.broken
+    explored.add(dying)
     explored.tell(record_property, "orders of clones and their sources")
     assert explored.broken == []
 
@@ -303,7 +301,7 @@ MUTANTS: Mapping[str, Mutant] = {
         dies,
         "the source is resumed",
         {
-            cloning.is_over: {
+            cloning._is_over: {
                 "if trial is not None and is_live(trial, claim.clone):": "if False:",
                 "return trial is not None and not is_acceptable(trial, claim.clone.sequence)": "return True",
             },
@@ -314,7 +312,7 @@ MUTANTS: Mapping[str, Mutant] = {
         meets,
         "clones while the source saves",
         {
-            cloning.is_over: {
+            cloning._is_over: {
                 "return trial is not None and not is_acceptable(trial, claim.clone.sequence)": "return True"
             }
         },

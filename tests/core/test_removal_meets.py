@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -235,6 +235,14 @@ def one_within_the_other(name: str, is_point: IsPoint, *, every: int = 1, enough
     return explored
 
 
+def in_drawn_orders(name: str, seeds: Iterable[int]) -> Explored:
+    explored = Explored()
+    for seed in seeds:
+        explored.points += 1
+        explored.broken += [f"seed {seed}: {each}" for each in meet(name, drawn(seed), everywhere)]
+    return explored
+
+
 @dataclass
 class _Seen:
     """Counts how often there were two to choose from."""
@@ -256,10 +264,7 @@ def test_whatever_is_done_within_a_deletion_or_around_it_breaks_no_promise(name:
 
 @pytest.mark.parametrize("name", MEETINGS)
 def test_in_drawn_orders_of_everything_they_break_no_promise(name: str, record_property: Record) -> None:
-    explored = Explored()
-    for seed in range(8):
-        explored.points += 1
-        explored.broken += [f"seed {seed}: {each}" for each in meet(name, drawn(seed), everywhere)]
+    explored = in_drawn_orders(name, range(8))
     explored.tell(record_property, "orders of deletions and others")
     assert explored.broken == []
 
@@ -278,9 +283,7 @@ def test_whoever_goes_on_after_something_leaves_nothing_where_it_was_deleted(
 @pytest.mark.parametrize("name", MEETINGS)
 def test_in_many_orders_they_break_no_promise(name: str, record_property: Record) -> None:
     explored = one_within_the_other(name, everywhere)
-    for seed in range(1000, 1300):
-        explored.points += 1
-        explored.broken += [f"seed {seed}: {each}" for each in meet(name, drawn(seed), everywhere)]
+    explored.add(in_drawn_orders(name, range(1000, 1300)))
     explored.tell(record_property, "orders of deletions and others")
     assert explored.broken == []
 

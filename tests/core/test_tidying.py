@@ -236,8 +236,7 @@ def test_maintenance_and_owners_in_many_orders_and_dying_break_no_promise(
     scene = before(SOURCE, CLONE)
     explored = meet_at_random(scene, acts, range(1000, 1400))
     for more in (meet_dying(scene, acts, range(300)), meet_in_every_order(scene, acts, at_writes, limit=20_000)):
-        explored.points += more.points
-        explored.broken += more.broken
+        explored.add(more)
     explored.tell(record_property, "orders of maintenance and owners")
     assert explored.broken == []
 
@@ -250,8 +249,7 @@ def test_maintenance_failing_in_every_way_or_late_breaks_no_promise(story: str, 
     scene = before(SOURCE, CLONE)
     explored = die_everywhere(scene, act)
     late = late_writes(scene, act, [None, 0, 2, 10])
-    explored.points += late.points
-    explored.broken += late.broken
+    explored.add(late)
     explored.tell(record_property, "points explored, maintenance")
     assert explored.broken == []
 

@@ -19,8 +19,6 @@ _RANGES = frozenset({"uniform", "loguniform", "randint", "lograndint", "randn"})
 _DOMAINS = _CHOICES | _RANGES | {f"q{name}" for name in _RANGES}
 _TORN = re.compile(rf"\s*({'|'.join(_DOMAINS)})\s*[(\[{{]")
 _NOT_PLAIN = re.compile(r"""["'()\[\]{}]""")
-
-
 _QUOTED = "; for a text write it in quotes: '\"...\"'"
 
 

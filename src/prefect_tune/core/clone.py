@@ -38,7 +38,7 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial, is_acceptable, is_aside, is_held, is_live, newest_key
 from prefect_tune.core.values import Stamp
 
-__all__ = ["clear", "clone", "is_over", "journal_of", "let_go", "let_go_of_all", "newest_of", "settle"]
+__all__ = ["claims_over", "clear", "clone", "journal_of", "let_go", "let_go_of_all", "newest_of", "settle"]
 
 
 def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> CheckpointKey:
@@ -187,15 +187,22 @@ def settle(
     store: ObjectStore, trial: TrialKey, checkpoints: Iterable[CheckpointKey], stamp: Stamp, *, side_by_side: Mapper
 ) -> Trial:
     """Release the claims to `checkpoints` of `trial` whose clones are over, and return the trial after that."""
-    named = {(key.step, key.sequence) for key in checkpoints}
     found = _trial_now(store, trial, side_by_side)
-    claims = [each for each in found.claims if (each.step, each.sequence) in named]
-    over = {each.clone for each in claims if is_over(store, each, side_by_side)}
+    over = claims_over(store, found, checkpoints, side_by_side=side_by_side)
     if not over:
         return found
-    say = partial(_released, trial=trial, clones=over)
+    say = partial(_released, trial=trial, clones={each.clone for each in over})
     after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
     return _still_there(after, trial)
+
+
+def claims_over(
+    store: ObjectStore, trial: Trial, checkpoints: Iterable[CheckpointKey], *, side_by_side: Mapper
+) -> Sequence[Claim]:
+    """Return the claims to `checkpoints`, which are `trial`'s, whose clones are over."""
+    named = {(key.step, key.sequence) for key in checkpoints}
+    claims = [each for each in trial.claims if (each.step, each.sequence) in named]
+    return [each for each in claims if _is_over(store, each, side_by_side)]
 
 
 def let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: CheckpointKey, origin: CheckpointKey) -> int:
@@ -245,8 +252,8 @@ def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey])
     return [Released(trial=trial.trial, clone=each.clone) for each in claims if each.clone in clones]
 
 
-def is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
-    """Return whether the clone is no checkpoint, and never will be one. Where that cannot be known, it is not said."""
+def _is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
+    """Whether the clone is no checkpoint, and never will be one. Where that cannot be known, it is not said."""
     try:
         state = load(store, claim.journal, side_by_side=side_by_side)
     except (JournalCorrupt, UnknownVersion):

@@ -37,7 +37,7 @@ from prefect_tune.core.schedulers.scheduler import Pause, Stop
 from prefect_tune.core.spans import boundaries, is_boundary
 from prefect_tune.core.trial import ENDED, Happening, Status, Trial, after, is_overtaken, with_adopted
 from prefect_tune.core.trials import Trials
-from prefect_tune.core.values import Digest, StepReport, TrialId, Value
+from prefect_tune.core.values import Digest, StepReport, TrialId, Value, without_unset
 
 __all__ = ["Entry", "Experiment", "after_event", "apply", "following", "nothing_yet"]
 
@@ -112,8 +112,7 @@ class Experiment(Value):
     @model_serializer(mode="wrap")
     def _says_nothing_of_what_is_not(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Most are not extended and have no teachers, and their segments are as they were before any could."""
-        dumped: dict[str, object] = dump(self)
-        return {name: value for name, value in dumped.items() if value or name not in ("extensions", "teachers")}
+        return without_unset(dump(self), "extensions", "teachers")
 
     def opened_by(self) -> Opened:
         """Return what the present owner opened the journal with."""

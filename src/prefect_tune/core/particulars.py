@@ -8,7 +8,7 @@ from enum import StrEnum
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.layout import CheckpointKey, JournalKey
-from prefect_tune.core.values import Digest, ExperimentName, StepReport, TrialId, Value, without_none
+from prefect_tune.core.values import Digest, ExperimentName, StepReport, TrialId, Value, without_none, without_unset
 
 __all__ = ["Aside", "Cause", "CheckpointRef", "Claim", "ForkOrigin", "Lesson", "Owner"]
 
@@ -49,9 +49,7 @@ class Owner(Value):
     @model_serializer(mode="wrap")
     def _says_what_it_is(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Who is no task run, whom no person started and nobody gave orders to is written as before there were any."""
-        said = ("by_hand", "search_epoch", "attempt")
-        dumped = without_none(dump(self), "task_run")
-        return {name: value for name, value in dumped.items() if value or name not in said}
+        return without_unset(without_none(dump(self), "task_run"), "by_hand", "search_epoch", "attempt")
 
     def is_behind(self, other: Owner) -> bool:
         """Return whether what it was ordered is older than what `other` was ordered, where both say what that is."""

@@ -19,7 +19,7 @@ from prefect_tune.core.layout import CheckpointKey, JournalKey, maintenance_fold
 from prefect_tune.core.sealed import seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.values import Stamp, Value
+from prefect_tune.core.values import Stamp, Value, without_unset
 
 __all__ = [
     "Change",
@@ -68,8 +68,7 @@ class Round(Value):
     @model_serializer(mode="wrap")
     def _says_what_is_untold(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Mostly nothing is, and it is written as it was before anything could be."""
-        dumped: dict[str, object] = dump(self)
-        return dumped if self.untold else {name: value for name, value in dumped.items() if name != "untold"}
+        return without_unset(dump(self), "untold")
 
 
 @dataclass(frozen=True, slots=True)

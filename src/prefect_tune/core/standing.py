@@ -46,8 +46,7 @@ def shown_settings(settings: Mapping[str, object]) -> dict[str, object]:
 
     Numbers are shown, and references to a saved block, such as `{{ prefect.blocks.secret.wandb }}`.
     """
-    hidden = {name: _masked(value) for name, value in settings.items() if name == _HAS_SECRETS}
-    return {**settings, **hidden}
+    return {name: _masked(value) if name == _HAS_SECRETS else value for name, value in settings.items()}
 
 
 def _masked(value: object) -> object:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prefect_tune.core.clone import clear, is_over, journal_of, settle
+from prefect_tune.core.clone import claims_over, clear, journal_of, settle
 from prefect_tune.core.collect import is_collectable, leftover, orphans
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import CheckpointCorrupt
@@ -137,8 +137,7 @@ def _without_claims_that_are_over(
     store: ObjectStore, own: Trial, held: Sequence[CheckpointKey], side_by_side: Mapper
 ) -> Trial:
     """The trial as `settle` would leave it."""
-    named = {(key.step, key.sequence) for key in held}
-    over = [each for each in own.claims if (each.step, each.sequence) in named and is_over(store, each, side_by_side)]
+    over = claims_over(store, own, held, side_by_side=side_by_side)
     return own.model_copy(update={"claims": tuple(each for each in own.claims if each not in over)})
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.particulars import Cause, CheckpointRef, Claim
 from prefect_tune.core.schedulers.scheduler import Decision
-from prefect_tune.core.values import StepReport, TrialId, Value, without_none
+from prefect_tune.core.values import StepReport, TrialId, Value, without_none, without_unset
 
 __all__ = [
     "AttemptEnded",
@@ -78,8 +78,7 @@ class Reported(TrialEvent):
     @model_serializer(mode="wrap")
     def _asks_or_says_nothing_of_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Most reports ask nothing, and are written as they were before any did."""
-        dumped: dict[str, object] = dump(self)
-        return dumped if self.asks else {name: value for name, value in dumped.items() if name != "asks"}
+        return without_unset(dump(self), "asks")
 
 
 class Committed(TrialEvent):

@@ -28,6 +28,7 @@ __all__ = [
     "shown_size",
     "valid_name",
     "without_none",
+    "without_unset",
 ]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -83,6 +84,11 @@ class StepReport(Value):
 def without_none(dumped: dict[str, object], *names: str) -> dict[str, object]:
     """Return a dumped value without those of its fields that are None, for those that came later than it did."""
     return {name: value for name, value in dumped.items() if value is not None or name not in names}
+
+
+def without_unset(dumped: dict[str, object], *names: str) -> dict[str, object]:
+    """Return a dumped value without those of its fields that say nothing (empty, 0, False), for the same reason."""
+    return {name: value for name, value in dumped.items() if value or name not in names}
 
 
 def valid_name(name: str) -> str:
