@@ -60,7 +60,8 @@ def _main(workload: str, trials: int, reports: int, room: Path) -> None:
     first = room / "first"
     is_function = workload == "function"
     called = time.monotonic()
-    own: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 2, "include_dashboard": False}
+    alone = {"address": "local", "num_cpus": 2, "include_dashboard": False}  # and in no cluster that was left behind
+    own: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else alone
     ray.init(log_to_driver=False, **own)
     tuner = tune.Tuner(
         train if is_function else Steps,
