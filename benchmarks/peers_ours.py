@@ -55,8 +55,9 @@ def begun(config: Mapping[str, object]) -> None:
 
 def _main(workload: str, trials: int, reports: int, room: Path) -> None:
     first = room / "first"
+    tune = pt.tune  # comes when it is asked for; the peer's modules, too, are loaded before its call
     called = time.monotonic()
-    results = pt.tune(
+    results = tune(
         train if workload == "function" else Steps,
         {"x": pt.uniform(0, 1), "reports": reports, "first": str(first)},
         target=str(room / "target"),

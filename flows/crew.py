@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from typing import Protocol, TypeAlias
 
 from prefect import Task
@@ -45,7 +46,12 @@ Message: TypeAlias = Heard | Over | Began
 
 def attempt_of(plan: TrialPlan) -> Task[[TrialPlan, Orders, Line], AttemptResult]:
     """Return the task of one attempt: whoever runs the experiment decides whether there is another, and journals it."""
-    return run_trial.with_options(retries=0, tags=plan.tags)
+    return _tagged(plan.tags)
+
+
+@cache  # one of the dearest steps of a short trial: Prefect reads the source of the function again
+def _tagged(tags: tuple[str, ...]) -> Task[[TrialPlan, Orders, Line], AttemptResult]:
+    return run_trial.with_options(retries=0, tags=tags)
 
 
 class Crew(Protocol):

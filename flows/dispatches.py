@@ -38,7 +38,7 @@ from prefect_tune.flows.lineage import Lineage
 
 __all__ = ["Dispatches", "Subject", "budgets_of"]
 
-_AT_ONCE, _PER_SECOND = 200, 10
+_AT_ONCE, _PER_SECOND = 100, 5
 _BEST_EVERY_SECONDS = 30.0
 _BEYOND_A_SYNC_SECONDS = 120.0
 
@@ -63,7 +63,7 @@ class Subject:
 class Dispatches:
     """Says for all that happens which events it is worth. Not for two threads at once; times are a clock's seconds.
 
-    Events of trials are rationed: 200 at once and 10 a second in the long run; those beyond are counted and left
+    Events of trials are rationed: 100 at once and 5 a second in the long run; those beyond are counted and left
     out. What somebody may have to act on, and what is about the experiment, is always told.
     """
 

@@ -87,12 +87,25 @@ _LIGHTER = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     # An automation needs a server that stays: evaluating each event for them is a twelfth of what this one computes.
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+    # Or it would import every integration that is installed, Dask and all, to list their blocks in a UI that it has
+    # not. A block that is saved registers its type itself.
+    "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+    "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
 }
 _EPHEMERAL = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 
 
+_WANTED_LATER = (
+    "prefect.flow_engine",
+    "prefect.task_engine",
+    "prefect_tune.flows.search",
+    "pyarrow.parquet",
+    "pandas",  # pyarrow imports it with the first array, where it is installed
+)
+
+
 def _warm_up() -> None:
     """Import what the flow will want anyway, while there is nothing else to do."""
-    for name in ("prefect.flow_engine", "prefect.task_engine", "pyarrow.parquet"):
+    for name in _WANTED_LATER:
         with suppress(ImportError):  # it is said where it is needed
             import_module(name)

@@ -21,7 +21,6 @@ from prefect_tune.flows.forms import (
 )
 from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.results import Results
-from prefect_tune.flows.search import searched
 
 __all__ = ["tune"]
 
@@ -136,4 +135,6 @@ def tune(
     """
     given = dict(locals())  # the parameters: `Asked` names them alike
     require_one_count(num_samples, samples_per_run)
+    from prefect_tune.flows.search import searched  # while a script's own server starts: `own_server`
+
     return searched(Asked(**given))

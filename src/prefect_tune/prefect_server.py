@@ -56,7 +56,7 @@ def start_prefect_server(environment: Mapping[str, str], log: IO[bytes] | None =
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listening.fileno())],
+            [sys.executable, "-P", "-m", __name__, str(listening.fileno())],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,

@@ -195,12 +195,12 @@ def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_n
     story = Story(Subject(PLACE))
     for number in range(300):
         story.goes(*begun(f"{number:05d}"))
-    assert len(story.told) == 200
+    assert len(story.told) == 100
     died = AttemptEnded(trial="00000", cause=Cause.USER, message="no")
     assert names(story.goes(entry("00000", 2, died))) == ["trial.attempt-ended"]
     story.now = 1.0
     told = [each for number in range(300, 320) for each in story.goes(*begun(f"{number:05d}"))]
-    assert len(told) == 10
+    assert len(told) == 5
     assert story.ends()[-1].payload["untold"] == 110
 
 
