@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import psutil
 import pytest
 from prefect import flow
 from prefect.automations import Automation, DoNothing, EventTrigger, SendNotification
@@ -280,15 +281,22 @@ class Run:
         return time.monotonic() - began
 
 
+@contextmanager
+def looked_after(tmp_path: Path) -> Iterator[tuple[dict[str, str], SyncPrefectClient]]:
+    """A server with the automations, on which `durable_trainable` is deployed; no worker yet."""
+    with a_server(tmp_path) as environment, get_client(sync_client=True) as client:
+        prefect(environment, "work-pool", "create", POOL, "--type", "process")
+        prefect(environment, "--no-prompt", "deploy", "--name", "durable-trainable")
+        install_automations(heartbeat_window_seconds=90)
+        yield environment, client
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 def test_what_is_killed_comes_back_once_with_its_machine_or_without(tmp_path: Path) -> None:
     """How long it takes is printed: on a quiet machine some 45 s, and the window of 90 s and 60 s more."""
     target = LocalTarget(path=str(tmp_path / "target"))
-    with a_server(tmp_path) as environment, get_client(sync_client=True) as client:
-        prefect(environment, "work-pool", "create", POOL, "--type", "process")
-        prefect(environment, "--no-prompt", "deploy", "--name", "durable-trainable")
-        install_automations(heartbeat_window_seconds=90)
+    with looked_after(tmp_path) as (environment, client):
         log = tmp_path / "worker.log"
         with a_worker(environment, log):
             run = Run(client, target, "crashed")
@@ -312,3 +320,37 @@ def test_what_is_killed_comes_back_once_with_its_machine_or_without(tmp_path: Pa
             run.until("it is done", lambda: run.state == "Completed", 300)
             assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.FINISHED, 2, 300)
             assert run.trial.wasted_steps <= 5
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_a_false_alarm_about_a_machine_that_was_only_silent_hurts_nothing(tmp_path: Path) -> None:
+    target = LocalTarget(path=str(tmp_path / "target"))
+    with looked_after(tmp_path) as (environment, client), a_worker(environment, tmp_path / "silent.log") as silent:
+        run = Run(client, target, "silent")
+        run.until("three commits", lambda: run.committed >= 3)
+        first = psutil.Process(run.pid)
+        with stopped(psutil.Process(silent.pid), first), a_worker(environment, tmp_path / "other.log"):
+            run.until("it runs again, elsewhere", lambda: run.trial.attempt == 2, 420)
+            before = run.committed
+            run.until("the other owner commits", lambda: run.committed >= before + 2)
+            for each in (psutil.Process(silent.pid), first):
+                each.resume()
+            run.until("the first one leaves", lambda: not first.is_running(), 120)
+            run.until("it is done", lambda: run.state == "Completed", 300)
+        assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.FINISHED, 2, 300)
+        assert run.trial.wasted_steps <= 5
+        assert [each.step for each in run.trial.checkpoints] == list(range(5, 301, 5)), "every commit is there, once"
+
+
+@contextmanager
+def stopped(*processes: psutil.Process) -> Iterator[None]:
+    """They neither run nor end, as on a machine that has lost its network."""
+    for each in processes:
+        each.suspend()
+    try:
+        yield
+    finally:
+        for each in processes:
+            with suppress(psutil.NoSuchProcess):
+                each.resume()

@@ -201,7 +201,7 @@ def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_n
     story.now = 1.0
     told = [each for number in range(300, 320) for each in story.goes(*begun(f"{number:05d}"))]
     assert len(told) == 5
-    assert story.ends()[-1].payload["untold"] == 110
+    assert story.ends()[-1].payload["untold"] == 215
 
 
 def test_what_a_run_tells_again_since_it_was_killed_is_the_same_event_and_another_runs_is_not() -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.app import SEARCH, AsJson, app
+from prefect_tune.cli.app import SEARCH, AsJson, WrongUsage, app
 from prefect_tune.cli.spoken import object_from, values_from
-from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.errors import TuneError
 
 if TYPE_CHECKING:
     from prefect_tune.flows.deploying import Deployed
@@ -78,7 +78,7 @@ def deploy(
     from prefect_tune.flows.deploying import Pool, deploy
 
     if not work_pool:
-        raise InvalidInput("--work-pool: where are the runs to go? `prefect work-pool ls` says which there are")
+        raise WrongUsage("--work-pool: where are the runs to go? `prefect work-pool ls` says which there are")
     variables = {**(values_from(job_variables or (), "--job-variable") or {}), **({"image": image} if image else {})}
     asked = {**_given(params), **(values_from(param or (), "--param") or {})}
     schedules = _schedules(cron or (), every_seconds, time_zone)
@@ -104,7 +104,7 @@ def _given(params: str | None) -> Mapping[str, Any]:
         try:
             text = Path(params[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"--params {params}: {error}") from error
+            raise WrongUsage(f"--params {params}: {error}") from error
     return object_from(text, "--params")
 
 
@@ -112,7 +112,7 @@ def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str)
     from prefect_tune.flows.deployments import Every, Schedule
 
     if every_seconds is not None and every_seconds <= 0:
-        raise InvalidInput(f"--every-seconds: expected more than 0, found {every_seconds:g}")
+        raise WrongUsage(f"--every-seconds: expected more than 0, found {every_seconds:g}")
     found = [Schedule(when, time_zone) for when in cron]
     if every_seconds is not None:
         found.append(Schedule(Every(timedelta(seconds=every_seconds)), time_zone))
@@ -121,7 +121,7 @@ def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str)
 
 def _require_nothing_of_one(asked: Mapping[str, Any], schedules: object) -> None:
     if asked or schedules:
-        raise InvalidInput(
+        raise WrongUsage(
             "--params, --param, --cron and --every-seconds belong to a deployment of its own: say which FLOW, and "
             "--name NAME"
         )
@@ -143,7 +143,7 @@ def _of_one(
     from prefect_tune.flows.deployments import named, of_one_experiment
 
     if len(flows) != 1:
-        raise InvalidInput(f"--name {name}: say of which one FLOW, as in: prefect-tune deploy tune --name {name}")
+        raise WrongUsage(f"--name {name}: say of which one FLOW, as in: prefect-tune deploy tune --name {name}")
     return of_one_experiment(named(flows)[0], name, asked, schedules, collision.value)
 
 
