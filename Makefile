@@ -49,7 +49,7 @@ docs: $(VENV)/.dev  ## the site, in site/: every page, option and public name, e
 	$(BIN)/python -m tools.docs_site
 
 screenshots: $(VENV)/.dev  ## what one sees in Prefect's UI, in both themes, into build/screenshots
-	$(BIN)/python -m pytest -n 0 tests/browser
+	$(BIN)/python -m pytest -n 0 -m deep tests/browser
 
 deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600
