@@ -35,7 +35,9 @@ def target(request: pytest.FixtureRequest) -> StorageTarget:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("victim", "kills"), [("flow", 4), ("trial", 3), ("machine", 3)])
+@pytest.mark.parametrize(
+    ("target", "victim", "kills"), [("s3", "flow", 4), ("local", "trial", 3), ("s3", "machine", 3)], indirect=["target"]
+)
 def test_a_training_that_is_killed_ends_bit_identical_and_loses_at_most_an_interval(
     victim: Victim, kills: int, target: StorageTarget, drivers: Drivers, tmp_path: Path, struck: Struck
 ) -> None:

@@ -24,6 +24,7 @@ from prefect_tune.stores.staging import side_by_side
 _DEPLOYMENT = "durable-trainable/durable-trainable"
 
 
+@pytest.mark.deep  # the gate has no room for it: the page on deployments starts deployed runs there
 @pytest.mark.usefixtures("prefect_server", "worker")
 @pytest.mark.timeout(400)
 def test_a_deployed_run_that_is_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
