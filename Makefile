@@ -96,6 +96,6 @@ $(VENV)/.dev: $(VENV)/.venv requirements/dev.txt pyproject.toml
 
 # torch first, and by itself: nothing that comes after may choose another.
 $(VENV)/.integrations: $(VENV)/.dev requirements/integrations.txt
-	$(PIP_INSTALL) "$$(grep '^torch==' requirements/integrations.txt)"
-	$(PIP_INSTALL) -r requirements/integrations.txt
+	$(call INSTALL,"$$(grep '^torch==' requirements/integrations.txt)")
+	$(call INSTALL,-r requirements/integrations.txt)
 	@touch $@
