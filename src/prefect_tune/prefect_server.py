@@ -90,7 +90,7 @@ def _serve(descriptor: int) -> None:
 
 def _end_with_parent() -> None:
     """Nobody ever writes to the standard input: reading it ends when the other side is closed."""
-    sys.stdin.buffer.read()
+    os.read(sys.stdin.fileno(), 1)  # not through `sys.stdin`: Python cannot end in order while it is being read
     os.kill(os.getpid(), signal.SIGTERM)  # what it has heard of is recorded first
     time.sleep(_GOODBYE.total_seconds())
     os._exit(0)  # a server that is still starting would hear the signal only when it has started
