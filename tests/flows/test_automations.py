@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import psutil
+import psutil  # type: ignore[import-untyped]  # it has no types of its own, and two calls need none
 import pytest
 from prefect import flow
 from prefect.automations import Automation, DoNothing, EventTrigger, SendNotification
