@@ -24,8 +24,6 @@ os.environ |= {
     # As a script's own server has it: a transaction for each state of a task run is a fifth of what a server computes.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
-    "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
-    "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
     "DO_NOT_TRACK": "1",
     "NO_PROXY": "127.0.0.1,localhost",
 }
