@@ -81,7 +81,8 @@ def resume(
         experiment: its name on the target.
         target: where it lives. A URI such as `s3://bucket/runs`, the `type/name` of a saved block, such as
             `s3-target/prod`, or the block.
-        num_samples: more samples in all than before: the search goes on where it ended. Default: as many as before.
+        num_samples: more samples in all than before: the search goes on where it ended. With fewer than there are
+            already, none is added. Default: as many as before.
         samples_per_run: in place of `num_samples`: how many this run adds, as in `tune`.
         stop: a larger budget for each trial, such as `{"step": 200}`: those that met the old criterion go on.
         rerun_errored: try trials again that errored; `only` those, and nothing else.
