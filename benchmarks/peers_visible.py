@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import prefect_tune as pt
 
@@ -42,9 +43,8 @@ class Computes(pt.Trainable):
         self._step = int((Path(checkpoint_dir) / "step").read_text())
 
 
-def _show_nothing() -> None:
+def _show_nothing(audience: ModuleType) -> None:
     """Take away the report, the progress, the events and the assets; everything else stays as it is."""
-    from prefect_tune.flows import audience
     from prefect_tune.flows.listening import Listeners
 
     class Nobody(Listeners):
@@ -62,10 +62,11 @@ def _show_nothing() -> None:
 
 
 def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:  # noqa: FBT001  a command line
-    if not shown:
-        _show_nothing()
     from prefect_tune.core.cadence import Cadence
+    from prefect_tune.flows import audience  # with most of Prefect: both load it before their call
 
+    if not shown:
+        _show_nothing(audience)
     called = time.monotonic()
     results = pt.tune(
         Computes,
