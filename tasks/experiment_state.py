@@ -22,7 +22,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.events import Event, Owner
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import Loaded, append, read, take_over
+from prefect_tune.core.journal import Loaded, append, entries_beyond, read, take_over
 from prefect_tune.core.layout import JournalKey, journal_key
 from prefect_tune.core.segments import write_due_segment
 from prefect_tune.core.store import ObjectStore
@@ -116,19 +116,23 @@ class _BehindError(Exception):
 def _opened(
     store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: Mapper
 ) -> Experiment:
-    said: list[Event] = []
+    said: Sequence[Event] | None = None
 
     def also(found: Experiment) -> Sequence[Event]:
+        nonlocal said
         if found.owner is not None and opening.owner.is_behind(found.owner):
             raise _BehindError(f"{key}: these orders have been replaced by newer ones, which {found.owner} carries out")
-        said[:] = opening.also(found)
+        said = opening.also(found)
         return said
 
     try:
         opened = take_over(
             store, key, opening.owner, opening.stamp, side_by_side=transfers, also=also, known=opening.known
         )
-        opening.listener([opened.opened_by(), *said], opened)
+        if said is None:  # an earlier try has written it, perhaps with more after it, and its reply was lost
+            _hear_again(store, opened, opening.listener, transfers)
+        else:
+            opening.listener([opened.opened_by(), *said], opened)
         if opened.settled_from == opened.opened_at:
             return opened
         adopted = adopt(store, opened, side_by_side=transfers)
@@ -139,6 +143,12 @@ def _opened(
         raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started afresh, nothing is lost") from error
     opening.listener(adopted, after)
     return after
+
+
+def _hear_again(store: ObjectStore, opened: Experiment, listener: Listener, transfers: Mapper) -> None:
+    """Tell what is written, not what is remembered: who takes it for the whole entry would never take in the rest."""
+    for entry in entries_beyond(store, opened.key, opened.opened_at - 1, side_by_side=transfers):
+        listener(entry.events, opened.model_copy(update={"number": entry.number}))
 
 
 def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Experiment:

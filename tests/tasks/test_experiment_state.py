@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from prefect_tune.core import journal
 from prefect_tune.core.errors import CommitUnknown, ResumeFailed, StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.events import Adopted, Owner, Quarantined, Started, TrialAdded
+from prefect_tune.core.events import Adopted, Event, Owner, Quarantined, Started, TrialAdded
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.store import Buffer
 from prefect_tune.core.values import Stamp
 from prefect_tune.tasks.book import Book
-from prefect_tune.tasks.experiment_state import check_target, restore_experiment_state, write_entry
+from prefect_tune.tasks.experiment_state import (
+    Opening,
+    check_target,
+    open_journal,
+    restore_experiment_state,
+    write_entry,
+)
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.run_trial import _restore_newest
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
@@ -61,6 +67,49 @@ def test_opening_again_after_a_lost_reply_is_opening_once(
     assert (opened.number, opened.epoch, opened.owner, opened.settled_from) == (2, 1, ME, 1)
     assert journal.load(bucket, "e", side_by_side=map) == opened
     assert restore_experiment_state.fn(target, "e", ME, STAMP) == opened
+
+
+class Mute(Bucket):
+    """Takes the `nth` create and does not say so, nor what is there when it is asked."""
+
+    def __init__(self, nth: int) -> None:
+        super().__init__()
+        self._nth = nth
+        self._unsaid = ""
+
+    def create(self, path: str, data: Buffer) -> None:
+        super().create(path, data)
+        self._nth -= 1
+        if self._nth == 0:
+            self._unsaid = path
+            raise CommitUnknown("no reply in time")
+
+    def read(self, path: str) -> Buffer:
+        if path == self._unsaid:
+            self._unsaid = ""
+            raise StoreUnavailable("no reply in time")
+        return super().read(path)
+
+
+@pytest.mark.parametrize("nth", [0, 1, 2])
+@pytest.mark.parametrize("says", ["what comes first", "nothing"])
+def test_what_is_heard_of_an_opening_whose_reply_was_lost_is_what_is_written(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, nth: int, says: str
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    bucket = BUCKETS[request.node.name] = Mute(nth)
+    heard: dict[int, Sequence[Event]] = {}
+    began = Started(trial="t", attempt=1, from_step=0, from_sequence=None)
+    first = (Adopted(), TrialAdded(trial="t", config={}), began) if says == "what comes first" else ()
+    opening = Opening(
+        ME,
+        STAMP,
+        also=lambda found: () if found.trials else first,
+        listener=lambda events, state: heard.update({state.number: tuple(events)}),
+    )
+    open_journal(BucketTarget(name=request.node.name), JournalKey(experiment="e", trial="t"), opening)
+    written = journal.history(bucket, JournalKey(experiment="e", trial="t"), side_by_side=map)
+    assert heard == {entry.number: tuple(entry.events) for entry in written}
 
 
 # ---------------------------------------------------------------------------------------------- the target
