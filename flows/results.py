@@ -106,7 +106,8 @@ class Results:
         What it reported counts, whatever became of it: it may still run, or have errored; its `status` says so.
 
         Args:
-            metric: what they are compared by; of several the first decides. Default: what the search was for.
+            metric: what they are compared by; of several the first decides, of equals the next.
+                Default: what the search was for.
             mode: goes with `metric`.
             scope: by which reports: `"last"`, the best of all (`"best"`, or `"all"`), their mean (`"avg"`),
                 or the mean of the last few (`"last-5-avg"`, with any number).
@@ -115,7 +116,7 @@ class Results:
             InvalidInput: there is no metric to compare by, or no trial reported it.
         """
         scores = self._scores(self._by(metric, mode), valid_scope(scope))
-        return self.trials[min(scores, key=lambda trial: scores[trial][0])]
+        return self.trials[min(scores, key=lambda trial: scores[trial])]
 
     @property
     def best_trials(self) -> Sequence[Trial]:
