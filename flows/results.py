@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -19,7 +19,7 @@ from prefect_tune.core.journal import history, load
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.objective import Mode, Objective, objective_of
 from prefect_tune.core.published import Rows
-from prefect_tune.core.ranking import Losses, front, losses_in, needs_curve, scored, valid_scope
+from prefect_tune.core.ranking import Losses, front, losses_in, needs_curve, ranked, scored, smallest_first, valid_scope
 from prefect_tune.core.standing import objective_in
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_key
 from prefect_tune.core.trial_journal import trial_today
@@ -115,8 +115,7 @@ class Results:
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
         """
-        scores = self._scores(self._by(metric, mode), valid_scope(scope))
-        return self.trials[min(scores, key=lambda trial: scores[trial])]
+        return self._ranked(self._by(metric, mode), valid_scope(scope))[0][0]
 
     @property
     def best_trials(self) -> Sequence[Trial]:
@@ -124,8 +123,7 @@ class Results:
 
         With several metrics that is the Pareto front, the best by the first metric first. Raises as `best_trial`.
         """
-        scores = self._scores(self._by(None, "min"), "last")
-        return [self.trials[trial] for trial in front(scores.items())]
+        return front(self._ranked(self._by(None, "min"), "last"))
 
     def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
         objective = self.objective if metric is None else objective_of(metric, mode)
@@ -133,8 +131,9 @@ class Results:
             raise InvalidInput(f"experiment {self.experiment.name!r}: compared by what? Name a metric: metric='loss'")
         return objective
 
-    def _scores(self, objective: Objective, scope: str) -> Mapping[str, Losses]:
-        found = {trial: losses for trial, losses in self._compared(objective, scope) if losses is not None}
+    def _ranked(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
+        trials = self.trials.values()
+        found = self._ranked_by_curves(objective, scope) if needs_curve(scope) else ranked(trials, objective)
         if not found:
             raise InvalidInput(
                 f"experiment {self.experiment.name!r}: none of its {len(self.trials)} trials has reported "
@@ -142,11 +141,10 @@ class Results:
             )
         return found
 
-    def _compared(self, objective: Objective, scope: str) -> Iterable[tuple[str, Losses | None]]:
-        if not needs_curve(scope):
-            return ((each.trial, losses_in(each.metrics, objective)) for each in self.trials.values())
+    def _ranked_by_curves(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
         curves = self._curves_of(objective.metrics)
-        return ((trial, scored(curves.get(trial, ()), objective, scope)) for trial in self.trials)
+        trials = self.trials.values()
+        return smallest_first((each, scored(curves.get(each.trial, ()), objective, scope)) for each in trials)
 
     def _curves_of(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
         known = [name for name in metrics if name in self._reports.column_names]

@@ -49,6 +49,7 @@ from prefect_tune.core.trial_value import (
     newest_key,
     parent_of_next,
     reused_from,
+    with_report,
 )
 from prefect_tune.core.values import StepReport
 
@@ -69,6 +70,7 @@ __all__ = [
     "parent_of_next",
     "reused_from",
     "with_adopted",
+    "with_report",
 ]
 
 # The only place where statuses change. An event that is not here changes none.

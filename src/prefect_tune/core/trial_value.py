@@ -27,6 +27,7 @@ __all__ = [
     "newest_key",
     "parent_of_next",
     "reused_from",
+    "with_report",
 ]
 
 
@@ -113,6 +114,14 @@ class Trial(Value):
     """What the scheduler has decided and the trial has not done yet."""
     past: tuple[Happening, ...] = ()
     """What search and scheduler have to be told again when the experiment is resumed, oldest first."""
+
+
+def with_report(trial: Trial, report: StepReport | None) -> Trial:
+    """Return the trial as of a report that its journal may not know yet; as it is where there is no newer one."""
+    if report is None or report.step <= trial.step:
+        return trial
+    newest = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
+    return trial.model_copy(update=newest)
 
 
 def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
