@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, resolve_target
 from prefect_tune.checkpoint import Checkpoint
-from prefect_tune.core.curve import curve
+from prefect_tune.core.curves import curve
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import history, load
