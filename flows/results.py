@@ -16,7 +16,7 @@ from prefect_tune.core.curves import curve
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import history, load
-from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.objective import Mode, Objective, objective_of
 from prefect_tune.core.published import Rows
 from prefect_tune.core.ranking import Losses, front, losses_in, needs_curve, ranked, scored, smallest_first, valid_scope
@@ -193,7 +193,7 @@ class Results:
             return None
         ref = min(scores, key=lambda score: score[:2])[2]
         folder = TrialKey(experiment=self.experiment.name, trial=known.trial)
-        return self.target.checkpoint(CheckpointKey(trial=folder, step=ref.step, sequence=ref.sequence))
+        return self.target.checkpoint(folder.checkpoint_key(ref))
 
     def _trial(self, trial: str | Trial) -> Trial:
         name = trial.trial if isinstance(trial, Trial) else trial

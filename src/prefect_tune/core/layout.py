@@ -16,12 +16,15 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from prefect_tune.core.values import Digest, Value, valid_name
 
 __all__ = [
     "MANIFEST",
     "CheckpointKey",
     "JournalKey",
+    "Saved",
     "TrialKey",
     "below",
     "blob_sequence",
@@ -109,6 +112,16 @@ def maintenance_path(experiment: str, number: int) -> str:
     return f"{maintenance_folder(experiment)}/{number:0{_DIGITS}d}.json"
 
 
+class Saved(Protocol):
+    """What names a checkpoint within its trial."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def sequence(self) -> int: ...
+
+
 class TrialKey(Value):
     """Names a trial on a target."""
 
@@ -130,6 +143,10 @@ class TrialKey(Value):
     @property
     def artifacts(self) -> str:
         return f"{self.folder}/artifacts"
+
+    def checkpoint_key(self, checkpoint: Saved) -> CheckpointKey:
+        """Return the key of a checkpoint of this trial."""
+        return CheckpointKey(trial=self, step=checkpoint.step, sequence=checkpoint.sequence)
 
     def answer_path(self, attempt: int, step: int) -> str:
         """Return the path of what an attempt is told when it asks at `step`; step 0 is for what it did not ask."""

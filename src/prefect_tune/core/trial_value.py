@@ -23,6 +23,7 @@ __all__ = [
     "is_held",
     "is_live",
     "is_overtaken",
+    "live_keys",
     "newest_checkpoint",
     "newest_key",
     "parent_of_next",
@@ -132,7 +133,12 @@ def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
 def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
     """Return the key of that checkpoint."""
     newest = newest_checkpoint(trial)
-    return CheckpointKey(trial=folder, step=newest.step, sequence=newest.sequence) if newest else None
+    return folder.checkpoint_key(newest) if newest else None
+
+
+def live_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
+    """Return the keys of all checkpoints that it has, oldest first."""
+    return [folder.checkpoint_key(each) for each in trial.checkpoints]
 
 
 def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
