@@ -8,7 +8,8 @@ from prefect.assets import Asset
 from prefect.context import AssetContext
 
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.news import BestImproved, CheckpointCommitted, TrialNews, key_of
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.news import BestImproved, CheckpointCommitted, TrialNews
 from prefect_tune.core.trial import Trial, newest_checkpoint
 from prefect_tune.flows.assets import Materialized, Notice, Place, asset_of, referenced
 
@@ -40,7 +41,7 @@ class Lineage:
         self._exploited[trial.trial] = source
         if (clone := newest_checkpoint(trial)) is None:
             return
-        key = key_of(self._place.experiment, trial.trial, clone)
+        key = TrialKey(experiment=self._place.experiment, trial=trial.trial).checkpoint_key(clone)
         metadata = {"step": clone.step, "manifest": key.manifest_path, "exploited": source}
         yield from self._of_trial(trial.trial, metadata, [self._place.checkpoints(source)])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, assert_never
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, resolve_target
 from prefect_tune.checkpoint import Checkpoint
-from prefect_tune.core.curve import curve
+from prefect_tune.core.curves import curve
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import history, load
-from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.objective import Mode, Objective, objective_of
 from prefect_tune.core.published import Rows
-from prefect_tune.core.ranking import Losses, front, losses_in, needs_curve, scored, valid_scope
+from prefect_tune.core.ranking import Losses, front, losses_in, needs_curve, ranked, scored, smallest_first, valid_scope
 from prefect_tune.core.standing import objective_in
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_key
 from prefect_tune.core.trial_journal import trial_today
@@ -106,7 +106,8 @@ class Results:
         What it reported counts, whatever became of it: it may still run, or have errored; its `status` says so.
 
         Args:
-            metric: what they are compared by; of several the first decides. Default: what the search was for.
+            metric: what they are compared by; of several the first decides, of equals the next.
+                Default: what the search was for.
             mode: goes with `metric`.
             scope: by which reports: `"last"`, the best of all (`"best"`, or `"all"`), their mean (`"avg"`),
                 or the mean of the last few (`"last-5-avg"`, with any number).
@@ -114,8 +115,7 @@ class Results:
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
         """
-        scores = self._scores(self._by(metric, mode), valid_scope(scope))
-        return self.trials[min(scores, key=lambda trial: scores[trial][0])]
+        return self._ranked(self._by(metric, mode), valid_scope(scope))[0][0]
 
     @property
     def best_trials(self) -> Sequence[Trial]:
@@ -123,8 +123,7 @@ class Results:
 
         With several metrics that is the Pareto front, the best by the first metric first. Raises as `best_trial`.
         """
-        scores = self._scores(self._by(None, "min"), "last")
-        return [self.trials[trial] for trial in front(scores.items())]
+        return front(self._ranked(self._by(None, "min"), "last"))
 
     def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
         objective = self.objective if metric is None else objective_of(metric, mode)
@@ -132,8 +131,9 @@ class Results:
             raise InvalidInput(f"experiment {self.experiment.name!r}: compared by what? Name a metric: metric='loss'")
         return objective
 
-    def _scores(self, objective: Objective, scope: str) -> Mapping[str, Losses]:
-        found = {trial: losses for trial, losses in self._compared(objective, scope) if losses is not None}
+    def _ranked(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
+        trials = self.trials.values()
+        found = self._ranked_by_curves(objective, scope) if needs_curve(scope) else ranked(trials, objective)
         if not found:
             raise InvalidInput(
                 f"experiment {self.experiment.name!r}: none of its {len(self.trials)} trials has reported "
@@ -141,11 +141,10 @@ class Results:
             )
         return found
 
-    def _compared(self, objective: Objective, scope: str) -> Iterable[tuple[str, Losses | None]]:
-        if not needs_curve(scope):
-            return ((each.trial, losses_in(each.metrics, objective)) for each in self.trials.values())
+    def _ranked_by_curves(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
         curves = self._curves_of(objective.metrics)
-        return ((trial, scored(curves.get(trial, ()), objective, scope)) for trial in self.trials)
+        trials = self.trials.values()
+        return smallest_first((each, scored(curves.get(each.trial, ()), objective, scope)) for each in trials)
 
     def _curves_of(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
         known = [name for name in metrics if name in self._reports.column_names]
@@ -194,7 +193,7 @@ class Results:
             return None
         ref = min(scores, key=lambda score: score[:2])[2]
         folder = TrialKey(experiment=self.experiment.name, trial=known.trial)
-        return self.target.checkpoint(CheckpointKey(trial=folder, step=ref.step, sequence=ref.sequence))
+        return self.target.checkpoint(folder.checkpoint_key(ref))
 
     def _trial(self, trial: str | Trial) -> Trial:
         name = trial.trial if isinstance(trial, Trial) else trial

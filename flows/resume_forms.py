@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 from prefect.input import RunInput
@@ -13,7 +13,7 @@ from prefect_tune.core.events import Questioned
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.questions import default_of
-from prefect_tune.core.ranking import front, losses_in
+from prefect_tune.core.ranking import ranked
 from prefect_tune.core.standing import counted
 from prefect_tune.core.trial import Trial, newest_checkpoint
 
@@ -112,17 +112,12 @@ def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterato
     if len(trials) != 1 or trials[0].apart:
         counts = ", ".join(f"{count} {status}" for status, count in sorted(counted(state).items()))
         yield f"trials: {len(trials)} ({counts})"
-    if objective is not None and (best := _best(state.trials, objective)) is not None:
+    if objective is not None and (compared := ranked(trials, objective)):
+        best = compared[0][0]
         metrics = ", ".join(f"{name} {best.metrics[name]:.6g}" for name in objective.metrics)
         yield f"best so far: trial {best.trial}, {metrics} at step {best.step}"
     yield from _of_one(trials[0]) if len(trials) == 1 else _newest(trials)
     yield code
-
-
-def _best(trials: Mapping[str, Trial], objective: Objective) -> Trial | None:
-    scores = [(name, losses) for name, each in trials.items() if (losses := losses_in(each.metrics, objective))]
-    best = front(scores)
-    return trials[best[0]] if best else None
 
 
 def _of_one(trial: Trial) -> Iterator[str]:

@@ -115,10 +115,10 @@ def _copy(plan: TrialPlan, state: Experiment, trial: Trial, step: int) -> Cloned
 
 def _checkpoint_at(place: TrialKey, trial: Trial, step: int) -> CheckpointKey:
     """Of two of one step the newer. Raises `CheckpointNotFound` where it was retired since it was chosen."""
-    sequences = [each.sequence for each in trial.checkpoints if each.step == step]
-    if not sequences:
+    found = [each for each in trial.checkpoints if each.step == step]
+    if not found:
         raise CheckpointNotFound(f"{place.folder}: there is none of step {step} any more; press Retry to choose again")
-    return CheckpointKey(trial=place, step=step, sequence=sequences[-1])
+    return place.checkpoint_key(found[-1])
 
 
 def _standing(stop: object, state: Experiment) -> Standing:

@@ -219,8 +219,8 @@ class Ledger:
             upload_seconds=round(upload_seconds, 3),
         )
         self._write((committed,), up_to=key.step)
-        steps = {each.sequence: each.step for each in (*live, *aside)}
-        return [CheckpointKey(trial=key.trial, step=steps[sequence], sequence=sequence) for sequence in going]
+        known = {each.sequence: each for each in (*live, *aside)}
+        return [key.trial.checkpoint_key(known[sequence]) for sequence in going]
 
     def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
         """Journal the reports that wait, those after step `up_to` excepted, and `events`."""

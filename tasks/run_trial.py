@@ -12,7 +12,7 @@ from pathlib import Path
 from prefect import task
 from prefect.logging import get_run_logger
 
-from prefect_tune.core.curve import curve
+from prefect_tune.core.curves import curve
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, Superseded
 from prefect_tune.core.events import (
     Adopted,

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from prefect_tune.core import journal
 from prefect_tune.core.collect import leftover, orphans
-from prefect_tune.core.curve import curve
+from prefect_tune.core.curves import curve
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError
 from prefect_tune.core.events import Committed, Opened, Quarantined, Retired
 from prefect_tune.core.experiment import Entry, Experiment

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core import journal
-from prefect_tune.core.curve import curve
+from prefect_tune.core.curves import curve
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.restore import read_manifest

@@ -6,7 +6,10 @@ import pytest
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.objective import Objective, objective_of
-from prefect_tune.core.ranking import front, losses_in, needs_curve, scored, valid_scope
+from prefect_tune.core.ranking import front, losses_in, needs_curve, ranked, scored, valid_scope
+from prefect_tune.core.standing import best_first
+from prefect_tune.core.trial import Trial, with_report
+from prefect_tune.core.values import StepReport
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 CURVE = [{"loss": 4.0}, {"loss": 1.0}, {"loss": 3.0}, {"loss": 2.0}]
@@ -50,6 +53,24 @@ def test_a_report_without_the_metric_is_passed_over(missing: dict[str, object]) 
     assert scored([missing, {"loss": 2.0}, missing], LOSS, "avg") == (2.0,)
     assert scored([{"loss": 2.0}, missing], LOSS, "last") is None
     assert scored([missing], LOSS, "best") is None
+
+
+def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed_is_the_better() -> None:
+    told = {"a": {"loss": 2.0}, "b": {}, "c": {"loss": 1.0}, "d": {"loss": "text"}, "e": {"loss": 1.0}}
+    trials = [Trial(trial=name, config={}, metrics=metrics) for name, metrics in told.items()]
+    assert [(each.trial, losses) for each, losses in ranked(trials, LOSS)] == [("c", (1,)), ("e", (1,)), ("a", (2,))]
+    assert [each.trial for each in best_first(trials, LOSS)] == ["c", "e", "a", "b", "d"]
+    assert ranked(trials, None) == []
+    assert best_first(trials, None) == trials
+
+
+@pytest.mark.parametrize(("step", "loss"), [(1, 2.0), (2, 2.0), (3, 0.5)])
+def test_a_trial_is_shown_with_a_report_only_if_that_is_newer(step: int, loss: float) -> None:
+    trial = Trial(trial="t", config={}, step=2, metrics={"loss": 2.0}, trained_seconds=20.0)
+    report = StepReport(step=step, metrics={"loss": 0.5}, trained_seconds=10.0 * step)
+    seen = with_report(trial, report)
+    assert (seen.step, seen.metrics, seen.trained_seconds) == (max(2, step), {"loss": loss}, 10.0 * max(2, step))
+    assert with_report(trial, None) is trial
 
 
 def test_the_front_holds_who_is_beaten_by_nobody_in_everything() -> None:

@@ -10,11 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.curve import curve
+from prefect_tune.core.curves import Curves, curve
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events import Aside, Cause, CheckpointRef, Event, Reported, Started
+from prefect_tune.core.events import Absorbed, Aside, Cause, CheckpointRef, Cloned, Event, Reported, Started
 from prefect_tune.core.experiment import Entry
 from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, Verdict, verdict
+from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.retention import Retention, retired, retired_aside
 from prefect_tune.core.stoppers import AnyOf, MaxSteps, MaxTime, Never, Plateau, Stopper, as_stopper
 from prefect_tune.core.trial import Trial
@@ -105,19 +106,55 @@ def test_it_is_time_to_save_at_whichever_comes_first(
 # ---------------------------------------------------------------------------------------------- curve
 
 
-def test_the_curve_forgets_what_an_attempt_did_again() -> None:
-    def report(step: int, loss: float, trial: str = "t") -> Reported:
-        return Reported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}))
+def report(step: int, loss: float, trial: str = "t") -> Reported:
+    return Reported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}, trained_seconds=float(step)))
 
-    events: Sequence[Event] = [
-        *[report(step, 1.0) for step in (1, 2, 3)],
-        report(1, 7.0, "other"),
-        Started(trial="other", attempt=1, from_step=0),
-        Started(trial="t", attempt=2, from_step=1, from_sequence=4),
-        report(2, 2.0),
-    ]
-    entry = Entry(number=1, epoch=1, write_id="w", at="now", previous="", events=tuple(events))
-    assert [(each.step, each.metrics["loss"]) for each in curve([entry], "t")] == [(1, 1.0), (2, 2.0)]
+
+def entry(*events: Event) -> Entry:
+    return Entry(number=1, epoch=1, write_id="w", at="now", previous="", events=events)
+
+
+def losses(reports: Sequence[StepReport]) -> list[tuple[int, object]]:
+    return [(each.step, each.metrics["loss"]) for each in reports]
+
+
+AGAIN = (
+    *[report(step, 1.0) for step in (1, 2, 3)],
+    report(1, 7.0, "other"),
+    Started(trial="other", attempt=1, from_step=0),
+    Started(trial="t", attempt=2, from_step=1, from_sequence=4),
+    report(2, 2.0),
+)
+CLONED = (
+    *[report(step, 1.0) for step in (1, 2, 3)],
+    Cloned(
+        trial="t",
+        checkpoint=CheckpointRef(step=8, sequence=9, metrics={"loss": 0.1}, trained_seconds=8.0),
+        source=CheckpointKey(trial=TrialKey(experiment="e", trial="other"), step=8, sequence=4),
+        reason="it is better",
+    ),
+    Started(trial="t", attempt=2, from_step=8, from_sequence=9),
+    report(9, 0.05),
+)
+
+
+@pytest.mark.parametrize(("events", "counted"), [(AGAIN, [(1, 1.0), (2, 2.0)]), (CLONED, [(8, 0.1), (9, 0.05)])])
+def test_a_curve_forgets_what_was_done_again_and_what_came_before_a_clone(
+    events: tuple[Event, ...], counted: list[tuple[int, object]]
+) -> None:
+    told = Curves()
+    told.tell(entry(*events))
+    assert losses(told.of("t")) == counted
+    assert curve([entry(*events)], "t") == told.of("t")
+
+
+def test_the_curves_of_all_trials_are_in_what_the_experiment_has_taken_in() -> None:
+    told = Curves()
+    told.tell(entry(Absorbed(trial="t", number=1, events=(report(1, 1.0), report(2, 2.0)))))
+    told.tell_event(report(1, 7.0, "other"))
+    assert (losses(told.of("t")), losses(told.of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
+    assert told.of("silent") == []
+    assert told.told == 3
 
 
 # -------------------------------------------------------------------------------------------- failures

@@ -18,6 +18,7 @@ from prefect_tune.core.layout import (
     below,
     blob_sequence,
     number_in,
+    numbered,
 )
 from prefect_tune.core.sealed import as_read_back, seal, unseal
 from prefect_tune.core.values import Stamp, canonical_json, digest_of, parse, shown_size, valid_name
@@ -157,6 +158,8 @@ def test_every_path_can_be_read_back() -> None:
     assert CheckpointKey.from_manifest_path(KEY, key.manifest_path) == key
     assert number_in("e/journal", JOURNAL.entry_path(7)) == 7
     assert number_in("e/segments", JOURNAL.segment_path(640), "jsonl") == 640
+    assert numbered("e/results/trials", 7, "parquet") == "e/results/trials/0000000007.parquet"
+    assert number_in("e/results/trials", "e/results/trials/0000000007.parquet", "parquet") == 7
     assert blob_sequence(KEY.blob_path(digest_of(b""), 345)) == 345
     assert KEY.artifacts == "e/trials/t/artifacts"
 

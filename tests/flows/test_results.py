@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune.core.standing import best_of, objective_in
 from tests.fakes.experiments import write_experiment
+from tests.fakes.told_searches import Telling
 from tests.trainables.scripted import Scripted
 
 LOSSES = [[1.0, 9.0, 9.0], [8.0, 8.0, 2.0], [5.0, 4.0, 4.0], []]
@@ -52,6 +54,19 @@ def test_any_metric_and_mode_can_be_asked_for(results: pt.Results) -> None:
         results.best_trial("accuracy")
     with pytest.raises(pt.InvalidInput, match="scope 'first'"):
         results.best_trial(scope="first")
+
+
+def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> None:
+    told = Telling(metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": "min"})
+    for name, size in (("a", 10), ("b", 5), ("c", 5)):
+        told.adds(name, {})
+        told.starts(name)
+        told.trains(name, 1, {"loss": 1.0, "size": size})
+    results = pt.Results(told.state, pt.LocalTarget(path=str(tmp_path)), objective_in(told.state.settings))
+    assert [each.trial for each in results.best_trials] == ["b", "c"]
+    assert results.best is results.best_trials[0]
+    assert results.best is best_of(told.state)  # what `ls` and `export` name
+    assert results.best.trial == told.material().ranking[0].trial  # what the report names
 
 
 def test_what_the_search_was_for_is_known_from_its_journal(target: Path, tmp_path: Path) -> None:

@@ -119,10 +119,9 @@ def _folder(state: Experiment, trial: Trial) -> TrialKey:
 
 
 def _live(state: Experiment, trial: Trial) -> list[CheckpointKey]:
-    from prefect_tune.core.layout import CheckpointKey
+    from prefect_tune.core.trial import live_keys
 
-    folder = _folder(state, trial)
-    return [CheckpointKey(trial=folder, step=each.step, sequence=each.sequence) for each in trial.checkpoints]
+    return live_keys(_folder(state, trial), trial)
 
 
 def _chosen(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
@@ -247,10 +246,8 @@ def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], st
 
 
 def _aside(state: Experiment, trials: Sequence[Trial], step: int) -> CheckpointKey:
-    from prefect_tune.core.layout import CheckpointKey
-
     found = [
-        CheckpointKey(trial=_folder(state, trial), step=step, sequence=each.checkpoint.sequence)
+        _folder(state, trial).checkpoint_key(each.checkpoint)
         for trial in trials
         for each in trial.aside
         if each.checkpoint.step == step

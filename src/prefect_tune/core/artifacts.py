@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from prefect_tune.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
-from prefect_tune.core.layout import number_in
+from prefect_tune.core.layout import in_digits, number_in, numbered
 from prefect_tune.core.sealed import VERSION, seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 _INDEXES_KEPT = 8
-_DIGITS = 10
 _Count = Annotated[int, Field(ge=0)]
 
 
@@ -89,7 +88,7 @@ def files_folder(folder: str) -> str:
 
 def part_path(digest: Digest, number: int, name: str) -> str:
     """Return the name of the object, below the artifacts' folder, for bytes first sent for index `number`."""
-    return f"files/{digest}-{number:0{_DIGITS}d}/{name}"
+    return f"files/{digest}-{in_digits(number)}/{name}"
 
 
 def newest_index(store: ObjectStore, folder: str, known: ArtifactIndex | None = None) -> ArtifactIndex | None:
@@ -160,7 +159,7 @@ def _read(store: ObjectStore, folder: str, number: int) -> ArtifactIndex | None:
 
 
 def _path(folder: str, number: int) -> str:
-    return _joined(folder, f"index/{number:0{_DIGITS}d}.json")
+    return numbered(_joined(folder, "index"), number)
 
 
 def _joined(folder: str, name: str) -> str:

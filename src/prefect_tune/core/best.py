@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.news import BestImproved, few, key_of
+from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.news import BestImproved, few
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.ranking import Losses, losses_in
 from prefect_tune.core.trial import ENDED, Trial, newest_checkpoint
@@ -31,8 +32,8 @@ class BestSoFar:
         newest = newest_checkpoint(trial)
         if newest is None or not self._improves(trial.trial, newest.metrics):
             return None
-        manifest = key_of(self._experiment, trial.trial, newest).manifest_path
-        return self._improved(trial.trial, newest.step, newest.metrics, manifest)
+        key = TrialKey(experiment=self._experiment, trial=trial.trial).checkpoint_key(newest)
+        return self._improved(trial.trial, newest.step, newest.metrics, key.manifest_path)
 
     def ended(self, trial: Trial) -> BestImproved | None:
         """The same of a trial's last step, which may not be saved."""

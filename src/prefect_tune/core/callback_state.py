@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
-from prefect_tune.core.layout import number_in
+from prefect_tune.core.layout import number_in, numbered
 from prefect_tune.core.sealed import VERSION, seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
@@ -18,8 +18,6 @@ from prefect_tune.core.telling import Heard
 from prefect_tune.core.values import Value, valid_name
 
 __all__ = ["CallbackState", "keep_state", "newest_state"]
-
-_DIGITS = 10
 
 
 class CallbackState(Value):
@@ -68,4 +66,4 @@ def _folder(experiment: str, name: str) -> str:
 
 
 def _path(experiment: str, name: str, number: int) -> str:
-    return f"{_folder(experiment, name)}/{number:0{_DIGITS}d}.json"
+    return numbered(_folder(experiment, name), number)

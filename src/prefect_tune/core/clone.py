@@ -225,7 +225,7 @@ def let_go_of_all(
     def say(state: Experiment) -> Sequence[GuestsEvent]:
         found = _trial_of(state, trial)
         theirs = [each for each in (found.claims if found else ()) if each.clone.trial.experiment == experiment]
-        doomed.update(CheckpointKey(trial=trial, step=each.step, sequence=each.sequence) for each in theirs)
+        doomed.update(trial.checkpoint_key(each) for each in theirs)
         return [Released(trial=trial.trial, clone=each.clone) for each in theirs]
 
     after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=map)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
 from prefect_tune.core.events import Aside
-from prefect_tune.core.layout import CheckpointKey, TrialKey, blob_sequence
+from prefect_tune.core.layout import CheckpointKey, Saved, TrialKey, blob_sequence
 from prefect_tune.core.manifest import Manifest
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import Listed, ObjectStore
@@ -134,9 +134,8 @@ def _doomed(store: ObjectStore, key: CheckpointKey) -> _Doomed | None:
 
 def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: Mapper) -> set[str]:
     """The blobs of checkpoints that are live, that a clone needs, or that were put aside."""
-    live = [(each.step, each.sequence) for each in state.checkpoints]
-    needed = dict.fromkeys([*live, *((each.step, each.sequence) for each in state.claims)])
-    keys = [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in needed]
+    needed: Sequence[Saved] = (*state.checkpoints, *state.claims)
+    keys = dict.fromkeys(trial.checkpoint_key(each) for each in needed)
     blobs = {path for each in side_by_side(lambda key: _needed(store, key), keys) for path in each.blob_paths()}
     return blobs.union(*side_by_side(lambda each: _aside(store, trial, each), state.aside))
 
@@ -144,9 +143,8 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: 
 def _aside(store: ObjectStore, trial: TrialKey, aside: Aside) -> frozenset[str]:
     """What its manifest names. Of one that cannot be read it is only known that nothing is younger than it is."""
     ref = aside.checkpoint
-    key = CheckpointKey(trial=trial, step=ref.step, sequence=ref.sequence)
     try:
-        return read_manifest(store, key).blob_paths()
+        return read_manifest(store, trial.checkpoint_key(ref)).blob_paths()
     except (CheckpointCorrupt, CheckpointNotFound):
         return frozenset(each.path for each in store.list(trial.blobs) if blob_sequence(each.path) <= ref.sequence)
 

@@ -1,20 +1,29 @@
-"""The learning curves of a whole experiment, from its journal: of every trial the reports that count."""
+"""The learning curves of an experiment, from its journal: of one trial, or of every one, the reports that count."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prefect_tune.core.events import Absorbed, Cloned, Event, Reported, Started
 from prefect_tune.core.experiment import Entry
 from prefect_tune.core.values import StepReport
 
-__all__ = ["Curves"]
+__all__ = ["Curves", "curve"]
+
+
+def curve(entries: Iterable[Entry], trial: str) -> Sequence[StepReport]:
+    """Return the curve of a trial, as `Curves` would, from the journal that the trial itself is in."""
+    curves = Curves()
+    for event in (event for entry in entries for event in entry.events):
+        if isinstance(event, Started | Cloned | Reported) and event.trial == trial:  # no other trial's is kept
+            curves.tell_event(event)
+    return curves.of(trial)
 
 
 class Curves:
     """Of every trial one report for each step; of steps that an attempt did again the later one counts.
 
-    The history of a clone begins with the step that it was cloned at, as in `curve`.
+    The history of a clone begins with the step that it was cloned at; what came before is another trial's.
     """
 
     def __init__(self) -> None:

@@ -104,7 +104,7 @@ def _gone(store: ObjectStore, origin: str, then: Trial) -> Sequence[CheckpointRe
     folder = TrialKey(experiment=origin, trial=then.trial)
     own = JournalKey(experiment=origin, trial=then.trial)
     now = load(store, own, side_by_side=map).trial(then.trial)
-    keys = [(ref, CheckpointKey(trial=folder, step=ref.step, sequence=ref.sequence)) for ref in then.checkpoints]
+    keys = [(ref, folder.checkpoint_key(ref)) for ref in then.checkpoints]
     return [ref for ref, key in keys if not (is_live(now, key) or is_held(now, key))]
 
 
@@ -225,7 +225,7 @@ def _missing(
     there = {event.source for event in events if isinstance(event, Inherited)}
     folder = TrialKey(experiment=origin, trial=trial.trial)
     for ref in trial.checkpoints:
-        source = CheckpointKey(trial=folder, step=ref.step, sequence=ref.sequence)
+        source = folder.checkpoint_key(ref)
         if source not in there:
             yield ref, source
 

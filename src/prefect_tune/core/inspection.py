@@ -22,7 +22,7 @@ from prefect_tune.core.journal import load
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.restore import read_manifest, verify
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import ENDED, Trial, is_live
+from prefect_tune.core.trial import ENDED, Trial, is_live, live_keys
 from prefect_tune.core.trial_journal import trial_today
 from prefect_tune.core.unreadable import Unreadable, unless_unreadable
 from prefect_tune.core.values import digest_of
@@ -135,8 +135,7 @@ def _known_keys(state: Experiment, journals: _Journals) -> list[CheckpointKey]:
 
 
 def _keys(state: Experiment, trial: Trial) -> Sequence[CheckpointKey]:
-    folder = TrialKey(experiment=state.name, trial=trial.trial)
-    return [CheckpointKey(trial=folder, step=each.step, sequence=each.sequence) for each in trial.checkpoints]
+    return live_keys(TrialKey(experiment=state.name, trial=trial.trial), trial)
 
 
 def inspect(

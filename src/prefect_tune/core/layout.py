@@ -16,19 +16,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from prefect_tune.core.values import Digest, Value, valid_name
 
 __all__ = [
     "MANIFEST",
     "CheckpointKey",
     "JournalKey",
+    "Saved",
     "TrialKey",
     "below",
     "blob_sequence",
+    "in_digits",
     "journal_key",
     "maintenance_folder",
     "maintenance_path",
     "number_in",
+    "numbered",
     "request_path",
     "requests_folder",
 ]
@@ -64,16 +69,26 @@ class JournalKey(Value):
 
     def entry_path(self, number: int) -> str:
         """Return the path of entry `number` (from 1)."""
-        return f"{self.entries}/{number:0{_DIGITS}d}.json"
+        return numbered(self.entries, number)
 
     def segment_path(self, number: int) -> str:
         """Return the path of the segment that ends with entry `number`."""
-        return f"{self.segments}/{number:0{_DIGITS}d}.jsonl"
+        return numbered(self.segments, number, "jsonl")
 
 
 def journal_key(journal: JournalKey | str) -> JournalKey:
     """Return the key of a journal; a name alone is that of an experiment."""
     return journal if isinstance(journal, JournalKey) else JournalKey(experiment=journal)
+
+
+def in_digits(number: int) -> str:
+    """Return a number as names spell it: names sort as their numbers do."""
+    return f"{number:0{_DIGITS}d}"
+
+
+def numbered(folder: str, number: int, kind: str = "json") -> str:
+    """Return the path of the document in `folder` that is named by `number`."""
+    return f"{folder}/{in_digits(number)}.{kind}"
 
 
 def number_in(folder: str, path: str, kind: str = "json") -> int | None:
@@ -96,7 +111,7 @@ def requests_folder(experiment: str) -> str:
 
 def request_path(experiment: str, number: int) -> str:
     """Return the path of request `number` (from 1)."""
-    return f"{requests_folder(experiment)}/{number:0{_DIGITS}d}.json"
+    return numbered(requests_folder(experiment), number)
 
 
 def maintenance_folder(experiment: str) -> str:
@@ -106,7 +121,17 @@ def maintenance_folder(experiment: str) -> str:
 
 def maintenance_path(experiment: str, number: int) -> str:
     """Return the path of round `number` (from 1)."""
-    return f"{maintenance_folder(experiment)}/{number:0{_DIGITS}d}.json"
+    return numbered(maintenance_folder(experiment), number)
+
+
+class Saved(Protocol):
+    """What names a checkpoint within its trial."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def sequence(self) -> int: ...
 
 
 class TrialKey(Value):
@@ -131,13 +156,17 @@ class TrialKey(Value):
     def artifacts(self) -> str:
         return f"{self.folder}/artifacts"
 
+    def checkpoint_key(self, checkpoint: Saved) -> CheckpointKey:
+        """Return the key of a checkpoint of this trial."""
+        return CheckpointKey(trial=self, step=checkpoint.step, sequence=checkpoint.sequence)
+
     def answer_path(self, attempt: int, step: int) -> str:
         """Return the path of what an attempt is told when it asks at `step`; step 0 is for what it did not ask."""
-        return f"{self.folder}/answers/{attempt:06d}-{step:0{_DIGITS}d}.json"
+        return f"{self.folder}/answers/{attempt:06d}-{in_digits(step)}.json"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:
         """Return the path of a blob first written by the save that began after entry `sequence`."""
-        return f"{self.blobs}/{digest}-{sequence:0{_DIGITS}d}"
+        return f"{self.blobs}/{digest}-{in_digits(sequence)}"
 
 
 class CheckpointKey(Value):
@@ -152,7 +181,7 @@ class CheckpointKey(Value):
 
     @property
     def name(self) -> str:
-        return f"{self.step:0{_DIGITS}d}-{self.sequence:0{_DIGITS}d}"
+        return f"{in_digits(self.step)}-{in_digits(self.sequence)}"
 
     @property
     def folder(self) -> str:

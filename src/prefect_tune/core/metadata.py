@@ -18,7 +18,7 @@ from prefect_tune.core.errors import (
     ObjectNotFound,
     StoreUnavailable,
 )
-from prefect_tune.core.layout import number_in
+from prefect_tune.core.layout import number_in, numbered
 from prefect_tune.core.sealed import VERSION, seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
@@ -27,7 +27,6 @@ from prefect_tune.core.values import Value
 __all__ = ["newest_metadata", "plain_metadata", "revise_metadata"]
 
 _TRIES = 1000  # each lost race is another writer's success; the store's deadline ends it earlier
-_DIGITS = 10
 
 
 class _Revision(Value):
@@ -86,7 +85,7 @@ def revise_metadata(
         number, current = (newest[0], newest[1].metadata) if newest else (0, before)
         revision = _Revision(write_id=write_id, metadata=plain_metadata(change(current)))
         try:
-            create_or_recognize(store, _path(folder, number + 1), seal(revision))
+            create_or_recognize(store, numbered(folder, number + 1), seal(revision))
         except AlreadyExists:
             continue  # somebody was faster: the change is made again, to what they wrote
         except CommitUnknown as outcome:
@@ -110,12 +109,8 @@ def _newest(store: ObjectStore, folder: str) -> tuple[int, _Revision] | None:
 
 
 def _read(store: ObjectStore, folder: str, number: int) -> _Revision | None:
-    path = _path(folder, number)
+    path = numbered(folder, number)
     try:
         return unseal(_Revision, store.read(path), path, CheckpointCorrupt)
     except ObjectNotFound:
         return None
-
-
-def _path(folder: str, number: int) -> str:
-    return f"{folder}/{number:0{_DIGITS}d}.json"

@@ -26,7 +26,7 @@ from prefect_tune.core.events import (
     Resumed,
     Started,
 )
-from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint
 from prefect_tune.core.values import Metrics, Value
 
@@ -56,7 +56,6 @@ __all__ = [
     "TrialStale",
     "TrialStarted",
     "few",
-    "key_of",
     "news_of",
     "short",
 ]
@@ -351,6 +350,7 @@ def _waits(event: Paused | Resumed | Requeued, status: Status, after: Trial) -> 
 
 def _committed(checkpoint: CheckpointRef, experiment: str, before: Trial | None, after: Trial) -> CheckpointCommitted:
     parent = newest_checkpoint(before) if before else None
+    folder = TrialKey(experiment=experiment, trial=after.trial)
     return CheckpointCommitted(
         trial=after.trial,
         attempt=after.attempt,
@@ -358,15 +358,9 @@ def _committed(checkpoint: CheckpointRef, experiment: str, before: Trial | None,
         sequence=checkpoint.sequence,
         metrics=few(checkpoint.metrics),
         size_bytes=checkpoint.size_bytes,
-        manifest=key_of(experiment, after.trial, checkpoint).manifest_path,
-        parent=key_of(experiment, after.trial, parent).name if parent else None,
+        manifest=folder.checkpoint_key(checkpoint).manifest_path,
+        parent=folder.checkpoint_key(parent).name if parent else None,
     )
-
-
-def key_of(experiment: str, trial: str, checkpoint: CheckpointRef) -> CheckpointKey:
-    """Return the checkpoint's name on the target."""
-    folder = TrialKey(experiment=experiment, trial=trial)
-    return CheckpointKey(trial=folder, step=checkpoint.step, sequence=checkpoint.sequence)
 
 
 def _put_aside(event: Quarantined, before: Trial | None) -> TrialNews:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from prefect_tune.core.layout import number_in
+from prefect_tune.core.layout import number_in, numbered
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import valid_name
 
 __all__ = ["Rows", "delete_older_results", "results_path"]
 
 Rows: TypeAlias = Literal["trials", "reports"]
-_DIGITS = 10
 
 
 def results_path(experiment: str, rows: Rows, number: int) -> str:
     """Return the path of the results as they are after entry `number` of the journal."""
-    return f"{_folder(experiment, rows)}/{number:0{_DIGITS}d}.parquet"
+    return numbered(_folder(experiment, rows), number, "parquet")
 
 
 def delete_older_results(store: ObjectStore, experiment: str, rows: Rows, number: int) -> None:

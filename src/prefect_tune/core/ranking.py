@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.objective import Objective
 
-__all__ = ["Losses", "front", "losses_in", "needs_curve", "scored", "valid_scope"]
+if TYPE_CHECKING:
+    from prefect_tune.core.trial import Trial
+
+__all__ = ["Losses", "front", "losses_in", "needs_curve", "ranked", "scored", "smallest_first", "valid_scope"]
 
 Losses: TypeAlias = tuple[float, ...]
 """One number for each metric, smaller is better."""
@@ -61,6 +64,22 @@ def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | N
         return None
 
 
+def ranked(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
+    """Return those that can be compared by their last reports, the best first; of equals the one proposed first.
+
+    `trials` are in the order in which they were proposed. Without an objective none can be compared.
+    """
+    if objective is None:
+        return []
+    return smallest_first((each, losses_in(each.metrics, objective)) for each in trials)
+
+
+def smallest_first(scores: Iterable[tuple[_Key, Losses | None]]) -> list[tuple[_Key, Losses]]:
+    """Return those of which there is something to compare, the best first; of equals the one that comes first."""
+    compared = [(key, losses) for key, losses in scores if losses is not None]
+    return sorted(compared, key=lambda pair: pair[1])
+
+
 def _mean(found: Sequence[Losses]) -> Losses:
     return tuple(sum(column) / len(found) for column in zip(*found, strict=True))
 
@@ -71,7 +90,7 @@ def front(scores: Iterable[tuple[_Key, Losses]]) -> list[_Key]:
     Of equals all are on it. Sorted by the first metric, so the first of them is the best by that one.
     """
     kept: list[tuple[_Key, Losses]] = []
-    for key, losses in sorted(scores, key=lambda pair: pair[1]):  # whoever dominates comes before
+    for key, losses in smallest_first(scores):  # whoever dominates comes before
         if not any(_dominates(other, losses) for _, other in kept):
             kept.append((key, losses))
     return [key for key, _ in kept]

@@ -216,7 +216,7 @@ def _needed(removal: _Removal, trial: Trial) -> Sequence[Claim]:
     theirs = [each for each in trial.claims if each.clone.trial.experiment != removal.experiment]
     if not theirs:
         return ()
-    named = [CheckpointKey(trial=key, step=each.step, sequence=each.sequence) for each in theirs]
+    named = [key.checkpoint_key(each) for each in theirs]
     left = settle(removal.store, key, named, removal.stamp, side_by_side=map).claims
     return [each for each in left if each in theirs and not _is_gone(removal.store, each)]
 

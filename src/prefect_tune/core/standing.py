@@ -59,12 +59,10 @@ def _masked(value: object) -> object:
 
 def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Return the trials by their last reports, the best first, those that cannot be compared last."""
-    from prefect_tune.core.ranking import losses_in
+    from prefect_tune.core.ranking import ranked
 
-    if objective is None:
-        return trials
-    losses = {each.trial: losses_in(each.metrics, objective) for each in trials}
-    return sorted(trials, key=lambda each: (losses[each.trial] is None, losses[each.trial] or ()))
+    compared = {each.trial: each for each, _ in ranked(trials, objective)}
+    return [*compared.values(), *(each for each in trials if each.trial not in compared)]
 
 
 def best_of(state: Experiment) -> Trial | None:
@@ -72,12 +70,9 @@ def best_of(state: Experiment) -> Trial | None:
 
     What it reported counts, whatever became of it, as for `Results.best`; `named` says where it has errored.
     """
-    from prefect_tune.core.ranking import losses_in
+    from prefect_tune.core.ranking import ranked
 
-    objective = objective_in(state.settings)
-    first = next(iter(best_first(list(state.trials.values()), objective)), None)
-    is_comparable = first and objective and losses_in(first.metrics, objective)
-    return first if is_comparable else None
+    return next((each for each, _ in ranked(state.trials.values(), objective_in(state.settings))), None)
 
 
 def named(trial: str, status: str) -> str:

@@ -45,10 +45,12 @@ from prefect_tune.core.trial_value import (
     is_held,
     is_live,
     is_overtaken,
+    live_keys,
     newest_checkpoint,
     newest_key,
     parent_of_next,
     reused_from,
+    with_report,
 )
 from prefect_tune.core.values import StepReport
 
@@ -64,11 +66,13 @@ __all__ = [
     "is_held",
     "is_live",
     "is_overtaken",
+    "live_keys",
     "newest_checkpoint",
     "newest_key",
     "parent_of_next",
     "reused_from",
     "with_adopted",
+    "with_report",
 ]
 
 # The only place where statuses change. An event that is not here changes none.

@@ -23,10 +23,12 @@ __all__ = [
     "is_held",
     "is_live",
     "is_overtaken",
+    "live_keys",
     "newest_checkpoint",
     "newest_key",
     "parent_of_next",
     "reused_from",
+    "with_report",
 ]
 
 
@@ -115,6 +117,14 @@ class Trial(Value):
     """What search and scheduler have to be told again when the experiment is resumed, oldest first."""
 
 
+def with_report(trial: Trial, report: StepReport | None) -> Trial:
+    """Return the trial as of a report that its journal may not know yet; as it is where there is no newer one."""
+    if report is None or report.step <= trial.step:
+        return trial
+    newest = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
+    return trial.model_copy(update=newest)
+
+
 def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
     """Return the checkpoint to go on from: the last one committed that is not quarantined."""
     return trial.checkpoints[-1] if trial.checkpoints else None
@@ -123,7 +133,12 @@ def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
 def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
     """Return the key of that checkpoint."""
     newest = newest_checkpoint(trial)
-    return CheckpointKey(trial=folder, step=newest.step, sequence=newest.sequence) if newest else None
+    return folder.checkpoint_key(newest) if newest else None
+
+
+def live_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
+    """Return the keys of all checkpoints that it has, oldest first."""
+    return [folder.checkpoint_key(each) for each in trial.checkpoints]
 
 
 def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:

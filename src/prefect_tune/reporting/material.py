@@ -10,10 +10,9 @@ from typing import Protocol
 
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.objective import Objective
-from prefect_tune.core.ranking import Losses, front, losses_in
-from prefect_tune.core.standing import objective_in
-from prefect_tune.core.trial import Trial
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.ranking import Losses, front, ranked
+from prefect_tune.core.standing import best_first, objective_in
+from prefect_tune.core.trial import Trial, with_report
 from prefect_tune.reporting.chronicle import Story
 from prefect_tune.reporting.importance import importances
 from prefect_tune.tables import flat
@@ -43,7 +42,7 @@ class Material:
     trials: Sequence[Trial]
     """In the order in which they were added, with their newest reports."""
     losses: Mapping[str, Losses]
-    """Of the trials that can be compared."""
+    """Of the trials that can be compared, the best first."""
     expected: int | None = None
     """How many trials there are to be."""
     cells: Mapping[str, Sequence[object]] = field(default_factory=dict)
@@ -52,8 +51,8 @@ class Material:
     @cached_property
     def ranking(self) -> Sequence[Trial]:
         """Those that can be compared, the best first."""
-        compared = [each for each in self.trials if each.trial in self.losses]
-        return sorted(compared, key=lambda each: self.losses[each.trial])
+        known = {each.trial: each for each in self.trials}
+        return [known[name] for name in self.losses]
 
     @cached_property
     def best(self) -> Sequence[Trial]:
@@ -82,8 +81,8 @@ def material(experiment: Experiment, tells: Tells, *, uri: str, now: datetime, e
     """Return what a report of the experiment is made of."""
     objective = objective_in(experiment.settings)
     story = tells(_drawn(experiment, objective))
-    trials = [_with(each, story.newest.get(each.trial)) for each in experiment.trials.values()]
-    losses = _losses(trials, objective)
+    trials = [with_report(each, story.newest.get(each.trial)) for each in experiment.trials.values()]
+    losses = {each.trial: losses for each, losses in ranked(trials, objective)}
     return Material(experiment, uri, now, objective, story, trials, losses, expected, _cells(trials))
 
 
@@ -97,25 +96,7 @@ def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:
 
 
 def _drawn(experiment: Experiment, objective: Objective | None) -> Sequence[str]:
-    trials = list(experiment.trials.values())
-    losses = _losses(trials, objective)
-    rest = [each for each in trials if each.trial not in losses]
-    compared = sorted((each for each in trials if each.trial in losses), key=lambda each: losses[each.trial])
-    return [each.trial for each in spread([*compared, *rest], DRAWN)]
-
-
-def _losses(trials: Sequence[Trial], objective: Objective | None) -> Mapping[str, Losses]:
-    if objective is None:
-        return {}
-    found = ((each.trial, losses_in(each.metrics, objective)) for each in trials)
-    return {trial: losses for trial, losses in found if losses is not None}
-
-
-def _with(trial: Trial, report: StepReport | None) -> Trial:
-    if report is None or report.step <= trial.step:
-        return trial
-    newest = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
-    return trial.model_copy(update=newest)
+    return [each.trial for each in spread(best_first(list(experiment.trials.values()), objective), DRAWN)]
 
 
 def _cells(trials: Sequence[Trial]) -> Mapping[str, Sequence[object]]:

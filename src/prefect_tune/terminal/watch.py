@@ -23,9 +23,9 @@ from prefect_tune.core.events import (
 )
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.objective import Objective
-from prefect_tune.core.ranking import losses_in
+from prefect_tune.core.ranking import ranked
 from prefect_tune.core.schedulers.scheduler import Exploit
-from prefect_tune.core.trial import ENDED, Status, Trial
+from prefect_tune.core.trial import ENDED, Status, Trial, with_report
 from prefect_tune.core.values import StepReport
 
 __all__ = ["Noted", "Outlook", "Sight", "Watch", "share_of_trial", "share_of_trials"]
@@ -164,7 +164,7 @@ class Watch:
             notes, rungs, reports = tuple(self._notes), dict(self._rungs), self._report_count
         trials = list(experiment.trials.values())
         objective, elapsed = self._outlook.objective, timedelta(seconds=now - self._began)
-        running = [_with(each, live.get(each.trial)) for each in trials if each.status is Status.RUNNING]
+        running = [with_report(each, live.get(each.trial)) for each in trials if each.status is Status.RUNNING]
         others = _best_first([each for each in trials if each.status is not Status.RUNNING], objective)
         return Sight(
             outlook=self._outlook,
@@ -196,18 +196,11 @@ class Watch:
         return left if budget is None else max(timedelta(0), min(left, budget))
 
 
-def _with(trial: Trial, report: StepReport | None) -> Trial:
-    if report is None or report.step < trial.step:
-        return trial
-    return trial.model_copy(update={"step": report.step, "metrics": report.metrics})
-
-
 def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Those that can be compared; without an objective the last that have ended."""
     if objective is None:
         return [each for each in reversed(trials) if each.status in ENDED]
-    compared = [(losses, each) for each in trials if (losses := losses_in(each.metrics, objective)) is not None]
-    return [each for _, each in sorted(compared, key=lambda pair: pair[0])]
+    return [each for each, _ in ranked(trials, objective)]
 
 
 def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: Outlook) -> float:
