@@ -36,7 +36,7 @@ _MOST_REPORTS = 300_000
 class Audience:
     """Who listens to one run of a search, from its beginning to its end."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  each who listens is told of something else
         self,
         target: StorageTarget,
         search: SearchInfo,

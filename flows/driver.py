@@ -52,13 +52,14 @@ class Driver:
     told is what the journal was told, in its order. So whoever resumes is where this one was.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  everybody whom a run of a search has to do with
         self,
         plan: TrialPlan,
         limits: Limits,
         council: Council,
         crew: Crew,
         book: Book,
+        *,
         log: Log,
         listener: Listener,
     ) -> None:

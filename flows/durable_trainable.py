@@ -57,18 +57,24 @@ _TRIAL = "trial"
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial stands when its flow ends."""
+    """How a `trial` of an `experiment` stands when its flow ends."""
 
     experiment: str
     trial: str
     status: Status
+    """Such as finished, errored or paused."""
     reason: str
+    """Why it has this status."""
     step: int
+    """Steps trained, each counted once."""
     metrics: Mapping[str, object]
+    """Those reported last."""
     checkpoint: Checkpoint | None
     """The newest committed one."""
     attempts: int
+    """How often it was started, over all runs."""
     wasted_steps: int
+    """Steps that had to be trained again."""
 
 
 @flow_with_server(name="durable-trainable", persist_result=False)

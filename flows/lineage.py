@@ -27,8 +27,6 @@ class Lineage:
         self._place = place
         self._exploited: dict[str, str] = {}
         self._known: set[str] = set()
-        self.is_possible = asset_of(place.best) is not None
-        """Whether the target's URI can be the key of an asset."""
 
     def committed(self, news: CheckpointCommitted) -> Iterator[Notice]:
         """Return the events of a commit."""

@@ -122,7 +122,7 @@ def _searched(turn: Turn) -> Results:
             crew as who,
             audience.listening(book, stop, log) as listener,
         ):
-            return Driver(plan, limits, asks, who, book, log, listener).run(desk)
+            return Driver(plan, limits, asks, who, book, log=log, listener=listener).run(desk)
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
         return Results(interruptible(search, grace=plan.grace), plan.target, objective)

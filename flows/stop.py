@@ -41,6 +41,7 @@ class StopOutcome:
     status: Literal["stopped", "had-ended", "stopping", "refused", "unanswered"]
     """`stopping`: it was heard, and does not have an end yet; `unanswered`: nobody has heard it."""
     message: str
+    """For a person."""
     experiment: Experiment
     """As it stood then."""
 

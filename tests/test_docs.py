@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
@@ -289,6 +289,54 @@ def test_the_paths_on_the_page_are_those_of_the_code() -> None:
     assert the_block(LAYOUT, "text").code.split() == [
         line for line in (layout.__doc__ or "").split() if line.startswith("<experiment>")
     ]
+
+
+class Counts(pt.Callback):
+    """Has a state to keep."""
+
+    def get_state(self) -> Mapping[str, object]:
+        return {"told": 1}
+
+
+def noting(config: Mapping[str, object]) -> None:
+    """Save often enough for a segment of the journal, and leave a file of the trial's own."""
+    trial = pt.get_trial()
+    (trial.directory / "notes.txt").write_text(str(config))
+    for step in range(1, 13):
+        directory = trial.new_checkpoint_dir()
+        (directory / "step").write_text(str(step))
+        pt.report({"loss": 1 / step}, checkpoint=pt.Checkpoint.from_directory(directory))
+
+
+def test_all_that_a_search_leaves_on_a_target_is_on_the_page(prefect_server: str, tmp_path: Path) -> None:
+    assert prefect_server
+    target = tmp_path / "target"
+    space = {"x": pt.grid_search([1, 2])}
+    options = {"target": str(target), "experiment": "e", "metric": "loss", "isolation": "thread"}
+    results = pt.tune(noting, space, num_samples=1, callbacks=[Counts()], **options)
+    checkpoint = results.checkpoint(results.best)
+    assert checkpoint is not None
+    checkpoint.update_metadata({"seen": True})
+    pt.maintain(str(target))
+    lines = the_block(LAYOUT, "text").code.split()
+    found = {path: [line for line in lines if shape_of(line).fullmatch(path)] for path in files_in(target)}
+    assert [path for path, matching in found.items() if len(matching) != 1] == []
+    # Not of each search: of one that is stopped, of one whose trials are elsewhere, of one that writes ten entries.
+    rare = {line for line in lines if re.match("<experiment>/(requests|trials/<trial>/answers|segments)/", line)}
+    assert {*lines} - rare <= {matching[0] for matching in found.values()}
+
+
+def shape_of(line: str) -> re.Pattern[str]:
+    """Return what the paths look like that a line of the page stands for: its numbers have as many digits as there."""
+    shapes = {"<digest>": "[0-9a-f]{64}"} | dict.fromkeys(("<step>", "<sequence>", "<number>"), r"\d{10}")
+    pieces = re.split(r"(<\w+>|\d+)", line)
+    return re.compile(
+        "".join(_shape(each, shapes) if number % 2 else re.escape(each) for number, each in enumerate(pieces))
+    )
+
+
+def _shape(piece: str, shapes: Mapping[str, str]) -> str:
+    return rf"\d{{{len(piece)}}}" if piece.isdecimal() else shapes.get(piece, "[^/]+")
 
 
 def test_the_manifest_on_the_page_is_one_with_every_field() -> None:

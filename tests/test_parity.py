@@ -13,7 +13,7 @@ import pytest
 from tests.fakes.pages import ROOT
 
 PAGE = (ROOT / "docs" / "parity.md").read_text()
-BEHAVIOURS, BUGS = 144, 48  # as many as the inventory of the seeds has
+BEHAVIOURS, BUGS = 144, 48  # numbered by the page itself, not as the inventory of the seeds is
 REASONS = ("not carried over: ", "not yet: ")
 
 

@@ -32,7 +32,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "flows": ("Flows and results", ("flows",)),
     "trainables": ("Trainables", ("trainable", "checkpoint", "core.cadence", "core.retention", "core.failures")),
     "searches": ("Spaces and searches", ("core.search", "integrations.optuna")),
-    "schedulers": ("Schedulers", ("core.schedulers",)),
+    "schedulers": ("Schedulers", ("core.schedulers", "core.objective")),
     "stoppers": ("Stoppers", ("core.stoppers", "core.experiment_stoppers")),
     "targets": ("Targets", ("blocks",)),
     "callbacks": ("Callbacks and loggers", ("callbacks", "loggers")),

@@ -47,15 +47,31 @@ if TYPE_CHECKING:
         UnknownVersion,
         UnsafePayload,
     )
-    from prefect_tune.core.experiment_stoppers import ExperimentPlateau, MaxFailures, TimeBudget, TrialBudget
+    from prefect_tune.core.experiment_stoppers import (
+        ExperimentPlateau,
+        ExperimentStopper,
+        MaxFailures,
+        TimeBudget,
+        TrialBudget,
+    )
     from prefect_tune.core.failures import FailurePolicy
+    from prefect_tune.core.objective import Objective
     from prefect_tune.core.retention import Retention
     from prefect_tune.core.schedulers.asha import ASHA
     from prefect_tune.core.schedulers.fifo import FIFO
     from prefect_tune.core.schedulers.hyperband import Hyperband
     from prefect_tune.core.schedulers.median_stopping import MedianStopping
     from prefect_tune.core.schedulers.pbt import PBT
-    from prefect_tune.core.schedulers.scheduler import Continue, Exploit, Pause, Schedule, Scheduler, Stop, TrialReport
+    from prefect_tune.core.schedulers.scheduler import (
+        Continue,
+        Decision,
+        Exploit,
+        Pause,
+        Schedule,
+        Scheduler,
+        Stop,
+        TrialReport,
+    )
     from prefect_tune.core.search.domains import (
         choice,
         grid_search,
@@ -76,11 +92,11 @@ if TYPE_CHECKING:
     from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Wait
     from prefect_tune.core.search.space_json import space_from_json, space_to_json
     from prefect_tune.core.stoppers import MaxSteps, MaxTime, Plateau
-    from prefect_tune.flows.durable_trainable import durable_trainable
+    from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
     from prefect_tune.flows.maintain import maintain
     from prefect_tune.flows.results import Results, load_results
     from prefect_tune.flows.resume import resume
-    from prefect_tune.flows.stop import stop
+    from prefect_tune.flows.stop import StopOutcome, stop
     from prefect_tune.flows.tune import tune
     from prefect_tune.flows.upkeep import MaintenanceReport
     from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
@@ -94,7 +110,7 @@ if TYPE_CHECKING:
         sync_experiment_state,
     )
     from prefect_tune.tasks.syncer import Syncer
-    from prefect_tune.trainable import Trainable, ask, get_checkpoint, get_trial, report
+    from prefect_tune.trainable import Trainable, TrialInfo, ask, get_checkpoint, get_trial, report, report_step
 
     __version__: str
 
@@ -117,8 +133,10 @@ __all__ = [
     "CrashLoop",
     "DamageFound",
     "DeadlineExceeded",
+    "Decision",
     "Exhausted",
     "ExperimentPlateau",
+    "ExperimentStopper",
     "Exploit",
     "FailurePolicy",
     "FsspecTarget",
@@ -136,6 +154,7 @@ __all__ = [
     "MaxTime",
     "MedianStopping",
     "ObjectNotFound",
+    "Objective",
     "OptunaPruner",
     "OptunaSearch",
     "Pause",
@@ -155,6 +174,7 @@ __all__ = [
     "SearchInfo",
     "StagedFilesChanged",
     "Stop",
+    "StopOutcome",
     "StorageTarget",
     "StoreRefused",
     "StoreUnavailable",
@@ -166,7 +186,9 @@ __all__ = [
     "Trainable",
     "TrialBudget",
     "TrialFailed",
+    "TrialInfo",
     "TrialReport",
+    "TrialResult",
     "TuneError",
     "UnknownVersion",
     "UnsafePayload",
@@ -192,6 +214,7 @@ __all__ = [
     "randint",
     "randn",
     "report",
+    "report_step",
     "restore_checkpoint",
     "restore_experiment_state",
     "resume",
@@ -212,7 +235,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.schedulers.hyperband": "Hyperband",
     "prefect_tune.core.schedulers.median_stopping": "MedianStopping",
     "prefect_tune.core.schedulers.pbt": "PBT",
-    "prefect_tune.core.schedulers.scheduler": "Continue Exploit Pause Schedule Scheduler Stop TrialReport",
+    "prefect_tune.core.schedulers.scheduler": "Continue Decision Exploit Pause Schedule Scheduler Stop TrialReport",
     "prefect_tune.core.search.domains": "choice grid_search lograndint loguniform qlograndint qloguniform "
     "qrandint qrandn quniform randint randn sample_from uniform",
     "prefect_tune.core.search.random_search": "RandomSearch",
@@ -222,7 +245,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.flows.maintain": "maintain",
     "prefect_tune.flows.resume": "resume",
     "prefect_tune.flows.results": "Results load_results",
-    "prefect_tune.flows.stop": "stop",
+    "prefect_tune.flows.stop": "StopOutcome stop",
     "prefect_tune.flows.tune": "tune",
     "prefect_tune.flows.upkeep": "MaintenanceReport",
     "prefect_tune.integrations.optuna": "OptunaPruner OptunaSearch",
@@ -230,16 +253,17 @@ _NAMES_BY_MODULE = {
     "prefect_tune.callbacks": "Callback SearchInfo",
     "prefect_tune.checkpoint": "Checkpoint",
     "prefect_tune.core.cadence": "Cadence",
-    "prefect_tune.core.experiment_stoppers": "ExperimentPlateau MaxFailures TimeBudget TrialBudget",
+    "prefect_tune.core.experiment_stoppers": "ExperimentPlateau ExperimentStopper MaxFailures TimeBudget TrialBudget",
     "prefect_tune.core.failures": "FailurePolicy",
+    "prefect_tune.core.objective": "Objective",
     "prefect_tune.core.retention": "Retention",
     "prefect_tune.core.stoppers": "MaxSteps MaxTime Plateau",
-    "prefect_tune.flows.durable_trainable": "durable_trainable",
+    "prefect_tune.flows.durable_trainable": "TrialResult durable_trainable",
     "prefect_tune.tasks": "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
     "save_checkpoint sync_experiment_state",
     "prefect_tune.tasks.syncer": "Syncer",
     "prefect_tune.loggers": "CSVLogger JSONLogger MLflowLogger TensorBoardLogger WandbLogger",
-    "prefect_tune.trainable": "Trainable ask get_checkpoint get_trial report",
+    "prefect_tune.trainable": "Trainable TrialInfo ask get_checkpoint get_trial report report_step",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

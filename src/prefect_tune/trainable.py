@@ -1,4 +1,4 @@
-"""What users write against: the class API, and three functions for the function API."""
+"""What users write against: the class API, and the functions of the function API."""
 
 from __future__ import annotations
 
@@ -58,12 +58,15 @@ class TrialInfo:
     """The trial that is being trained here. What changes while it trains is as it is when it is read."""
 
     id: str
+    """Its name in the experiment."""
     experiment: str
+    """The experiment's name."""
     attempt: int
     """From 1; each retry and resume adds one."""
     directory: Path
     """For the trial's own files (logs, plots): synced to the target as artifacts, and back on a resume."""
     config: Mapping[str, object]
+    """Its configuration."""
     _session: Session = field(repr=False)
 
     @property
@@ -154,7 +157,7 @@ def save_last_step(save: Callable[[str], None]) -> None:
 
     For a loop that ends by itself: nobody knew at its last step that there would be no other.
     """
-    _session("pt.save_last_step").save_last_step(save)
+    _session("prefect_tune.trainable.save_last_step").save_last_step(save)
 
 
 def ask(

@@ -21,7 +21,7 @@ import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.node_copies import NodeCopies, node_folder
-from prefect_tune.stores.uris import open_uri
+from prefect_tune.stores.uris import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, Opens, committed, copies, files_in
 
@@ -244,7 +244,7 @@ def test_a_reader_that_was_killed_pins_its_copy_only_until_the_next_one_comes(
     assert len(copies(temporary_files)) == 2  # the copy and its seal
     other = KEY.model_copy(update={"step": 50})
     (staged / "more").write_text("other bytes")
-    with open_uri(target, timeout=MINUTE) as store:
+    with open_location(read_uri(target), timeout=MINUTE) as store:
         committed(store, staged, other)
     with pt.Checkpoint(target / other.folder).as_directory():
         assert len(copies(temporary_files)) == 2  # those of the other checkpoint

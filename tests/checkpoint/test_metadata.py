@@ -12,7 +12,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput
-from prefect_tune.stores.uris import open_uri
+from prefect_tune.stores.uris import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, files_in
 
@@ -49,7 +49,7 @@ def test_metadata_of_a_committed_checkpoint_are_versions_beside_it(checkpoint: p
 def test_metadata_starts_as_what_was_committed(target: Path, staged: Path) -> None:
     pt.Checkpoint.from_directory(staged).set_metadata({"from": "file", "both": "file"})
     key = KEY.model_copy(update={"step": 41})
-    with open_uri(target, timeout=MINUTE) as store:
+    with open_location(read_uri(target), timeout=MINUTE) as store:
         committed(store, staged, key, metadata={"both": "commit"})
     checkpoint = pt.Checkpoint(target / key.folder)
     assert checkpoint.get_metadata() == {"from": "file", "both": "commit"}

@@ -21,7 +21,7 @@ import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, StoreUnavailable
 from prefect_tune.core.store import Listed
 from prefect_tune.stores.fetching import fetch_plain
-from prefect_tune.stores.uris import open_uri
+from prefect_tune.stores.uris import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in, write
 from tests.fakes.memory_store import MemoryStore
@@ -48,7 +48,7 @@ def sink() -> Iterator[S3Sink]:
 @pytest.fixture
 def uri(sink: S3Sink, staged: Path) -> str:
     """The URI of a committed checkpoint on S3."""
-    with open_uri(f"s3://bucket/runs?endpoint_url={sink.endpoint}", timeout=MINUTE) as store:
+    with open_location(read_uri(f"s3://bucket/runs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
         committed(store, staged)
     sink.reset()
     return f"s3://bucket/runs/{KEY.folder}?endpoint_url={sink.endpoint}"
@@ -112,7 +112,7 @@ def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, stage
 
     with S3Sink() as other:  # another server has the same checkpoint, and refuses to show it
         root = f"s3://bucket/runs?endpoint_url={other.endpoint}"
-        with open_uri(root, timeout=MINUTE) as store:
+        with open_location(read_uri(root), timeout=MINUTE) as store:
             committed(store, staged)
         other.fault = refuse
         with CheckpointUser(pt.Checkpoint(root.replace("/runs", f"/runs/{KEY.folder}")), "borrow") as first:
@@ -229,7 +229,7 @@ def test_a_plain_directory_is_read_as_it_is(how: str, plain: str, sink: S3Sink, 
 def test_a_plain_directory_keeps_its_metadata_file_and_gets_versions_beside_it(plain: str, sink: S3Sink) -> None:
     checkpoint = pt.Checkpoint(plain)
     assert checkpoint.get_metadata() == {}
-    with open_uri(f"s3://bucket/theirs?endpoint_url={sink.endpoint}", timeout=MINUTE) as store:
+    with open_location(read_uri(f"s3://bucket/theirs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
         store.create("ckpt/.metadata.json", b'{"theirs": 1}')
     assert checkpoint.get_metadata() == {"theirs": 1}
     checkpoint.update_metadata({"mine": 2})
@@ -335,7 +335,7 @@ def test_a_directory_that_is_written_to_meanwhile_is_not_handed_out(kind: type[M
 def test_updates_from_everywhere_are_kept_by_a_server_with_conditional_writes(staged: Path) -> None:
     with moto_server() as endpoint:
         boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
-        with open_uri(f"s3://bucket?endpoint_url={endpoint}", timeout=MINUTE) as store:
+        with open_location(read_uri(f"s3://bucket?endpoint_url={endpoint}"), timeout=MINUTE) as store:
             committed(store, staged)
         checkpoint = pt.Checkpoint(f"s3://bucket/{KEY.folder}?endpoint_url={endpoint}")
         with CheckpointUser(checkpoint, "say", "x", "5") as one, CheckpointUser(checkpoint, "say", "y", "5") as two:

@@ -11,7 +11,7 @@ from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.manifest import About
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.staging import StagedFiles, side_by_side
-from prefect_tune.stores.uris import open_uri
+from prefect_tune.stores.uris import open_location, read_uri
 
 __all__ = ["FILES", "KEY", "MINUTE", "Opens", "committed", "copies", "files_in", "write"]
 
@@ -45,7 +45,7 @@ class Opens:
         self.root = root
 
     def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
-        return open_uri(self.root, timeout=timeout)
+        return open_location(read_uri(self.root), timeout=timeout)
 
 
 def copies(temporary_files: Path) -> list[str]:

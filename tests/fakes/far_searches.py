@@ -57,7 +57,8 @@ class FarSearch:
         council = Council(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
         crew = RemoteCrew(target, self.machines, look_every=timedelta(seconds=0.01))
         limits = limits or Limits(max_concurrent_trials=2)
-        self._driver = Driver(plan_at(target), limits, council, crew, self._book, getLogger(__name__), Listeners())
+        plan, log = plan_at(target), getLogger(__name__)
+        self._driver = Driver(plan, limits, council, crew, self._book, log=log, listener=Listeners())
         self._happens: deque[Callable[[], object]] = deque()
         self._asked: list[StopRequest] = []
 

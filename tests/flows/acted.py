@@ -94,8 +94,8 @@ class Acted:
             Council(proposals, (scheduler or FIFO()).begin(objective, 1)),
             self.crew,
             Book(self.target, state, writer, lambda _events, _state: None),
-            self.log,
-            Listeners(),
+            log=self.log,
+            listener=Listeners(),
         )
         return driver.run(_Outside(until))
 

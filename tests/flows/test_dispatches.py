@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from datetime import timedelta
 from uuid import UUID
 
@@ -307,9 +308,12 @@ def test_who_cannot_be_told_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(heralds, "_PATIENCE", timedelta(seconds=0.2))
     released = threading.Event()
     herald = Herald(SUBJECT, nothing_yet("first"), LOG, lambda _: bool(released.wait(30)) and None)
+    began = time.monotonic()
     with heralded(herald, threading.Event()):
         play(herald, *begun("00000"))
+    took = time.monotonic() - began
     released.set()
+    assert took < 10
 
 
 def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(

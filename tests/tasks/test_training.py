@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -35,7 +37,7 @@ from prefect_tune.core.wire import (
 )
 from prefect_tune.session import TrialOver, storable
 from prefect_tune.tasks.plan import payload
-from prefect_tune.trainable import report_step, save_last_step
+from prefect_tune.trainable import save_last_step
 from prefect_tune.trial_process import train
 
 Config = Mapping[str, object]
@@ -201,7 +203,7 @@ def _write(directory: str) -> None:
 def _reports_steps(config: Config) -> None:
     del config
     for _ in range(5):
-        report_step({"loss": 1.0}, _write)
+        pt.report_step({"loss": 1.0}, _write)
     save_last_step(_write)
 
 
@@ -233,12 +235,30 @@ def _goes_on(report: Callable[[], None]) -> Trains:
     return trains
 
 
-@pytest.mark.parametrize("report", [lambda: pt.report({"loss": 1.0}), lambda: report_step({"loss": 1.0}, _write)])
+@pytest.mark.parametrize("report", [lambda: pt.report({"loss": 1.0}), lambda: pt.report_step({"loss": 1.0}, _write)])
 def test_what_is_reported_after_the_end_counts_for_nothing(
     trained: Callable[..., Sequence[FromTrial]], report: Callable[[], None]
 ) -> None:
     said = trained(_goes_on(report), stopper=MaxSteps(1))
     assert [type(each) for each in said] == [Loaded, StepDone, TrialEnded]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pt.report({"loss": 1.0}),
+        lambda: pt.report_step({"loss": 1.0}, _write),
+        lambda: save_last_step(_write),
+        lambda: pt.ask("Go on?"),
+        pt.get_checkpoint,
+        pt.get_trial,
+    ],
+)
+def test_who_calls_where_no_trial_runs_is_told_so_by_a_name_that_there_is(call: Callable[[], None]) -> None:
+    with pytest.raises(pt.InvalidInput, match="was called where no trial runs") as refused:
+        call()
+    name = str(refused.value).partition("(")[0]
+    assert callable(resolve_name(re.sub(r"^pt\.", "prefect_tune:", name)))
 
 
 class _Asks(pt.Trainable):

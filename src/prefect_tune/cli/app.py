@@ -21,6 +21,7 @@ __all__ = [
     "TrialName",
     "WrongUsage",
     "app",
+    "asks",
     "main",
 ]
 
@@ -55,6 +56,12 @@ Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False)]
 ExperimentName = Annotated[str, typer.Argument(metavar="EXPERIMENT", show_default=False)]
 TrialName = Annotated[str | None, typer.Option("--trial", help="One trial of a search.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def asks(option: str, metavar: str, about: str, *, at_least: int | None = None) -> typer.models.OptionInfo:
+    """Return an option whose help fits a terminal of 80 columns."""
+    found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False, min=at_least)
+    return found
 
 
 class WrongUsage(InvalidInput):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.app import SEARCH, AsJson, WrongUsage, app
+from prefect_tune.cli.app import SEARCH, AsJson, WrongUsage, app, asks
 from prefect_tune.cli.spoken import object_from, values_from
 from prefect_tune.core.errors import TuneError
 
@@ -28,32 +28,27 @@ class _Collision(StrEnum):
     ENQUEUE = "enqueue"
 
 
-def _asks(option: str, metavar: str, about: str) -> typer.models.OptionInfo:
-    found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False)
-    return found
-
-
 _Flows = Annotated[list[str] | None, typer.Argument(metavar="[FLOW]...", show_default=False)]
-_Variables = Annotated[list[str] | None, _asks("--job-variable", "NAME=VALUE", "For the pool's job template.")]
-_Params = Annotated[str | None, _asks("--params", "JSON|@FILE", "Parameters, as a JSON object.")]
-_Param = Annotated[list[str] | None, _asks("--param", "NAME=VALUE", "One of them; the value JSON or text.")]
-_Crons = Annotated[list[str] | None, _asks("--cron", "CRON", 'When it runs by itself: "0 2 * * *".')]
+_Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "For the pool's job template.")]
+_Params = Annotated[str | None, asks("--params", "JSON|@FILE", "Parameters, as a JSON object.")]
+_Param = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One of them; the value JSON or text.")]
+_Crons = Annotated[list[str] | None, asks("--cron", "CRON", 'When it runs by itself: "0 2 * * *".')]
 
 
 @app.command(rich_help_panel=SEARCH)
 def deploy(
     flows: _Flows = None,
-    work_pool: Annotated[str, _asks("--work-pool", "POOL", "Where the runs go; required.")] = "",
-    work_queue: Annotated[str | None, _asks("--work-queue", "QUEUE", "Of that pool.")] = None,
-    image: Annotated[str | None, _asks("--image", "IMAGE", "The container, with this package in it.")] = None,
+    work_pool: Annotated[str, asks("--work-pool", "POOL", "Where the runs go; required.")] = "",
+    work_queue: Annotated[str | None, asks("--work-queue", "QUEUE", "Of that pool.")] = None,
+    image: Annotated[str | None, asks("--image", "IMAGE", "The container, with this package in it.")] = None,
     job_variables: _Variables = None,
-    prefix: Annotated[str, _asks("--prefix", "TEXT", "Before each deployment's name, such as staging-.")] = "",
-    suffix: Annotated[str, _asks("--suffix", "TEXT", "After it.")] = "",
-    name: Annotated[str | None, _asks("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
+    prefix: Annotated[str, asks("--prefix", "TEXT", "Before each deployment's name, such as staging-.")] = "",
+    suffix: Annotated[str, asks("--suffix", "TEXT", "After it.")] = "",
+    name: Annotated[str | None, asks("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
     params: _Params = None,
     param: _Param = None,
     cron: _Crons = None,
-    every_seconds: Annotated[float | None, _asks("--every-seconds", "S", "How often it runs by itself.")] = None,
+    every_seconds: Annotated[float | None, asks("--every-seconds", "S", "How often it runs by itself.")] = None,
     time_zone: Annotated[str, typer.Option("--timezone", metavar="ZONE", help="Of --cron: Europe/Berlin.")] = "UTC",
     collision: Annotated[
         _Collision, typer.Option(metavar="WHAT", help="If the last run still goes: cancel-new, or enqueue.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, WrongUsage, app
+from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, WrongUsage, app, asks
 from prefect_tune.cli.spoken import numbers_from, space_from, spelling_from, stop_from, values_from
 from prefect_tune.core.errors import InvalidInput, TuneError
 
@@ -51,43 +51,33 @@ class _OnCodeChange(StrEnum):
     REFUSE = "refuse"
 
 
-def _asks(option: str, metavar: str, about: str, *, at_least: int | None = None) -> typer.models.OptionInfo:
-    """An option whose help fits a terminal of 80 columns."""
-    found: typer.models.OptionInfo = typer.Option(option, metavar=metavar, help=about, show_default=False, min=at_least)
-    return found
-
-
-_Where = Annotated[str, _asks("--target", "TARGET", "Where it lives, or will.")]
-_Stop = Annotated[list[str] | None, _asks("--stop", "step=N", "When a trial has had enough; or MODULE:NAME.")]
-_Space = Annotated[Path | None, _asks("--space", "FILE", "The space, as JSON or YAML.")]
-_Set = Annotated[list[str] | None, _asks("--set", "NAME=VALUE", "A parameter, such as x=3, n=choice(1,2).")]
+_Where = Annotated[str, asks("--target", "TARGET", "Where it lives, or will.")]
+_Stop = Annotated[list[str] | None, asks("--stop", "step=N", "When a trial has had enough; or MODULE:NAME.")]
+_Space = Annotated[Path | None, asks("--space", "FILE", "The space, as JSON or YAML.")]
+_Set = Annotated[list[str] | None, asks("--set", "NAME=VALUE", "A parameter, such as x=3, n=choice(1,2).")]
 _AtOnce = Annotated[
-    int | None, _asks("--max-concurrent-trials", "N", "How many train at once. Default: one per processor.")
+    int | None, asks("--max-concurrent-trials", "N", "How many train at once. Default: one per processor.")
 ]
-_Budget = Annotated[float | None, _asks("--time-budget-seconds", "S", "After so long all save and end, resumable.")]
-_Scheduler = Annotated[str | None, _asks("--scheduler", "JSON", 'Such as {"ASHA": {"max_t": 81}}.')]
-_Search = Annotated[str | None, _asks("--search", "JSON", "Likewise. Default: random and grid search.")]
+_Budget = Annotated[float | None, asks("--time-budget-seconds", "S", "After so long all save and end, resumable.")]
+_Scheduler = Annotated[str | None, asks("--scheduler", "JSON", 'Such as {"ASHA": {"max_t": 81}}.')]
+_Search = Annotated[str | None, asks("--search", "JSON", "Likewise. Default: random and grid search.")]
 _Samples = Annotated[
-    int | None, _asks("--num-samples", "N", "Trials; with a grid, of each point. Default: 10.", at_least=1)
+    int | None, asks("--num-samples", "N", "Trials; with a grid, of each point. Default: 10.", at_least=1)
 ]
-_MoreSamples = Annotated[int | None, _asks("--samples-per-run", "N", "Instead: so many more than before.", at_least=1)]
-_Heard = Annotated[list[str] | None, _asks("--callback", "MODULE:NAME", "Who hears of the trials.")]
-_Every = Annotated[int | None, _asks("--checkpoint-every", "STEPS", "Default: every 60 s, and at the end.", at_least=1)]
-_Kept = Annotated[int | None, _asks("--keep-last", "N", "Checkpoints of a trial that stay. Default: all.", at_least=1)]
-_Failures = Annotated[
-    int, _asks("--max-failures", "N", "How often failed code is tried again. Default: 0.", at_least=0)
-]
+_MoreSamples = Annotated[int | None, asks("--samples-per-run", "N", "Instead: so many more than before.", at_least=1)]
+_Heard = Annotated[list[str] | None, asks("--callback", "MODULE:NAME", "Who hears of the trials.")]
+_Every = Annotated[int | None, asks("--checkpoint-every", "STEPS", "Default: every 60 s, and at the end.", at_least=1)]
+_Kept = Annotated[int | None, asks("--keep-last", "N", "Checkpoints of a trial that stay. Default: all.", at_least=1)]
+_Failures = Annotated[int, asks("--max-failures", "N", "How often failed code is tried again. Default: 0.", at_least=0)]
 _Runs = Annotated[_Trials, typer.Option(metavar="WHERE", help="tasks of this run, or deployment: a flow run each.")]
-_Deployment = Annotated[str, _asks("--trial-deployment", "NAME", "For --trials deployment.")]
-_Resources = Annotated[list[str] | None, _asks("--resource", "NAME=N", "Each trial's own, as gpu=0.5 or cpu=2.")]
-_Variables = Annotated[list[str] | None, _asks("--job-variable", "NAME=VALUE", "For each run of the deployment.")]
-_Tags = Annotated[list[str] | None, _asks("--tag", "TAG", "Of each attempt's run; Prefect's tag limits hold.")]
-_Limits = Annotated[
-    list[str] | None, _asks("--concurrency-limit", "NAME", "A global limit; each attempt waits for it.")
-]
-_Grace = Annotated[float, _asks("--grace-period-seconds", "S", "To save in, once it is told to end. Default: 25.")]
+_Deployment = Annotated[str, asks("--trial-deployment", "NAME", "For --trials deployment.")]
+_Resources = Annotated[list[str] | None, asks("--resource", "NAME=N", "Each trial's own, as gpu=0.5 or cpu=2.")]
+_Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "For each run of the deployment.")]
+_Tags = Annotated[list[str] | None, asks("--tag", "TAG", "Of each attempt's run; Prefect's tag limits hold.")]
+_Limits = Annotated[list[str] | None, asks("--concurrency-limit", "NAME", "A global limit; each attempt waits for it.")]
+_Grace = Annotated[float, asks("--grace-period-seconds", "S", "To save in, once it is told to end. Default: 25.")]
 _Silence = Annotated[
-    float | None, _asks("--silence-timeout-seconds", "S", "Silent for so long, a trial is started again.")
+    float | None, asks("--silence-timeout-seconds", "S", "Silent for so long, a trial is started again.")
 ]
 _Beginning = Annotated[_Resume, typer.Option(metavar="HOW", help="auto, must (be there), or never (go on).")]
 _Changed = Annotated[_OnCodeChange, typer.Option(metavar="WHAT", help="warn, or refuse to go on with other source.")]
@@ -98,17 +88,17 @@ _In = Annotated[_Isolation, typer.Option(metavar="WHAT", help="process of its ow
 def run(
     trainable: Annotated[str, typer.Argument(metavar="MODULE:NAME", show_default=False)],
     target: _Where,
-    experiment: Annotated[str, _asks("--experiment", "EXPERIMENT", "Its name there.")],
+    experiment: Annotated[str, asks("--experiment", "EXPERIMENT", "Its name there.")],
     space: _Space = None,
     settings: _Set = None,
-    metric: Annotated[list[str] | None, _asks("--metric", "NAME", "What trials are compared by.")] = None,
-    mode: Annotated[list[_Mode] | None, _asks("--mode", "min|max", "Which metric is good. Default: min.")] = None,
+    metric: Annotated[list[str] | None, asks("--metric", "NAME", "What trials are compared by.")] = None,
+    mode: Annotated[list[_Mode] | None, asks("--mode", "min|max", "Which metric is good. Default: min.")] = None,
     num_samples: _Samples = None,
     samples_per_run: _MoreSamples = None,
     scheduler: _Scheduler = None,
     search: _Search = None,
-    warm_start: Annotated[list[str] | None, _asks("--warm-start", "NAME", "Learn from this experiment.")] = None,
-    seed: Annotated[int | None, _asks("--seed", "N", "What all draws hang on. Default: EXPERIMENT's name.")] = None,
+    warm_start: Annotated[list[str] | None, asks("--warm-start", "NAME", "Learn from this experiment.")] = None,
+    seed: Annotated[int | None, asks("--seed", "N", "What all draws hang on. Default: EXPERIMENT's name.")] = None,
     stop: _Stop = None,
     max_concurrent_trials: _AtOnce = None,
     time_budget_seconds: _Budget = None,
@@ -148,18 +138,18 @@ def run(
 def resume(
     target: Target,
     experiment: ExperimentName,
-    fork: Annotated[str | None, _asks("--fork", "NAME", "Leave EXPERIMENT as it is: go on under this name.")] = None,
-    at: Annotated[int | None, _asks("--at", "ENTRY", "Fork from this entry of its journal. Default: the last.")] = None,
+    fork: Annotated[str | None, asks("--fork", "NAME", "Leave EXPERIMENT as it is: go on under this name.")] = None,
+    at: Annotated[int | None, asks("--at", "ENTRY", "Fork from this entry of its journal. Default: the last.")] = None,
     rerun_errored: Annotated[bool, typer.Option("--rerun-errored", help="Try errored trials again.")] = False,
     only_errored: Annotated[bool, typer.Option("--only-errored", help="Try those again, and do no more.")] = False,
-    num_samples: Annotated[int | None, _asks("--num-samples", "N", "In all; more than before.", at_least=1)] = None,
+    num_samples: Annotated[int | None, asks("--num-samples", "N", "In all; more than before.", at_least=1)] = None,
     samples_per_run: _MoreSamples = None,
     stop: _Stop = None,
     space: _Space = None,
     settings: _Set = None,
     max_concurrent_trials: _AtOnce = None,
     time_budget_seconds: _Budget = None,
-    trainable: Annotated[str | None, _asks("--trainable", "MODULE:NAME", "Where the journal's has moved to.")] = None,
+    trainable: Annotated[str | None, asks("--trainable", "MODULE:NAME", "Where the journal's has moved to.")] = None,
     scheduler: _Scheduler = None,
     search: _Search = None,
     callbacks: _Heard = None,

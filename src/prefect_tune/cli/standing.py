@@ -11,6 +11,7 @@ from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, TrialName
 from prefect_tune.cli.looking import chosen_trials, looked_at, opened, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
 from prefect_tune.core.standing import best_first, best_of, counted, is_search, named, objective_in, shown_settings
+from prefect_tune.core.values import first_line
 from prefect_tune.terminal.printing import (
     columns,
     facts_table,
@@ -161,7 +162,7 @@ def _show_errors(trials: Sequence[Trial]) -> None:
     if errored:
         table = columns("errored", "because")
         for each in errored[:_ERRORS_SHOWN]:
-            table.add_row(*plain((each.trial, each.reason.strip().partition("\n")[0])))
+            table.add_row(*plain((each.trial, first_line(each.reason))))
         shown("", table)
     if len(errored) > _ERRORS_SHOWN:
         shown(f"and {len(errored) - _ERRORS_SHOWN} more errored; --json tells all")

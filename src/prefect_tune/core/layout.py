@@ -4,6 +4,9 @@
 <experiment>/segments/0000000010.jsonl
 <experiment>/requests/0000000001.json
 <experiment>/maintenance/0000000001.json
+<experiment>/results/trials/0000000010.parquet
+<experiment>/results/reports/0000000010.parquet
+<experiment>/callbacks/<name>/0000000001.json
 <experiment>/trials/<trial>/journal/0000000001.json
 <experiment>/trials/<trial>/segments/0000000010.jsonl
 <experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
@@ -12,6 +15,8 @@
 <experiment>/trials/<trial>/answers/<attempt>-<step>.json
 <experiment>/trials/<trial>/artifacts/index/0000000001.json
 <experiment>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
+
+What each is, the page says. Where the results and the callbacks' states lie, `published` and `callback_state` know.
 """
 
 from __future__ import annotations

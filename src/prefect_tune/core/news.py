@@ -28,7 +28,7 @@ from prefect_tune.core.events import (
 )
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint
-from prefect_tune.core.values import Metrics, Value
+from prefect_tune.core.values import Metrics, Value, first_line
 
 __all__ = [
     "VERSION",
@@ -372,7 +372,7 @@ def _put_aside(event: Quarantined, before: Trial | None) -> TrialNews:
 
 def short(text: str) -> str:
     """Return the first line of a text, or the beginning of one that is long: not all of a traceback."""
-    line = text.strip().partition("\n")[0]
+    line = first_line(text)
     return line if len(line) <= _TEXT else f"{line[: _TEXT - 1]}…"
 
 

@@ -21,7 +21,9 @@ class Objective(Value):
     """The reported metrics that trials are compared by; the first one is what a scheduler goes by."""
 
     metrics: tuple[str, ...]
+    """Their names."""
     modes: tuple[Mode, ...]
+    """Which values are good, `min` or `max`: one for each metric."""
 
     @model_validator(mode="after")
     def _one_mode_for_each(self) -> Objective:

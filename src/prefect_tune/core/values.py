@@ -24,6 +24,7 @@ __all__ = [
     "Value",
     "canonical_json",
     "digest_of",
+    "first_line",
     "parse",
     "shown_size",
     "valid_name",
@@ -112,6 +113,11 @@ TrialId: TypeAlias = Annotated[str, AfterValidator(valid_name)]
 def digest_of(data: bytes | bytearray | memoryview) -> Digest:
     """Return the BLAKE3 digest (256 bits, hexadecimal) by which the protocol names bytes."""
     return Digest(blake3(data).hexdigest())
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text that has some: not all of a traceback."""
+    return text.strip().partition("\n")[0]
 
 
 def shown_size(size_bytes: int) -> str:

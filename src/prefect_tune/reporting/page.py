@@ -9,7 +9,7 @@ from shlex import quote
 
 from prefect_tune.core.layout import below
 from prefect_tune.core.standing import named
-from prefect_tune.core.values import shown_size
+from prefect_tune.core.values import first_line, shown_size
 from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.charts_of_time import lineage_chart, timeline
 from prefect_tune.reporting.charts_of_trials import (
@@ -75,7 +75,7 @@ def _top(facts: Facts) -> Iterator[Block]:
         ("target", Verbatim(below(facts.where, facts.experiment))),
         ("owner", _linked(f"{run.owner}, run {run.epoch}", run.link) if run else ""),
         ("time", f"{_time(facts.began_at)} to {_time(facts.told_at)} UTC" if facts.began_at else ""),
-        ("ended early", _clipped(_first_line(facts.ended_because), 200)),
+        ("ended early", _clipped(first_line(facts.ended_because), 200)),
     ]
     yield Table((), [row for row in rows if row[1]])
     if not facts.is_whole:
@@ -94,7 +94,7 @@ def _headline(facts: Facts) -> str:
         trial = facts.trials[0]
         parts.append(f"{_SIGN[trial.status]} {trial.status} at step {trial.step}")
         if trial.reason:
-            parts.append(_first_line(trial.reason))
+            parts.append(first_line(trial.reason))
         return " · ".join(parts)
     of = f" of {facts.expected_trial_count}" if facts.expected_trial_count else ""
     parts.append(f"{facts.ended_count}{of or f' of {facts.trial_count}'} trials done")
@@ -193,8 +193,7 @@ def _errors(facts: Facts) -> Iterator[Block]:
     count = facts.trials_by_status.get("errored", 0)
     yield Heading(f"Errors ({count})")
     rows = [
-        (_linked(each.trial, each.run), str(each.step), _clipped(_first_line(each.reason), 200))
-        for each in facts.errors
+        (_linked(each.trial, each.run), str(each.step), _clipped(first_line(each.reason), 200)) for each in facts.errors
     ]
     yield Table(("trial", "step", "because"), rows)
     if count > len(rows):
@@ -263,10 +262,6 @@ def _span(seconds: float) -> str:
 
 def _time(iso: str) -> str:
     return iso.replace("T", " ")[:19]
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
 
 
 def _value(value: object) -> str:

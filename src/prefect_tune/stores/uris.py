@@ -25,7 +25,7 @@ from prefect_tune.stores.deadline import Deadline
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
-__all__ = ["Client", "Location", "arrow_filesystem", "open_arrow", "open_location", "open_uri", "read_uri"]
+__all__ = ["Client", "Location", "arrow_filesystem", "open_arrow", "open_location", "read_uri"]
 
 
 class Client(Enum):
@@ -151,13 +151,6 @@ def _path_for_fsspec(location: Location) -> str:
     except (ImportError, ValueError):
         return f"{location.container}/{location.path}"  # said when it is opened: this only names it
     return str(kind._strip_protocol(location.uri))  # noqa: SLF001  fsspec's way for those who hold a URI
-
-
-@contextmanager
-def open_uri(uri: str | os.PathLike[str], *, timeout: timedelta) -> Iterator[ObjectStore]:
-    """Open the store at `uri`; all its operations together end within `timeout`. See `open_location`."""
-    with open_location(read_uri(uri), timeout=timeout) as store:
-        yield store
 
 
 @contextmanager

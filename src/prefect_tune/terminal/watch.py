@@ -26,7 +26,7 @@ from prefect_tune.core.objective import Objective
 from prefect_tune.core.ranking import ranked
 from prefect_tune.core.schedulers.scheduler import Exploit
 from prefect_tune.core.trial import ENDED, Status, Trial, with_report
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, first_line
 
 __all__ = ["Noted", "Outlook", "Sight", "Watch", "share_of_trial", "share_of_trials"]
 
@@ -219,22 +219,18 @@ def share_of_trial(trial: Trial, report: StepReport | None, outlook: Outlook) ->
 def _note(event: Event, at: datetime) -> Noted | None:
     match event:
         case Finished(trial=trial, reason=reason):
-            return Noted(at, trial, f"finished: {_first_line(reason)}")
+            return Noted(at, trial, f"finished: {first_line(reason)}")
         case GaveUp(trial=trial, message=message):
-            return Noted(at, trial, f"errored: {_first_line(message)}", is_bad=True)
+            return Noted(at, trial, f"errored: {first_line(message)}", is_bad=True)
         case AttemptEnded(trial=trial, cause=cause, message=message):
-            return Noted(at, trial, f"attempt ended: {cause}: {_first_line(message)}", is_bad=True)
+            return Noted(at, trial, f"attempt ended: {cause}: {first_line(message)}", is_bad=True)
         case Started(trial=trial, attempt=attempt, from_step=step) if attempt > 1:
             return Noted(at, trial, f"attempt {attempt}, from step {step}")
         case Quarantined(trial=trial, reason=reason):
-            return Noted(at, trial, f"a checkpoint is put aside: {_first_line(reason)}", is_bad=True)
+            return Noted(at, trial, f"a checkpoint is put aside: {first_line(reason)}", is_bad=True)
         case Requeued(trial=trial, reason=reason):
-            return Noted(at, trial, f"goes on: {_first_line(reason)}")
+            return Noted(at, trial, f"goes on: {first_line(reason)}")
         case Decided(trial=trial, decision=Exploit(source=source)):
             return Noted(at, trial, f"exploits {source}")
         case _:
             return None
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

@@ -56,6 +56,7 @@ class Exploit(Value):
 
 
 Decision: TypeAlias = Annotated[Continue | Pause | Stop | Exploit, Field(discriminator="type")]
+"""What a schedule answers to a report."""
 
 
 @dataclass(frozen=True, slots=True)
