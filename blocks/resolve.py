@@ -23,7 +23,7 @@ from prefect_tune.blocks.target import StorageTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.stores.uris import Client, read_uri
 
-__all__ = ["SET_UP", "resolve_target", "target_from_fields", "target_reference", "validate_target"]
+__all__ = ["SET_UP", "resolve_existing", "resolve_target", "target_from_fields", "target_reference", "validate_target"]
 
 SET_UP = (
     "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
@@ -50,6 +50,15 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
             return target
         case (str(block_type), str(name)):
             return _load(block_type, name)
+
+
+def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
+    """Return the target that `value` means, to be looked at: a folder that is not there is not made when it is opened.
+
+    Raises what `resolve_target` raises.
+    """
+    target = resolve_target(value)
+    return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
 
 
 def validate_target(value: StorageTarget | str | os.PathLike[str]) -> None:
