@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 from uuid import UUID
@@ -24,6 +23,7 @@ from pydantic import ValidationError
 
 from prefect_tune.blocks.resolve import SET_UP
 from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.hints import did_you_mean_or_has
 from prefect_tune.flows.deployments import TAG, Every, Offer, Schedule, Wanted
 from prefect_tune.flows.forms import form_of
 from prefect_tune.flows.given_parameters import SavedBlocks, checked
@@ -117,8 +117,7 @@ def _require_variables(pool: WorkPool, given: Mapping[str, Any]) -> None:
     known = pool.base_job_template.get("variables", {}).get("properties", {})
     for name in given:
         if known and name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
+            hint = did_you_mean_or_has(name, sorted(known))
             raise InvalidInput(f"work pool {pool.name!r} of type {pool.type!r} has no job variable {name!r}: {hint}")
 
 
