@@ -236,7 +236,8 @@ def _constructor(location: Location) -> Callable[..., Any]:
         case Client.S3:
             access = _access(location)
             config = {"endpoint": endpoint, "region": access.region}
-            kind: Any = partial(S3Store, credential_provider=access.keys)
+            keys: Any = access.keys
+            kind: Any = partial(S3Store, credential_provider=keys)
         case Client.GCS:
             config, kind = {"base_url": endpoint}, GCSStore
         case _:
