@@ -11,7 +11,7 @@ from prefect_tune.blocks.check import TargetCheck
 from prefect_tune.blocks.fsspec_target import FsspecTarget
 from prefect_tune.blocks.gcs_target import GcsTarget
 from prefect_tune.blocks.local_target import LocalTarget
-from prefect_tune.blocks.resolve import resolve_target, target_reference
+from prefect_tune.blocks.resolve import resolve_existing, resolve_target, target_reference
 from prefect_tune.blocks.s3_target import S3Target
 from prefect_tune.blocks.sync_config import SyncConfig, SyncerLike
 from prefect_tune.blocks.target import StorageTarget
@@ -26,6 +26,7 @@ __all__ = [
     "SyncConfig",
     "SyncerLike",
     "TargetCheck",
+    "resolve_existing",
     "resolve_target",
     "target_reference",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -17,23 +16,20 @@ from prefect.blocks.core import Block
 from pydantic import BeforeValidator
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.stores.aws_surroundings import S3Access, S3Keys, session_keys
 
 __all__ = [
     "AwsBlock",
     "AzureBlock",
     "GcpBlock",
-    "S3Access",
     "account_in",
     "azure_access",
     "connection_options",
     "endpoint_in",
     "gcp_key",
     "s3_access",
-    "session_keys",
     "static_keys",
 ]
-
-S3Keys: TypeAlias = Mapping[str, Any]
 
 
 def _refusal(package: str) -> Callable[[object], None]:
@@ -65,15 +61,6 @@ else:
     AzureBlock = _blocks("prefect-azure", "AzureBlobStorageCredentials")
 
 
-@dataclass(frozen=True, slots=True)
-class S3Access:
-    """What an AWS or MinIO credentials block contributes; None where it says nothing."""
-
-    keys: Callable[[], S3Keys] | None
-    region: str | None
-    endpoint_url: str | None
-
-
 def s3_access(block: Any) -> S3Access:
     """Read a `AwsCredentials` or `MinIOCredentials` block."""
     endpoint = block.aws_client_parameters.endpoint_url
@@ -100,16 +87,6 @@ def static_keys(access_key_id: str, secret_access_key: str, session_token: str |
         "expires_at": None,
     }
     return lambda: keys
-
-
-def session_keys(session: Any) -> Callable[[], S3Keys]:
-    """Return a provider of a boto3 session's keys, which boto3 renews (profiles, SSO, roles)."""
-    from obstore.auth.boto3 import Boto3CredentialProvider
-
-    try:
-        return Boto3CredentialProvider(session)
-    except ValueError as error:
-        raise InvalidInput(f"no AWS credentials in the profile {session.profile_name!r}") from error
 
 
 def gcp_key(block: Any) -> str | None:

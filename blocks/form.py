@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -12,6 +11,7 @@ from pydantic import ConfigDict, HttpUrl, SecretStr, ValidationError, model_vali
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.hints import did_you_mean_or_has
 
 __all__ = ["Form", "unknown_field"]
 
@@ -80,10 +80,7 @@ def _secrets_in(value: object) -> Iterator[str]:
 
 def unknown_field(cls: type[Form], name: str) -> str:
     """Say that it has no field of this name, and which was meant."""
-    known = list(cls.model_fields)
-    nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    advice = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known)}"
-    return f"no field {name!r}: {advice}"
+    return f"no field {name!r}: {did_you_mean_or_has(name, cls.model_fields)}"
 
 
 def _in_one_line(block: str, error: ValidationError) -> str:

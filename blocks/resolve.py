@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -21,9 +20,10 @@ from prefect_tune.blocks.local_target import LocalTarget
 from prefect_tune.blocks.s3_target import S3Target
 from prefect_tune.blocks.target import StorageTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
+from prefect_tune.core.hints import nearest
 from prefect_tune.stores.uris import Client, read_uri
 
-__all__ = ["SET_UP", "resolve_target", "target_from_fields", "target_reference", "validate_target"]
+__all__ = ["SET_UP", "resolve_existing", "resolve_target", "target_from_fields", "target_reference", "validate_target"]
 
 SET_UP = (
     "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
@@ -50,6 +50,15 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
             return target
         case (str(block_type), str(name)):
             return _load(block_type, name)
+
+
+def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
+    """Return the target that `value` means, to be looked at: a folder that is not there is not made when it is opened.
+
+    Raises what `resolve_target` raises.
+    """
+    target = resolve_target(value)
+    return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
 
 
 def validate_target(value: StorageTarget | str | os.PathLike[str]) -> None:
@@ -108,8 +117,8 @@ def _is_target_type(block_type: str, value: str) -> bool:
     known = _target_types()
     if block_type in known:
         return True
-    nearest = difflib.get_close_matches(block_type, known, n=1)
-    meant = f"the block {nearest[0] + value[len(block_type) :]!r}" if nearest else f"one of {', '.join(sorted(known))}"
+    near = nearest(block_type, known)
+    meant = f"the block {near + value[len(block_type) :]!r}" if near else f"one of {', '.join(sorted(known))}"
     raise InvalidInput(
         f"{value!r}: {block_type!r} is no type of target block; write './{value}' for a folder, or {meant}"
     )

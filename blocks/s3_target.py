@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
-from prefect_tune.blocks.credentials import AwsBlock, S3Access, endpoint_in, s3_access, session_keys, static_keys
+from prefect_tune.blocks.credentials import AwsBlock, endpoint_in, s3_access, static_keys
 from prefect_tune.blocks.logos import AWS_LOGO
 from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.stores.aws_surroundings import S3Access, ambient_access, ambient_endpoint, ambient_http
 
 __all__ = ["S3Target"]
 
@@ -81,7 +80,7 @@ class S3Target(ObjectTarget):
         from obstore.store import S3Store
 
         access = self._access()
-        endpoint = self.endpoint_url or access.endpoint_url or _ambient_endpoint(os.environ)
+        endpoint = self.endpoint_url or access.endpoint_url or ambient_endpoint(os.environ)
         if (endpoint or "").startswith("http:") and not self._may_use_http():
             raise InvalidInput(
                 f"{self.uri}: its endpoint {endpoint!r} has no TLS: set allow_http=True if that is meant"
@@ -101,7 +100,7 @@ class S3Target(ObjectTarget):
         return {**super()._transport(), "allow_http": self._may_use_http()}
 
     def _may_use_http(self) -> bool:
-        return self.allow_http or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
+        return self.allow_http or ambient_http(os.environ)
 
     def _signs_payload(self, endpoint: str | None) -> bool:
         has_tls = not (endpoint or "").startswith("http:")
@@ -113,31 +112,5 @@ class S3Target(ObjectTarget):
         if self.access_key_id is not None and self.secret_access_key is not None:
             token = self.session_token.get_secret_value() if self.session_token else None
             keys = static_keys(self.access_key_id, self.secret_access_key.get_secret_value(), token)
-            return S3Access(keys, None, None)
-        return S3Access(None, None, None) if self.anonymous else _ambient_access(os.environ)
-
-
-def _ambient_endpoint(environment: Mapping[str, str]) -> str | None:
-    return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
-
-
-def _ambient_access(environment: Mapping[str, str]) -> S3Access:
-    """Return what a profile in ~/.aws says, where nothing in the environment comes before it.
-
-    Everything else ambient (variables, web identity, container, instance) is found by the client itself.
-    """
-    stronger = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
-    if any(name in environment for name in stronger) or not _has_profile(environment) or not find_spec("boto3"):
-        return S3Access(None, None, None)
-    import boto3
-
-    session = boto3.Session()
-    keys = session_keys(session) if session.get_credentials() else None  # a profile may be a region alone
-    return S3Access(keys, session.region_name, None)
-
-
-def _has_profile(environment: Mapping[str, str]) -> bool:
-    files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
-    return "AWS_PROFILE" in environment or any(
-        Path(environment.get(variable, usual)).expanduser().is_file() for variable, usual in files.items()
-    )
+            return S3Access(keys)
+        return ambient_access(os.environ, anonymous=self.anonymous)

@@ -18,11 +18,10 @@ from prefect_tune.flows.resuming import RerunErrored
 from prefect_tune.flows.spelled import scheduler_from, search_from, spelled, spelled_stop
 from prefect_tune.trial_process import load_trainable
 
-__all__ = ["Asked", "from_settings", "only_in_code", "settings_of", "space_of"]
+__all__ = ["OF_THE_RUN", "Asked", "from_settings", "only_in_code", "settings_of", "space_of"]
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
-# What belongs to one run of the experiment, and not to the experiment.
-_OF_THE_RUN = frozenset(
+OF_THE_RUN = frozenset(
     {
         "target",
         "experiment",
@@ -34,12 +33,16 @@ _OF_THE_RUN = frozenset(
         "resources_total",
     }
 )
+"""What belongs to one run of the experiment, and not to the experiment."""
 _VALUES: Mapping[str, type[Value]] = {"checkpoint": Cadence, "retention": Retention, "failures": FailurePolicy}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The parameters of `prefect_tune.flows.tune.tune`, which tells what they mean."""
+    """The parameters of `prefect_tune.flows.tune.tune`, which tells what they mean; with the same defaults.
+
+    What equals its default is not in the journal: another default is another value for every search that is resumed.
+    """
 
     trainable: Any
     target: StorageTarget | str
@@ -71,7 +74,7 @@ class Asked:
     isolation: Literal["process", "thread"] = "process"
     grace_period_seconds: float = 25
     silence_timeout_seconds: float | None = None
-    resume: bool | str | None = None
+    resume: bool | str | None = "auto"
     rerun_errored: RerunErrored = False
     warm_start: list[str] | None = None
     on_code_change: Literal["warn", "refuse"] = "warn"
@@ -91,7 +94,7 @@ def settings_of(asked: Asked) -> dict[str, object]:
     only_in_code: list[str] = []
     for each in fields(asked):
         value = getattr(asked, each.name)
-        if each.name in _OF_THE_RUN or value is None or value == each.default:
+        if each.name in OF_THE_RUN or value is None or value == each.default:
             continue
         said = _said(each.name, value)
         if said is None:

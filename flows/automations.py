@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import httpx
 from prefect.automations import AutomationCore, DoNothing, RunDeployment, SendNotification
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.events.actions import ActionTypes
 from prefect.events.schemas.automations import Automation
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
-from prefect_tune.core.errors import InvalidInput, StoreUnavailable, TuneError
-from prefect_tune.flows.refusal import reason_of
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.flows.server import prefect_server
 from prefect_tune.flows.shipped import Shipped, shipped
 
 __all__ = ["automation_names", "install_automations", "uninstall_automations"]
@@ -56,12 +54,12 @@ def install_automations(
             (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, 180 s unless it is set; set it alike where the runs are).
 
     Raises:
-        InvalidInput: there is no such automation, block or deployment. Nothing was installed.
-        StoreUnavailable: the Prefect server did not answer.
-        TuneError: it refused, for a role or a plan that does not allow automations, say.
+        InvalidInput: there is no such automation, block or deployment, or no Prefect server is set up. Nothing was
+            installed.
+        TuneError: the server did not answer, or it refused, for a role or a plan that does not allow automations, say.
     """
     chosen = _chosen(names, _window(heartbeat_window_seconds))
-    with _server() as client:
+    with prefect_server("automations") as client:
         actions = _actions(client, notify, run, parameters)
         for each in chosen:
             _install(client, each, actions)
@@ -72,29 +70,17 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
     """Remove automations that were installed, all or some; return the names of those that were there.
 
     Raises:
-        InvalidInput: there is no automation of that name to install.
-        StoreUnavailable: the Prefect server did not answer.
-        TuneError: it refused, for a role or a plan that does not allow automations, say.
+        InvalidInput: there is no automation of that name to install, or no Prefect server is set up.
+        TuneError: the server did not answer, or it refused, for a role or a plan that does not allow automations, say.
     """
     removed = []
-    with _server() as client:
+    with prefect_server("automations") as client:
         for each in _chosen(names, _window(None)):
             found = client.read_automations_by_name(each.name)
             for automation in found:
                 client.delete_automation(automation.id)
             removed += [each.name] if found else []
     return removed
-
-
-@contextmanager
-def _server() -> Iterator[SyncPrefectClient]:
-    try:
-        with get_client(sync_client=True) as client:
-            yield client
-    except PrefectHTTPStatusError as error:
-        raise TuneError(f"automations: the Prefect server refused: {reason_of(error)}") from error
-    except httpx.TransportError as error:
-        raise StoreUnavailable(f"automations: the Prefect server did not answer: {error}") from error
 
 
 def _window(seconds: float | None) -> timedelta:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 from uuid import UUID
 
-import httpx
 from prefect import Flow
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentScheduleUpdate, DeploymentUpdate
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from prefect.settings import get_current_settings
+from prefect.exceptions import ObjectNotFound
 from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
-from prefect_tune.blocks.resolve import SET_UP
-from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.hints import did_you_mean_or_has
 from prefect_tune.flows.deployments import TAG, Every, Offer, Schedule, Wanted
 from prefect_tune.flows.forms import form_of
 from prefect_tune.flows.given_parameters import SavedBlocks, checked
-from prefect_tune.flows.refusal import reason_of
+from prefect_tune.flows.server import prefect_server
 
 __all__ = ["Deployed", "Pool", "deploy"]
 
@@ -77,24 +73,10 @@ def deploy(wanted: Sequence[Wanted], pool: Pool) -> Sequence[Deployed]:
         InvalidInput: a flow cannot be imported, the pool is not there, or a parameter or schedule cannot be.
         TuneError: no Prefect server answers, or it refuses.
     """
-    with _server() as client:
+    with prefect_server("deployments") as client:
         _require_pool(client, pool)
         ready = [_ready(client, each) for each in wanted]
         return [_deployed(client, each, pool) for each in ready]
-
-
-@contextmanager
-def _server() -> Iterator[SyncPrefectClient]:
-    url = get_current_settings().api.url
-    if not url:
-        raise InvalidInput(f"no Prefect server is set up, and a deployment lives on one: {SET_UP}")
-    try:
-        with get_client(sync_client=True) as client:
-            yield client
-    except PrefectHTTPStatusError as error:
-        raise TuneError(f"the Prefect server at {url} refused: {reason_of(error)}") from error
-    except httpx.HTTPError as error:
-        raise TuneError(f"the Prefect server at {url} did not answer: {str(error) or type(error).__name__}") from error
 
 
 # ------------------------------------------------------------------------------------------- looking before leaping
@@ -117,8 +99,7 @@ def _require_variables(pool: WorkPool, given: Mapping[str, Any]) -> None:
     known = pool.base_job_template.get("variables", {}).get("properties", {})
     for name in given:
         if known and name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
+            hint = did_you_mean_or_has(name, sorted(known))
             raise InvalidInput(f"work pool {pool.name!r} of type {pool.type!r} has no job variable {name!r}: {hint}")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.hints import did_you_mean
 from prefect_tune.core.values import valid_name
 
 __all__ = ["OFFERS", "TAG", "Collision", "Every", "Offer", "Schedule", "Wanted", "named", "of_one_experiment", "wanted"]
@@ -113,8 +113,7 @@ def named(names: Sequence[str]) -> Sequence[Offer]:
     known = {offer.name: offer for offer in OFFERS}
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, known)
             raise InvalidInput(f"there is no flow {name!r} to deploy: expected one of {', '.join(known)}{hint}")
     return [known[name] for name in dict.fromkeys(names or known)]
 

@@ -38,7 +38,7 @@ from prefect_tune.flows.reporter import Reporter, reported
 from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
 from prefect_tune.flows.restarts import owner_after
 from prefect_tune.flows.resuming import read_known
-from prefect_tune.flows.training_turns import Turn, code_changed, first_turn, followed, next_turn
+from prefect_tune.flows.training_turns import TrainingTurn, code_changed, first_turn, followed, next_turn
 from prefect_tune.flows.turns import as_one_owner, say_what_is_resumable
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt import Failed
@@ -131,7 +131,7 @@ def durable_trainable(
         StoreRefused: the target refuses, for its credentials say.
     """
     where, name = resolve_target(target), experiment_name(experiment)
-    turn: Turn | None = (first := first_turn(where, name, stop, trainable))
+    turn: TrainingTurn | None = (first := first_turn(where, name, stop, trainable))
     stopper = _of_one_trial(stopper_for(first.stop))  # type: ignore[arg-type]  # it says what is wrong with it
     plan = TrialPlan(
         target=where,
@@ -172,7 +172,7 @@ class _Task:
     trainable: object
 
 
-def _train(task: _Task, turn: Turn) -> Experiment:
+def _train(task: _Task, turn: TrainingTurn) -> Experiment:
     plan, name = task.plan, task.plan.trial.experiment
 
     def attempts(stop: threading.Event) -> Experiment:
@@ -186,12 +186,14 @@ def _train(task: _Task, turn: Turn) -> Experiment:
         reporter = Reporter(plan.target, state, outlook, get_run_logger())
         news = SoloListener(Listeners([herald, reporter]), state)
         with reported(reporter, stop):
-            state = turn.reached(_ready(task, news, followed(plan, state, turn)))
+            state = _ready(task, news, followed(plan, state, turn))
+            turn.reached(state)
             _say_where_it_stands(task, state)
             is_done = state.trial(_TRIAL).status is Status.FINISHED
             with nullcontext() if is_done else heralded(herald, stop):
                 while state.trial(_TRIAL).status is Status.PENDING and not (state.questions or stop.is_set()):
-                    state = turn.reached(_attempt(task, news, state, stop))
+                    state = _attempt(task, news, state, stop)
+                    turn.reached(state)
                 reporter.conclude()  # it draws the last page while the herald ends
         return state
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -17,6 +16,7 @@ from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, targe
 from prefect_tune.blocks.form import unknown_field
 from prefect_tune.blocks.resolve import validate_target
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.hints import did_you_mean_or_has
 from prefect_tune.core.objective import objective_of
 from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.random_search import RandomSearch
@@ -88,9 +88,7 @@ def _require_known(parameters: Mapping[str, Any], schema: Mapping[str, Any], *, 
     known = schema["properties"]
     for name in parameters:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-            raise InvalidInput(f"parameters: no parameter {name!r}: {hint}")
+            raise InvalidInput(f"parameters: no parameter {name!r}: {did_you_mean_or_has(name, known)}")
     missing = [name for name in schema.get("required", ()) if name not in parameters]
     if complete and missing:
         raise InvalidInput(

@@ -12,7 +12,7 @@ from typing import Literal
 
 from prefect.logging import get_run_logger
 
-from prefect_tune.blocks import LocalTarget, StorageTarget, resolve_target
+from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import (
     CommitUnknown,
     DamageFound,
@@ -114,9 +114,8 @@ def maintain(
     budget = None if time_budget_seconds is None else timedelta(seconds=time_budget_seconds)
     until = None if budget is None else datetime.now(UTC) + budget
     sample = Sample(share=1.0 if verify == "all" else 1 / sample_rounds, max_bytes=max_verify_bytes, until=until)
-    where = resolve_target(target)
     wanted = _Wanted(
-        target=where.model_copy(update={"must_exist": True}) if isinstance(where, LocalTarget) else where,
+        target=resolve_existing(target),
         sample=None if verify == "none" else sample,
         quarantine=quarantine and not dry_run,
         collect=collect,

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, assert_never
 
-from prefect_tune.blocks import LocalTarget, StorageTarget, resolve_target
+from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.checkpoint import Checkpoint
 from prefect_tune.core.curves import curve
 from prefect_tune.core.errors import InvalidInput
@@ -61,9 +61,7 @@ def load_results(
         JournalCorrupt: there is, and its history does not hold together.
         StoreUnavailable: the target did not answer.
     """
-    place = resolve_target(target)
-    if isinstance(place, LocalTarget):
-        place = place.model_copy(update={"must_exist": True})
+    place = resolve_existing(target)
     with place.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
         state = load(store, experiment, side_by_side=transfers)
     if not state.number:

@@ -10,7 +10,7 @@ from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.journal import Loaded
 from prefect_tune.core.values import valid_name
-from prefect_tune.flows.asked import from_settings, only_in_code
+from prefect_tune.flows.asked import OF_THE_RUN, from_settings, only_in_code
 from prefect_tune.flows.extending import require_one_count
 from prefect_tune.flows.forms import (
     CallbacksField,
@@ -27,24 +27,8 @@ from prefect_tune.tasks.forking import ForkRequest, fork_experiment
 
 __all__ = ["resume"]
 
-_CHANGES = frozenset(
-    {
-        "num_samples",
-        "stop",
-        "space",
-        "max_concurrent_trials",
-        "resources_per_trial",
-        "trainable",
-        "scheduler",
-        "search",
-        "warm_start",
-        "callbacks",
-        "sync",
-    }
-)
-_OF_THIS_RUN = frozenset(
-    {"rerun_errored", "samples_per_run", "on_code_change", "time_budget_seconds", "resources_total"}
-)
+_WHICH = frozenset({"experiment", "target", "fork", "at", "strict_fork"})
+"""They say which experiment goes on. All others are of this run, or change what the journal says."""
 
 
 @flow_with_server(name="resume", persist_result=False)
@@ -128,10 +112,11 @@ def resume(
         request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
         experiment = fork_experiment(where, request).name
     known = _found(where, experiment)
-    changed = {name: value for name, value in given.items() if name in _CHANGES and value is not None}
+    said = {name: value for name, value in given.items() if name not in _WHICH}
+    changed = {name: value for name, value in said.items() if name not in OF_THE_RUN and value is not None}
     if callbacks is None and "callbacks" in only_in_code(known.experiment.settings):
         get_run_logger().warning("the callbacks were objects, which no journal holds: it goes on without them")
-    run = {name: given[name] for name in _OF_THIS_RUN}
+    run = {name: value for name, value in said.items() if name in OF_THE_RUN}
     here = {"target": where, "experiment": experiment, "resume": "must"}
     return searched(from_settings(known.experiment.settings, {**run, **here}, changed), known)
 

@@ -48,7 +48,7 @@ from prefect_tune.flows.request import existing_limits, name_of, stopper_for, va
 from prefect_tune.flows.restarts import owner_after
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import read_known, require_presence, resuming
-from prefect_tune.flows.search_turns import Turn, first_turn, next_turn
+from prefect_tune.flows.search_turns import SearchTurn, first_turn, next_turn
 from prefect_tune.flows.slots import Slots, resources_asked, slots_elsewhere, slots_here
 from prefect_tune.flows.spelled import scheduler_from
 from prefect_tune.flows.stop_desk import StopDesk
@@ -72,14 +72,14 @@ _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 def searched(asked: Asked, known: Loaded | None = None) -> Results:
     """Do what was asked for, within a flow; what is `known` of it is not read again. Raises what `tune` raises."""
-    turn: Turn | None = first_turn(asked, known)
+    turn: SearchTurn | None = first_turn(asked, known)
     while turn is not None:
         results = _searched(turn)
         turn = next_turn(turn, results)
     return results
 
 
-def _searched(turn: Turn) -> Results:
+def _searched(turn: SearchTurn) -> Results:
     asked, name = turn.asked, turn.experiment
     objective = objective_of(asked.metric, asked.mode)
     stopper = of_trials(whole := stopper_for(asked.stop))
@@ -167,7 +167,7 @@ def _plan(asked: Asked, experiment: str, stopper: Stopper) -> TrialPlan:
     )
 
 
-def _limits(turn: Turn, plan: TrialPlan, stopper: Stopper, slots: Slots) -> Limits:
+def _limits(turn: SearchTurn, plan: TrialPlan, stopper: Stopper, slots: Slots) -> Limits:
     asked = turn.asked
     budget = asked.time_budget_seconds
     if budget is not None and budget <= 0:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from prefect_tune.blocks import resolve_target
 from prefect_tune.core.choices import Standing
-from prefect_tune.core.events import Answered
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import Loaded
 from prefect_tune.core.objective import objective_of
@@ -20,34 +18,24 @@ from prefect_tune.flows.results import Results
 from prefect_tune.flows.resume_forms import Form, form_of_search, page_of
 from prefect_tune.flows.resuming import read_known
 from prefect_tune.flows.suspension import last_form
-from prefect_tune.flows.turns import answers_of_persons
+from prefect_tune.flows.turns import Turn, answers_of_persons
 from prefect_tune.tasks.transient import retrying
 
-__all__ = ["Turn", "first_turn", "next_turn"]
+__all__ = ["SearchTurn", "first_turn", "next_turn"]
 
 
 @dataclass
-class Turn:
-    """What is to be done until a person has to say something, or it is over."""
+class SearchTurn(Turn):
+    """A turn of a search."""
 
     asked: Asked
     experiment: str
     known: Loaded | None = None
-    news: Sequence[Answered] = ()
-    """What persons have answered, and the journal does not hold yet."""
-    answered: bool = False
-    """Whether a person has answered this very process, which goes on."""
     stops: bool = False
     """Whether nothing is to be begun any more."""
-    state: Experiment | None = None
-    """The experiment as it was last seen to be."""
-
-    def reached(self, state: Experiment) -> None:
-        """Take note of how it stands."""
-        self.state = state
 
 
-def first_turn(asked: Asked, known: Loaded | None) -> Turn:
+def first_turn(asked: Asked, known: Loaded | None) -> SearchTurn:
     """Return what a flow run begins with, be it new, retried or resumed.
 
     Raises:
@@ -56,11 +44,11 @@ def first_turn(asked: Asked, known: Loaded | None) -> Turn:
     """
     name, shown = experiment_name(asked.experiment), last_form()
     if shown is None and asked.samples_per_run is None:
-        return Turn(asked, name, known)
+        return SearchTurn(asked, name, known)
     known = known or retrying(lambda: read_known(resolve_target(asked.target), name))
     asked, _ = extending.extended(asked, known.experiment, extending.place_of_run)
     if shown is None:
-        return Turn(asked, name, known)
+        return SearchTurn(asked, name, known)
     state, chosen = known.experiment, list(chosen_before(known.experiment))
     for choice in chosen:
         asked = extended(asked, choice, _standing(asked))
@@ -69,10 +57,10 @@ def first_turn(asked: Asked, known: Loaded | None) -> Turn:
         chosen.append(heard.choice)
         asked = extended(asked, heard.choice, _standing(asked))
     stops = bool(chosen) and chosen[-1].way == "stop here"
-    return Turn(asked, name, known, heard.news, stops)
+    return SearchTurn(asked, name, known, stops, news=heard.news)
 
 
-def next_turn(turn: Turn, results: Results) -> Turn | None:
+def next_turn(turn: SearchTurn, results: Results) -> SearchTurn | None:
     """Return what comes after a turn; None where it is over. Raises `Pause` where the process is to end first."""
     state = results.experiment
     news = answers_of_persons(state, lambda: _form(turn.asked, state))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from datetime import timedelta
-from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
 from typing import Any, cast
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.hints import did_you_mean
 from prefect_tune.core.schedulers.scheduler import Scheduler
 from prefect_tune.core.search.search import Search
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
@@ -176,7 +176,7 @@ def _require_options(kind: Callable[..., object], arguments: Mapping[str, Any], 
     missing = [_in_json(key) for key, each in options.items() if each.default is each.empty and key not in arguments]
     if unknown:
         there = [_in_json(each) for each in options]
-        hint = _hint(unknown[0], there) or f"; there are {', '.join(there)}" * bool(there)
+        hint = did_you_mean(unknown[0], there) or f"; there are {', '.join(there)}" * bool(there)
         raise InvalidInput(f"{where}: {name} has no option {unknown[0]!r}{hint}")
     if missing:
         raise InvalidInput(f"{where}: {name} needs {' and '.join(missing)}: {_example(name)}")
@@ -190,12 +190,6 @@ def _example(name: str) -> str:
     return json.dumps({name: _EXAMPLES.get(name, {})})
 
 
-def _hint(given: object, known: Iterable[str]) -> str:
-    by_small = {each.casefold(): each for each in known}
-    near = get_close_matches(str(given).casefold(), by_small, n=1)
-    return f"; did you mean {by_small[near[0]]!r}?" if near else ""
-
-
 def _parts(given: object, where: str, known: Mapping[str, str]) -> tuple[str, Mapping[str, Any]]:
     spelling = {given: {}} if isinstance(given, str) else given
     if isinstance(spelling, Mapping) and len(spelling) == 1:
@@ -204,6 +198,6 @@ def _parts(given: object, where: str, known: Mapping[str, str]) -> tuple[str, Ma
             return name, arguments
         if name in known:
             raise InvalidInput(f"{where}: {name}: expected its options, as in {_example(name)}, found {arguments!r}")
-        raise InvalidInput(f"{where}: {name!r} is none of {', '.join(known)}{_hint(name, known)}")
+        raise InvalidInput(f"{where}: {name!r} is none of {', '.join(known)}{did_you_mean(str(name), known)}")
     example = next(iter(known))
     raise InvalidInput(f"{where}: expected one, or its JSON such as {{{example!r}: {{...}}}}, found {given!r}")

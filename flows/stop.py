@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Literal, TypeVar
 
-from prefect_tune.blocks import LocalTarget, StorageTarget, resolve_target
+from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.answers import UNASKED, answer
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment import Experiment
@@ -74,13 +74,8 @@ def stop(
         InvalidInput: there is no such search or trial; nothing was asked.
         StoreUnavailable: the target cannot be had.
     """
-    asking = _Asking(_existing(resolve_target(target)), experiment, trial, _said(reason))
+    asking = _Asking(resolve_existing(target), experiment, trial, _said(reason))
     return asking.until_answered(wait_seconds)
-
-
-def _existing(target: StorageTarget) -> StorageTarget:
-    """A folder that is not there is not made."""
-    return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
 
 
 def _said(reason: str) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.choices import Choice, Standing
 from prefect_tune.core.errors import CheckpointNotFound
-from prefect_tune.core.events import Answered, Cloned, Event, Finished, Requeued
+from prefect_tune.core.events import Cloned, Event, Finished, Requeued
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.trial import ENDED, Trial, newest_key
@@ -18,51 +18,40 @@ from prefect_tune.flows.resume_forms import Form, form_of_training, page_of
 from prefect_tune.flows.resuming import read_known
 from prefect_tune.flows.source_code import code_of
 from prefect_tune.flows.suspension import last_form, leave_with
-from prefect_tune.flows.turns import STOPPED_HERE, answers_of_persons
+from prefect_tune.flows.turns import STOPPED_HERE, Turn, answers_of_persons
 from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
 from prefect_tune.tasks.experiment_state import write_entry
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import retrying, unseen
 
-__all__ = ["Turn", "code_changed", "first_turn", "followed", "next_turn"]
+__all__ = ["TrainingTurn", "code_changed", "first_turn", "followed", "next_turn"]
 
 
 @dataclass
-class Turn:
-    """What is to be done until a person has to say something, or it is over."""
+class TrainingTurn(Turn):
+    """A turn of a single training."""
 
     stop: object
     trainable: object
     choice: Choice | None = None
     """How to go on, where that was answered and is not carried out yet."""
-    news: Sequence[Answered] = ()
-    """What persons have answered, and the journal does not hold yet."""
-    answered: bool = False
-    """Whether a person has answered this very process, which goes on."""
-    state: Experiment | None = None
-    """The experiment as it was last seen to be."""
-
-    def reached(self, state: Experiment) -> Experiment:
-        """Take note of how it stands, and return it."""
-        self.state = state
-        return state
 
 
-def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: object) -> Turn:
+def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: object) -> TrainingTurn:
     """Return what a flow run begins with, be it new, retried or resumed. Raises `Pause` where it is to ask again."""
     if (shown := last_form()) is None:
-        return Turn(stop, trainable)
+        return TrainingTurn(stop, trainable)
     state = retrying(lambda: read_known(target, experiment)).experiment
     for choice in chosen_before(state):
         stop = stop_after(stop, choice, standing_of(stop))
-    form = partial(_form, target, Turn(stop, trainable), state)
+    form = partial(_form, target, TrainingTurn(stop, trainable), state)
     heard = hear(shown, state, _standing(stop, state), form)
     if heard.choice is not None:
         if why := _why_not_back(target, state, heard.choice):
             leave_with(form(why), HOW_TO_GO_ON)
         stop = stop_after(stop, heard.choice, standing_of(stop))
-    return Turn(stop, trainable, heard.choice, heard.news)
+    return TrainingTurn(stop, trainable, heard.choice, news=heard.news)
 
 
 def _why_not_back(target: StorageTarget, state: Experiment, choice: Choice) -> str:
@@ -75,13 +64,13 @@ def _why_not_back(target: StorageTarget, state: Experiment, choice: Choice) -> s
     return damage and f"checkpoint: that of step {choice.checkpoint} cannot be used: {damage}"
 
 
-def next_turn(turn: Turn, target: StorageTarget, state: Experiment) -> Turn | None:
+def next_turn(turn: TrainingTurn, target: StorageTarget, state: Experiment) -> TrainingTurn | None:
     """Return what comes after a turn; None where it is over. Raises `Pause` where the process is to end first."""
     news = answers_of_persons(state, lambda: _form(target, turn, state))
-    return Turn(turn.stop, turn.trainable, None, news, answered=True, state=state) if news else None
+    return TrainingTurn(turn.stop, turn.trainable, news=news, answered=True, state=state) if news else None
 
 
-def followed(plan: TrialPlan, state: Experiment, turn: Turn) -> Experiment:
+def followed(plan: TrialPlan, state: Experiment, turn: TrainingTurn) -> Experiment:
     """Carry out what was answered, with the entry that says so: killed before that, it is carried out by a retry.
 
     What another start of this run has carried out meanwhile is done.
@@ -126,7 +115,7 @@ def _standing(stop: object, state: Experiment) -> Standing:
     return standing_of(stop, checkpoints=sorted(set(steps)))
 
 
-def _form(target: StorageTarget, turn: Turn, state: Experiment, why: str = "") -> Form:
+def _form(target: StorageTarget, turn: TrainingTurn, state: Experiment, why: str = "") -> Form:
     page = page_of(state, target.uri, None, _code_note(target, turn.trainable, state), why)
     return form_of_training(_standing(turn.stop, state), page)
 

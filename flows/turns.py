@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from uuid import uuid4
 
 from prefect.exceptions import Abort, TerminationSignal
@@ -25,10 +26,26 @@ from prefect_tune.flows.terminal_form import asked_in_terminal
 from prefect_tune.tasks.experiment_state import read_experiment
 from prefect_tune.tasks.suspension import is_suspended
 
-__all__ = ["STOPPED_HERE", "answers_of_persons", "as_one_owner", "say_what_is_resumable"]
+__all__ = ["STOPPED_HERE", "Turn", "answers_of_persons", "as_one_owner", "say_what_is_resumable"]
 
 STOPPED_HERE = "stopped here, as was chosen when the run was resumed"
 _PATIENCE_SECONDS = 30 * 24 * 3600
+
+
+@dataclass(kw_only=True)
+class Turn:
+    """What is to be done until a person has to say something, or it is over."""
+
+    news: Sequence[Answered] = ()
+    """What persons have answered, and the journal does not hold yet."""
+    answered: bool = False
+    """Whether a person has answered this very process, which goes on."""
+    state: Experiment | None = None
+    """The experiment as it was last seen to be."""
+
+    def reached(self, state: Experiment) -> None:
+        """Take note of how it stands."""
+        self.state = state
 
 
 def answers_of_persons(state: Experiment, form: Callable[[], Form]) -> Sequence[Answered]:

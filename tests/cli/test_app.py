@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.fakes.command_line import Run
+from tests.fakes.refusing_server import refusing
 
 COMMANDS = ["demo", "blocks", "run", "resume", "stop", "ls", "show", "report", "checkpoints", "verify", "export", "gc"]
 
@@ -79,6 +81,16 @@ def test_the_blocks_are_registered_with_the_server(run: Run, prefect_server: str
     ]
     there = httpx.post(f"{prefect_server}/block_types/filter", json={}).json()
     assert {"local-target", "sync-config"} <= {each["slug"] for each in there}
+
+
+def test_that_the_server_refuses_the_blocks_is_not_said_to_be_silence(run: Run, prefect_server: str) -> None:
+    refusal = refusing(prefect_server, "/block_types", 403, b'{"detail": "not in your role"}')
+    with refusal as url, temporary_settings({PREFECT_API_URL: url}):
+        done = run("blocks", "register")
+    assert (done.code, done.err) == (
+        1,
+        f"prefect-tune: blocks: the Prefect server at {url} refused: not in your role\n",
+    )
 
 
 @pytest.mark.parametrize(("held", "code"), [(True, 0), (False, 1)])

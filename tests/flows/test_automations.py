@@ -24,7 +24,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.errors import InvalidInput, StoreUnavailable
+from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.trial import Status
 from prefect_tune.flows.automations import automation_names, install_automations, uninstall_automations
 from prefect_tune.flows.shipped import shipped
@@ -125,9 +125,17 @@ class TestInstalled:
         assert not set(found()) & set(automation_names())
 
 
-def test_a_server_that_does_not_answer_is_said_to() -> None:
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), pytest.raises(StoreUnavailable):
-        install_automations()
+@pytest.mark.parametrize("act", [install_automations, uninstall_automations])
+def test_a_server_that_does_not_answer_or_is_not_set_up_is_said(
+    act: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = "automations: the Prefect server at http://127.0.0.1:9/api did not answer"
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), pytest.raises(TuneError, match=silent):
+        act()
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    absent = "automations: no Prefect server is set up"
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(InvalidInput, match=absent):
+        act()
 
 
 def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_its_end() -> None:

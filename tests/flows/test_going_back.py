@@ -16,7 +16,7 @@ from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.trial import Status
 from prefect_tune.flows.going_on import HOW_TO_GO_ON
 from prefect_tune.flows.resume_forms import form_of_training
-from prefect_tune.flows.training_turns import Turn, first_turn, followed
+from prefect_tune.flows.training_turns import TrainingTurn, first_turn, followed
 from prefect_tune.stores.posix import PosixStore
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.plan import TrialPlan
@@ -44,7 +44,7 @@ def _opened(trained: Trouble) -> Experiment:
 def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_does(trained: Trouble) -> None:
     plan = TrialPlan(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
     answered = Answered(key="form", answer=_BACK, flow_run="run")
-    turn = Turn(None, trained.trainable, Choice(way="other checkpoint", checkpoint=5), (answered,))
+    turn = TrainingTurn(None, trained.trainable, Choice(way="other checkpoint", checkpoint=5), news=(answered,))
     back = followed(plan, _opened(trained), turn).trial("trial")
     assert (back.status, back.checkpoints[-1].step) == (Status.PENDING, 5)
     trained.run(steps=20)
@@ -79,7 +79,7 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
     (manifest,) = Path(trained.target.path).rglob("0000000005-*/manifest.json")
     _DAMAGE[damage](Path(trained.target.path), manifest)
     before = experiment_at(trained.target, "troubled")
-    turns: list[Turn] = []
+    turns: list[TrainingTurn] = []
 
     def start() -> None:
         turns.append(first_turn(trained.target, "troubled", None, trained.trainable))

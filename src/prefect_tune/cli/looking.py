@@ -22,10 +22,9 @@ _TIMEOUT = timedelta(minutes=30)
 
 def place_at(target: str) -> StorageTarget:
     """Return the target, which is not made where it is missing."""
-    from prefect_tune.blocks import LocalTarget, resolve_target
+    from prefect_tune.blocks import resolve_existing
 
-    place = resolve_target(target)
-    return place.model_copy(update={"must_exist": True}) if isinstance(place, LocalTarget) else place
+    return resolve_existing(target)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from prefect_tune.cli.app import START, AsJson, Target, app
-from prefect_tune.core.errors import TuneError
 
 __all__ = ["blocks"]
 
@@ -38,17 +37,14 @@ def demo(
 @blocks.command("register")
 def register_blocks() -> None:
     """Make the blocks known to your Prefect server, so that they can be filled in in its UI."""
-    import httpx
-
     from prefect_tune import blocks as room
+    from prefect_tune.flows.server import or_said
 
     kinds = (room.LocalTarget, room.S3Target, room.GcsTarget, room.AzureTarget, room.FsspecTarget, room.SyncConfig)
-    try:
+    with or_said("blocks"):
         for kind in kinds:
             kind.register_type_and_schema()
             print(kind.get_block_type_slug())
-    except httpx.HTTPError as error:
-        raise TuneError(f"the Prefect server did not answer: {error}") from error
 
 
 @blocks.command("check")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.hints import did_you_mean
 
 __all__ = ["Machine", "Resources", "resources_of", "slots_on"]
 
@@ -38,8 +38,7 @@ def resources_of(given: Mapping[str, object], where: str) -> Resources:
     """
     for name in given:
         if name not in _KINDS:
-            near = get_close_matches(name.lower(), _KINDS, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, _KINDS)
             raise InvalidInput(f"{where}: {name!r} is neither of {', '.join(map(repr, _KINDS))}{hint}")
     return Resources(**{name: _amount(amount, f"{where}: {name}") for name, amount in given.items()})
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.store import ObjectStore
+from prefect_tune.stores.aws_surroundings import S3Access, ambient_access, ambient_endpoint, ambient_http
 from prefect_tune.stores.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -227,8 +227,10 @@ def _constructor(location: Location) -> Callable[..., Any]:
     unsigned = {"skip_signature": True} if _is_true(location.options.get("anonymous", "")) else {}
     match location.client:
         case Client.S3:
-            config = {"endpoint": endpoint, "region": location.options.get("region")}
-            kind: Any = partial(S3Store, credential_provider=_profile())
+            access = _access(location)
+            config = {"endpoint": endpoint, "region": access.region}
+            keys: Any = access.keys
+            kind: Any = partial(S3Store, credential_provider=keys)
         case Client.GCS:
             config, kind = {"base_url": endpoint}, GCSStore
         case _:
@@ -241,31 +243,24 @@ def _endpoint(location: Location) -> str | None:
     endpoint = location.options.get("endpoint_url") or location.options.get("endpoint_override")
     if endpoint and "://" not in endpoint:  # as pyarrow writes it: host:port, and the scheme by itself
         return f"{location.options.get('scheme', 'https')}://{endpoint}"
-    return endpoint or (os.environ.get("AWS_ENDPOINT_URL") if location.client is Client.S3 else None)
+    return endpoint or (ambient_endpoint(os.environ) if location.client is Client.S3 else None)
 
 
 def _allows_http(location: Location) -> bool:
     """Whoever wrote an http address, here or into the environment, meant it."""
-    asked = location.options.get("allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))
-    return _is_true(asked) or (_endpoint(location) or "").startswith("http://")
+    asked = location.options.get("allow_http")
+    is_allowed = ambient_http(os.environ) if asked is None else _is_true(asked)
+    return is_allowed or (_endpoint(location) or "").startswith("http://")
 
 
 def _is_true(text: str) -> bool:
     return text.lower() in ("1", "true", "yes")
 
 
-def _profile() -> Any:
-    """Return what boto3 finds in ~/.aws; None where the client finds its credentials by itself."""
-    if any(name in os.environ for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")):
-        return None
-    files = ("~/.aws/credentials", "~/.aws/config")
-    if not find_spec("boto3") or not any(Path(file).expanduser().is_file() for file in files):
-        return None
-    import boto3
-    from obstore.auth.boto3 import Boto3CredentialProvider
-
-    session = boto3.Session()
-    return Boto3CredentialProvider(session) if session.get_credentials() else None
+def _access(location: Location) -> S3Access:
+    """Return who asks, and where the bucket lies: what the URI leaves open, the surroundings say."""
+    found = ambient_access(os.environ, anonymous=_is_true(location.options.get("anonymous", "")))
+    return replace(found, region=location.options.get("region") or found.region)
 
 
 def arrow_filesystem(location: Location) -> FileSystem:
@@ -297,10 +292,9 @@ def _arrow_s3(location: Location) -> FileSystem:
     import pyarrow.fs as arrow
 
     endpoint = _endpoint(location)
-    region = location.options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return arrow.S3FileSystem(
         anonymous=_is_true(location.options.get("anonymous", "")),
-        region=region,
+        region=_access(location).region,
         endpoint_override=endpoint.partition("://")[2] if endpoint else None,
         scheme="http" if (endpoint or "").startswith("http://") else "https",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import TypeAlias, get_args
@@ -20,6 +19,7 @@ from optuna.trial import FrozenTrial
 
 from prefect_tune.core.draws import integer
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.hints import did_you_mean
 
 __all__ = ["SeededSampler", "check_sampler", "core_of", "ends_by_itself", "sampler_from"]
 
@@ -105,10 +105,9 @@ def sampler_from(given: object) -> BaseSampler:
     name, options = next(iter(given.items())) if isinstance(given, Mapping) and len(given) == 1 else (given, {})
     kind = getattr(samplers, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, BaseSampler) and isinstance(options, Mapping)):
-        near = get_close_matches(str(name), samplers.__all__, n=1)
         raise InvalidInput(
             "OptunaSearch: sampler: expected one of Optuna's, its name such as 'TPESampler', or its name with options, "
-            f"found {given!r}{f'; did you mean {near[0]!r}?' if near and near[0] != name else ''}"
+            f"found {given!r}{did_you_mean(str(name), samplers.__all__)}"
         )
     try:
         return kind(**options)
