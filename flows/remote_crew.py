@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from prefect_tune.core.experiment import Entry
 from prefect_tune.core.journal import next_entry
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
 from prefect_tune.flows.crew import Began, Message, Over
+from prefect_tune.tasks.experiment_state import experiment_id
 from prefect_tune.tasks.line import Told, Wrote
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.store_line import StoreLine
@@ -69,6 +70,7 @@ class RemoteCrew:
         self._look_every = look_every
         self._ends: queue.SimpleQueue[Over] = queue.SimpleQueue()
         self._attempts: dict[str, _Attempt] = {}
+        self._experiment_id: str | None = None
         self._stopped = False
 
     @property
@@ -85,7 +87,7 @@ class RemoteCrew:
         """Start an attempt; its journal is read from entry `absorbed` on."""
         trial = plan.trial.trial
         line = StoreLine(self._target, plan.trial, attempt)
-        wait = self._elsewhere(plan, orders, line, attempt)
+        wait = self._elsewhere(plan, replace(orders, experiment_id=self._id_of(plan)), line, attempt)
         self._attempts[trial] = _Attempt(plan, attempt, orders.milestone, absorbed)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
@@ -118,6 +120,12 @@ class RemoteCrew:
     def dismiss(self, trial: str) -> None:
         """Take note that an attempt is over."""
         del self._attempts[trial]
+
+    def _id_of(self, plan: TrialPlan) -> str:
+        """What orders that wait in a pool until their experiment is deleted are known by."""
+        if self._experiment_id is None:
+            self._experiment_id = experiment_id(self._target, plan.trial.experiment)
+        return self._experiment_id or ""
 
     def _await(self, trial: str, wait: Callable[[], object]) -> None:
         try:
