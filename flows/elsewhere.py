@@ -108,7 +108,7 @@ class OnDeployment:
             "orders": orders_as_parameters(orders),
             "attempt": attempt,
         }
-        run = self._latest_run(plan, parameters, _key(plan, attempt))
+        run = self._latest_run(plan, parameters, _key(plan, orders, attempt))
         log = get_run_logger()
         log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)
         return lambda: self._end_of(run.id)
@@ -178,10 +178,10 @@ class OnDeployment:
             time.sleep(_LOOK_SECONDS)
 
 
-def _key(plan: TrialPlan, attempt: int) -> str:
-    """Experiments of one name may lie on several targets, and have one server."""
-    target = digest_of(plan.target.uri.encode())[:16]
-    return f"{target}/{plan.trial.experiment}/{plan.trial.trial}/{attempt}"
+def _key(plan: TrialPlan, orders: Orders, attempt: int) -> str:
+    """Experiments of one name may lie on several targets, one after the other on the same, and have one server."""
+    target, experiment_id = digest_of(plan.target.uri.encode())[:16], orders.experiment_id[:16]
+    return f"{target}/{plan.trial.experiment}/{experiment_id}/{plan.trial.trial}/{attempt}"
 
 
 def _run_of(key: str) -> FlowRun | None:

@@ -8,18 +8,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.answers import UNASKED, answer
+from prefect_tune.core.answers import UNASKED, answer, take_back
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.events import Reported, Started
 from prefect_tune.core.experiment import Entry
 from prefect_tune.core.journal import next_entry
+from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
 from prefect_tune.flows.crew import Began, Message, Over
+from prefect_tune.tasks.experiment_state import experiment_id
 from prefect_tune.tasks.line import Told, Wrote
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.store_line import StoreLine
@@ -69,6 +71,7 @@ class RemoteCrew:
         self._look_every = look_every
         self._ends: queue.SimpleQueue[Over] = queue.SimpleQueue()
         self._attempts: dict[str, _Attempt] = {}
+        self._experiment_id: str | None = None
         self._stopped = False
 
     @property
@@ -84,8 +87,9 @@ class RemoteCrew:
     def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
         """Start an attempt; its journal is read from entry `absorbed` on."""
         trial = plan.trial.trial
+        self._on_store(lambda store: take_back(store, plan.trial, attempt))
         line = StoreLine(self._target, plan.trial, attempt)
-        wait = self._elsewhere(plan, orders, line, attempt)
+        wait = self._elsewhere(plan, replace(orders, experiment_id=self._id_of(plan)), line, attempt)
         self._attempts[trial] = _Attempt(plan, attempt, orders.milestone, absorbed)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
@@ -118,6 +122,12 @@ class RemoteCrew:
     def dismiss(self, trial: str) -> None:
         """Take note that an attempt is over."""
         del self._attempts[trial]
+
+    def _id_of(self, plan: TrialPlan) -> str:
+        """What orders that wait in a pool until their experiment is deleted are known by."""
+        if self._experiment_id is None:
+            self._experiment_id = experiment_id(self._target, plan.trial.experiment)
+        return self._experiment_id or ""
 
     def _await(self, trial: str, wait: Callable[[], object]) -> None:
         try:
@@ -170,8 +180,11 @@ class RemoteCrew:
         return [Began(started.trial)] if is_another or attempt.is_due(started.from_step) else []
 
     def _say(self, attempt: _Attempt, step: int, said: GoOn | Leave | StopAndSave) -> None:
-        def say() -> None:
-            with self._target.open(timeout=_REQUEST) as store:
-                answer(store, attempt.plan.trial, attempt.number, step, said)
+        self._on_store(lambda store: answer(store, attempt.plan.trial, attempt.number, step, said))
 
-        retrying(say)
+    def _on_store(self, act: Callable[[ObjectStore], None]) -> None:
+        def acted() -> None:
+            with self._target.open(timeout=_REQUEST) as store:
+                act(store)
+
+        retrying(acted)

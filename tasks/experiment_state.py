@@ -14,6 +14,7 @@ from prefect_tune.core.adopt import adopt
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import (
     JournalCorrupt,
+    ObjectNotFound,
     ResumeFailed,
     StoreRefused,
     StoreUnavailable,
@@ -26,7 +27,7 @@ from prefect_tune.core.journal import Loaded, append, entries_beyond, read, take
 from prefect_tune.core.layout import JournalKey, journal_key
 from prefect_tune.core.segments import write_due_segment
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.book import Listener
 from prefect_tune.tasks.stamp import new_stamp
@@ -35,6 +36,7 @@ from prefect_tune.tasks.transient import RETRYING, retrying, unseen
 __all__ = [
     "Opening",
     "check_target",
+    "experiment_id",
     "open_journal",
     "read_experiment",
     "read_journal",
@@ -221,6 +223,22 @@ def write_directly(
             return _appended(store, experiment, events, once)
 
     return retrying(write)
+
+
+def experiment_id(target: StorageTarget, experiment: str) -> str | None:
+    """Return what no other experiment has, be it begun under the same name when this one was deleted.
+
+    It is the digest of the journal's first entry. None where there is no such experiment. It costs one request.
+    """
+
+    def look() -> str | None:
+        with target.open(timeout=timedelta(seconds=_TIMEOUT_SECONDS)) as store:
+            try:
+                return digest_of(store.read(journal_key(experiment).entry_path(1)))
+            except ObjectNotFound:
+                return None
+
+    return retrying(look)
 
 
 def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:

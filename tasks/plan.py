@@ -62,6 +62,8 @@ class Orders:
     """In which the caller owns the journal; None: the attempt opens the trial's own journal itself."""
     search_epoch: int = 0
     """In which whoever gives them owns the experiment; 0 for a training alone."""
+    experiment_id: str = ""
+    """Which experiment of its name gives them; empty where that is not asked: in a process of the search itself."""
     attempt: int = 0
     """Which attempt is ordered; one that is run again with the same orders makes another of it."""
     config: Mapping[str, object] = field(default_factory=dict)

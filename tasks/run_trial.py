@@ -38,7 +38,14 @@ from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.attempt import Done, Failed, Outcome, Yielded, events_of, supervise
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
-from prefect_tune.tasks.experiment_state import Opening, open_journal, read_experiment, write_directly, write_entry
+from prefect_tune.tasks.experiment_state import (
+    Opening,
+    experiment_id,
+    open_journal,
+    read_experiment,
+    write_directly,
+    write_entry,
+)
 from prefect_tune.tasks.held import place_held
 from prefect_tune.tasks.ledger import Ledger
 from prefect_tune.tasks.line import Line
@@ -72,7 +79,8 @@ def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
         line: to whoever runs the experiment; `line.stop` has the trial save and end within `plan.grace`.
 
     Raises:
-        Superseded: the journal belongs to somebody else; the trial's process is gone.
+        Superseded: the journal belongs to somebody else, and the trial's process is gone; or the experiment that
+            gave the orders was deleted.
         ResumeFailed: there are checkpoints, and none of them can be used.
         StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
     """
@@ -134,6 +142,7 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResu
     Orders whose attempt has begun are carried out. A second run of them makes an attempt more if the trial has not
     ended, and nothing else.
     """
+    _require_same_experiment(plan, orders)
     trial = plan.trial.trial
     carried_out = False
 
@@ -154,6 +163,18 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResu
         return _ended(book.experiment, plan) or book
     _carry_out(plan, orders, book)
     return book
+
+
+def _require_same_experiment(plan: TrialPlan, orders: Orders) -> None:
+    """One that was deleted while its orders waited in a pool has no trials, and another of its name has its own."""
+    name = plan.trial.experiment
+    if not orders.experiment_id or (found := experiment_id(plan.target, name)) == orders.experiment_id:
+        return
+    what = "is not there any more" if found is None else "is another one now, begun under the same name"
+    raise Superseded(
+        f"experiment {name!r} at {plan.target.uri} {what}: the one that ordered attempt {orders.attempt} of trial "
+        f"{plan.trial.trial!r} was deleted. Nothing was trained or written"
+    )
 
 
 def _are_carried_out(orders: Orders, found: Experiment, trial: str) -> bool:

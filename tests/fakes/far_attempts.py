@@ -36,6 +36,7 @@ class FarMachines:
     def __init__(self, *, outlives: bool = True) -> None:
         self.outlives = outlives
         self.started: list[tuple[str, int, int | None]] = []
+        self.orders: list[Orders] = []
         self.is_withdrawn = False
         self._ends: dict[str, threading.Event] = {}
 
@@ -43,6 +44,7 @@ class FarMachines:
         del line
         trial = plan.trial.trial
         self.started.append((trial, attempt, orders.milestone))
+        self.orders.append(orders)
         self._ends[trial] = threading.Event()
         return self._ends[trial].wait
 

@@ -150,3 +150,15 @@ def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_to
     state = resumed.live(nothing, ends, nothing, nothing)
     assert resumed.machines.started == [(TRIAL, 1, None), (TRIAL, 2, None)]
     assert (state.trial(TRIAL).status, state.trial(TRIAL).step) == (Status.PENDING, 2)
+
+
+def test_one_that_had_not_begun_when_its_search_was_stopped_is_stopped_no_more_when_that_goes_on(
+    target: LocalTarget, attempt: FarAttempt
+) -> None:
+    search = FarSearch(target)
+    search.live(nothing, search.stop, nothing)
+    assert attempt.told(attempt=1) == StopAndSave()
+    resumed = FarSearch(target)
+    resumed.live(nothing)
+    assert resumed.machines.started == [(TRIAL, 1, None)]
+    assert attempt.told(attempt=1) is None

@@ -210,3 +210,12 @@ def test_where_all_runs_of_an_attempt_have_died_the_next_is_made_only_when_it_is
     assert len(api.runs) == 2
     begin(plan, resumed)
     assert [key.rpartition("/")[2] for key in api.runs] == ["1", "2", "3"]
+
+
+def test_a_run_that_a_deleted_experiment_of_the_same_name_has_left_in_the_pool_is_not_taken(
+    api: Api, plan: TrialPlan
+) -> None:
+    for experiment_id in ("deleted", "again", "again"):
+        orders = Orders(experiment_id=experiment_id)
+        OnDeployment("flow/deployment")(plan, orders, StoreLine(plan.target, plan.trial, 1), 1)
+    assert len(api.runs) == 2

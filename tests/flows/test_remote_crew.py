@@ -10,6 +10,7 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.removal import remove
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
 from prefect_tune.flows.crew import Began, Message
@@ -17,6 +18,7 @@ from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.stores.posix import PosixStore
 from prefect_tune.tasks.line import Told
 from prefect_tune.tasks.plan import Orders
+from prefect_tune.tasks.stamp import new_stamp, this_owner
 from tests.fakes.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.far_searches import FarSearch
 
@@ -147,3 +149,18 @@ def test_an_attempt_that_is_run_again_while_all_save_and_end_does_so_too(target:
     again = RunAgain(target)
     search.live(nothing, attempt.starts, search.stop, nothing, again, nothing, nothing)
     assert (attempt.told(attempt=1), again.attempt.told()) == (StopAndSave(), StopAndSave())
+
+
+def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
+    target: LocalTarget,
+) -> None:
+    def orders_of(search: FarSearch) -> Orders:
+        search.live(nothing)
+        return search.machines.orders[0]
+
+    first, resumed = orders_of(FarSearch(target)), orders_of(FarSearch(target))
+    with target.open(timeout=timedelta(seconds=9)) as store:
+        remove(store, "e", this_owner(), new_stamp(), side_by_side=map)
+    again = orders_of(FarSearch(target))
+    assert first.experiment_id
+    assert resumed.experiment_id == first.experiment_id != again.experiment_id

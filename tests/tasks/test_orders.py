@@ -38,13 +38,14 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import history, load
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.manifest import About
+from prefect_tune.core.removal import remove
 from prefect_tune.core.schedulers.scheduler import Exploit
 from prefect_tune.core.trial import Status, Trial
 from prefect_tune.core.values import StepReport, Value
 from prefect_tune.tasks.attempt import Done, Yielded
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import clone_checkpoint, save_checkpoint
-from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.tasks.experiment_state import Opening, experiment_id, open_journal, write_directly
 from prefect_tune.tasks.line import Line
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.run_trial import AttemptResult
@@ -234,6 +235,38 @@ def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(desk: Desk) -> 
     desk.begun(orders(1))
     assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
     assert desk.begun(orders(3, search_epoch=5)).experiment.trial(TRIAL).attempt == 3
+
+
+# ------------------------------------------------------------------------- of an experiment that was deleted
+
+
+def searched(target: LocalTarget) -> str:
+    """Begin the experiment; return its id."""
+    open_journal(target, JournalKey(experiment="e"), Opening(Owner(name="it", host="h", pid=1), new_stamp()))
+    found = experiment_id(target, "e")
+    assert found
+    return found
+
+
+def test_orders_of_an_experiment_that_was_deleted_begin_nothing(desk: Desk) -> None:
+    late = replace(orders(1), experiment_id=searched(desk.target))
+    with desk.target.open(timeout=_MINUTE) as store:
+        remove(store, "e", Owner(name="it", host="h", pid=1), new_stamp(), side_by_side=map)
+        with pytest.raises(Superseded, match="is not there any more"):
+            desk.given(late)
+        assert list(store.list("")) == []
+
+
+def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_trials_to_the_new_one(
+    desk: Desk,
+) -> None:
+    late = replace(orders(1, search_epoch=3), config={"x": 0}, experiment_id=searched(desk.target))
+    with desk.target.open(timeout=_MINUTE) as store:
+        remove(store, "e", Owner(name="it", host="h", pid=1), new_stamp(), side_by_side=map)
+    now = replace(orders(1), experiment_id=searched(desk.target))
+    with pytest.raises(Superseded, match="is another one now"):
+        desk.given(late)
+    assert desk.begun(now).experiment.trial(TRIAL).config == {"x": 1}
 
 
 # ---------------------------------------------------------------------------------------------- a training alone

@@ -14,7 +14,7 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Value
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
 
-__all__ = ["UNASKED", "Answered", "answer", "read_answer"]
+__all__ = ["UNASKED", "Answered", "answer", "read_answer", "take_back"]
 
 UNASKED = 0
 """The step under which a trial is told what it did not ask for."""
@@ -50,3 +50,13 @@ def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) ->
         return unseal(Answered, store.read(path), path, JournalCorrupt).answer
     except ObjectNotFound:
         return None
+
+
+def take_back(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
+    """Have an attempt that is begun, or found again, not be told what an earlier owner told it unasked.
+
+    That was for the earlier one's run, or is in the experiment's journal, and is told again.
+    """
+    path = trial.answer_path(attempt, UNASKED)
+    if store.size(path) is not None:
+        store.delete([path])
