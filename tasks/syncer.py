@@ -19,6 +19,7 @@ from prefect_tune.core.errors import (
     DeadlineExceeded,
     InvalidInput,
     StoreRefused,
+    Superseded,
     TuneError,
     UnknownVersion,
 )
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["HOPELESS", "Direction", "SyncTimedOut", "Syncer", "syncer_for"]
 
 _LONGEST_PAUSE_SECONDS = 60.0
-HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion)
+HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion, Superseded)
 
 
 class SyncTimedOut(DeadlineExceeded, TimeoutError):
@@ -110,7 +111,7 @@ class Syncer(ABC):
 
         Raises:
             InvalidInput: `max_retries` is not positive, or `backoff_s` negative.
-            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt: retrying cannot help.
+            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, Superseded: retrying cannot help.
             TuneError: it failed each time; the last failure is its cause.
         """
         if max_retries < 1 or not backoff_s >= 0:
