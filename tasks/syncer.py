@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import time
@@ -18,6 +19,7 @@ from prefect_tune.core.errors import (
     DeadlineExceeded,
     InvalidInput,
     StoreRefused,
+    Superseded,
     TuneError,
     UnknownVersion,
 )
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["HOPELESS", "Direction", "SyncTimedOut", "Syncer", "syncer_for"]
 
 _LONGEST_PAUSE_SECONDS = 60.0
-HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion)
+HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion, Superseded)
 
 
 class SyncTimedOut(DeadlineExceeded, TimeoutError):
@@ -46,6 +48,7 @@ class Syncer(ABC):
     """Moves a directory to a target and back, at most once per period, and tries again what failed.
 
     A subclass needs the three abstract methods and nothing else, not even a constructor that calls this one.
+    Each attempt of each trial has one of its own, which it closes: an object that is given is copied (`copy.deepcopy`).
     They may do their work at once, or begin it and have `wait` see to its end. A subclass that begins it should
     override `wait`, so that it raises what went wrong, and `retry`.
     """
@@ -108,7 +111,7 @@ class Syncer(ABC):
 
         Raises:
             InvalidInput: `max_retries` is not positive, or `backoff_s` negative.
-            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt: retrying cannot help.
+            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, Superseded: retrying cannot help.
             TuneError: it failed each time; the last failure is its cause.
         """
         if max_retries < 1 or not backoff_s >= 0:
@@ -182,10 +185,10 @@ class Syncer(ABC):
 
 
 def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
-    """Return who syncs artifacts to `target` under `config`; None if nobody is to.
+    """Return who syncs artifacts to `target` under `config`, for one attempt to use and close; None if nobody is to.
 
     Raises:
-        InvalidInput: `config.syncer` names none.
+        InvalidInput: `config.syncer` names none, or an object that cannot be copied.
     """
     from prefect_tune.tasks.target_syncer import TargetSyncer
 
@@ -197,7 +200,7 @@ def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
     if isinstance(syncer, str):
         return _named(syncer, config)
     if isinstance(syncer, Syncer):
-        return syncer
+        return _copied(syncer)
     raise InvalidInput(f"syncer: expected 'auto', 'package.module:Name', a pt.Syncer or None, found {syncer!r}")
 
 
@@ -208,10 +211,22 @@ def _named(name: str, config: SyncConfig) -> Syncer:
     except (ImportError, AttributeError) as missing:
         raise InvalidInput(f"syncer {name!r}: cannot be imported: {missing}") from missing
     if isinstance(found, Syncer):
-        return found
+        return _copied(found)
     if isinstance(found, type) and issubclass(found, Syncer):
         return _made(found, name, config)
     raise InvalidInput(f"syncer {name!r}: expected a pt.Syncer, or a class of them, found {found!r}")
+
+
+def _copied(syncer: Syncer) -> Syncer:
+    """Return one like it: several attempts may be at work, and the first that ends closes its own."""
+    try:
+        return copy.deepcopy(syncer)
+    except Exception as uncopied:
+        kind = type(syncer).__name__
+        raise InvalidInput(
+            f"syncer: this {kind} cannot be copied, and each attempt has one of its own ({uncopied}). Name the class, "
+            f"syncer='package.module:{kind}', have its methods make what cannot be copied, or define __deepcopy__"
+        ) from uncopied
 
 
 def _made(kind: type[Syncer], name: str, config: SyncConfig) -> Syncer:

@@ -17,7 +17,7 @@ from prefect_tune.blocks.resolve import resolve_target
 from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, TuneError
 from prefect_tune.core.excludes import NEVER_ARTIFACTS
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.stores.artifacts import Sent, delete_everything, receive_artifacts, send_artifacts
+from prefect_tune.stores.artifacts import Sent, Writer, delete_everything, receive_artifacts, send_artifacts
 from prefect_tune.stores.uris import read_uri
 from prefect_tune.tasks.syncer import HOPELESS, Direction, Syncer, SyncTimedOut
 
@@ -87,9 +87,14 @@ class TargetSyncer(Syncer):
         self._running: _Command | None = None
         self._began_seconds = 0.0
         self._sent: dict[tuple[str, str], Sent] = {}
+        self._writer = Writer()
         self._failures = 0
         self._not_before_seconds = 0.0
         self._is_closed = False
+
+    def write_as(self, writer: Writer) -> None:
+        """From now on sync up for this attempt, until a later one does; a copy of this syncer is nobody's again."""
+        self._writer = writer
 
     # ------------------------------------------------------------------------------------------- what is asked
 
@@ -244,7 +249,10 @@ class TargetSyncer(Syncer):
                 case _Act.UP:
                     where = (command.local, command.remote)
                     before = self._sent.pop(where, Sent())
-                    self._sent[where] = send_artifacts(store, folder, Path(command.local), command.excludes, before)
+                    local = Path(command.local)
+                    self._sent[where] = send_artifacts(
+                        store, folder, local, command.excludes, before, writer=self._writer
+                    )
                 case _Act.DOWN:
                     receive_artifacts(store, folder, Path(command.local), command.excludes)
                 case _Act.DELETE:

@@ -9,9 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prefect_tune.blocks import resolve_target
+from prefect_tune.core.journal import load
 from prefect_tune.core.layout import below
+from prefect_tune.stores.artifacts import Writer
+from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.syncer import syncer_for
+from prefect_tune.tasks.target_syncer import TargetSyncer
 from prefect_tune.tasks.trial_channel import Log
 
 __all__ = ["TrialArtifacts"]
@@ -28,6 +32,7 @@ class TrialArtifacts:
     """
 
     def __init__(self, plan: TrialPlan, directory: Path, log: Log) -> None:
+        self._plan = plan
         self._sync = plan.sync
         self._directory = str(directory)
         self._log = log
@@ -38,12 +43,14 @@ class TrialArtifacts:
         self._folder = plan.trial.artifacts
         self._remote = self._named(self._folder)
         self._excludes = list(plan.sync.excludes)
+        self._write_as(1)  # until `bring_back` says otherwise: there is nothing to bring back before the first attempt
 
     def bring_back(self, attempt: int) -> None:
         """Fetch what an earlier attempt left, so that logs are continued.
 
         What could not be fetched must not be taken for deleted: this attempt's files then go beside it.
         """
+        self._write_as(attempt)
         if not self._aloud(self._fetch):
             self._remote = self._named(f"{self._folder}-{attempt}")
             self._log.warning("this attempt's artifacts go to %s, beside the earlier ones", self._remote)
@@ -66,6 +73,18 @@ class TrialArtifacts:
         """Let what is under way end: the directory is about to go, and a half-removed one must not be shown."""
         if self._syncer is not None:
             self._aloud(self._syncer.close)
+
+    def _write_as(self, attempt: int) -> None:
+        """Have later attempts yielded to. Somebody's own syncer is told nothing: what it shows is its own doing."""
+        if isinstance(self._syncer, TargetSyncer):
+            self._syncer.write_as(Writer(attempt, lambda: self._is_superseded(attempt)))
+
+    def _is_superseded(self, attempt: int) -> bool:
+        """The journal decides; where the trial is not there any more, it is not this attempt's either."""
+        with self._plan.target.open(timeout=self._sync.sync_timeout) as store, side_by_side() as transfers:
+            trials = load(store, self._plan.journal, side_by_side=transfers).trials
+        newest = trials.get(self._plan.trial.trial)
+        return newest is None or newest.attempt != attempt
 
     def _named(self, folder: str) -> str:
         return folder if self._uri is None else below(self._uri, folder)

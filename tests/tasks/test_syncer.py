@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -199,7 +200,10 @@ def test_the_configuration_says_who_syncs(tmp_path: Path) -> None:
     assert (automatic.sync_period, automatic.sync_timeout) == (timedelta(seconds=7), timedelta(seconds=9))
     assert syncer_for(SyncConfig(syncer=None), target) is None
     mine = Mine()
-    assert syncer_for(SyncConfig(upload_dir=upload_dir, syncer=mine), target) is mine
+    mine.answer = False
+    given = syncer_for(SyncConfig(upload_dir=upload_dir, syncer=mine), target)
+    assert isinstance(given, Mine)
+    assert given.answer is False
     named = syncer_for(SyncConfig(upload_dir=upload_dir, syncer=f"{__name__}:Mine"), target)
     assert type(named).__name__ == "Mine"
 
@@ -208,4 +212,29 @@ def test_the_configuration_says_who_syncs(tmp_path: Path) -> None:
 def test_a_syncer_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     config = SyncConfig(upload_dir=str(tmp_path), syncer=name)
     with pytest.raises(InvalidInput, match=name):
+        syncer_for(config, LocalTarget(path=str(tmp_path)))
+
+
+def test_a_syncer_that_was_given_as_an_object_is_copied_for_each_attempt(tmp_path: Path) -> None:
+    mine = Mine()
+    config, target = SyncConfig(upload_dir=str(tmp_path), syncer=mine), LocalTarget(path=str(tmp_path))
+    first, second = (syncer_for(config, target) for _ in range(2))
+    assert len({id(each) for each in (mine, first, second)}) == 3
+
+
+class Locked(Mine):
+    """Holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+THE_ONE = Locked()
+
+
+@pytest.mark.parametrize("syncer", [THE_ONE, f"{__name__}:THE_ONE"])
+def test_a_syncer_that_cannot_be_copied_says_so_and_what_to_do(syncer: Syncer | str, tmp_path: Path) -> None:
+    config = SyncConfig(upload_dir=str(tmp_path), syncer=syncer)
+    with pytest.raises(InvalidInput, match=r"Locked.*cannot be copied.*lock.*__deepcopy__"):
         syncer_for(config, LocalTarget(path=str(tmp_path)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from prefect_tune.core.layout import TrialKey
 from prefect_tune.tasks import trial_artifacts
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.syncer import Syncer
+from prefect_tune.tasks.target_syncer import TargetSyncer
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, fetched
 
@@ -89,21 +92,25 @@ def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_besi
     assert "beside the earlier ones" in caplog.text
 
 
-class Noting(Syncer):
-    """Notes what it is asked."""
+ASKED: list[tuple[str, list[str] | None]] = []
 
-    def __init__(self) -> None:
-        super().__init__(sync_period=300)
-        self.asked: list[tuple[str, list[str] | None]] = []
+
+@pytest.fixture(autouse=True)
+def nothing_asked() -> None:
+    ASKED.clear()
+
+
+class Noting(Syncer):
+    """Notes what it is asked, whichever attempt's it is."""
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
         del local_dir
-        self.asked.append((f"up {remote_dir}", exclude))
+        ASKED.append((f"up {remote_dir}", exclude))
         return True
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
         del local_dir
-        self.asked.append((f"down {remote_dir}", exclude))
+        ASKED.append((f"down {remote_dir}", exclude))
         return True
 
     def delete(self, remote_dir: str) -> bool:
@@ -111,31 +118,29 @@ class Noting(Syncer):
 
 
 def test_artifacts_go_up_at_each_commit_and_after_the_period_without_what_is_excluded(tmp_path: Path) -> None:
-    syncer = Noting()
-    sync = SyncConfig(syncer=syncer, upload_dir="s3://bucket/up", artifact_excludes=("*.tmp",))
+    sync = SyncConfig(syncer=Noting(), upload_dir="s3://bucket/up", artifact_excludes=("*.tmp",))
     attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
     attempt.bring_back(1)
     attempt.after_commit()
     attempt.after_commit()
     attempt.after_report()
     attempt.after_report()
-    asked = [what for what, _ in syncer.asked]
+    asked = [what for what, _ in ASKED]
     remote = f"s3://bucket/up/{TRIAL.artifacts}"
     assert asked == [f"down {remote}", f"up {remote}", f"up {remote}", f"up {remote}"]
-    assert all("*.tmp" in (exclude or ()) and "./rank_*" in (exclude or ()) for _, exclude in syncer.asked)
+    assert all("*.tmp" in (exclude or ()) and "./rank_*" in (exclude or ()) for _, exclude in ASKED)
 
 
 @pytest.mark.parametrize(("options", "count"), [({"sync_artifacts": False}, 0), ({"sync_on_checkpoint": False}, 1)])
 def test_artifacts_stay_behind_or_wait_for_the_period_where_that_is_said(
     options: dict[str, bool], count: int, tmp_path: Path
 ) -> None:
-    syncer = Noting()
-    sync = SyncConfig(syncer=syncer, upload_dir="s3://bucket/up").model_copy(update=options)
+    sync = SyncConfig(syncer=Noting(), upload_dir="s3://bucket/up").model_copy(update=options)
     attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
     for _ in range(3):
         attempt.after_report()
         attempt.after_commit()
-    assert len(syncer.asked) == count
+    assert len(ASKED) == count
 
 
 class Broken(Syncer):
@@ -168,6 +173,25 @@ def test_a_syncer_of_the_users_that_raises_anything_stops_no_training(
     assert sum("RuntimeError: not up" in each for each in said) == 3
     assert sum("KeyError" in each for each in said) == 1
     assert sum("ValueError: nor closed" in each for each in said) == 1
+
+
+def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial(tmp_path: Path) -> None:
+    sync = SyncConfig(syncer=TargetSyncer(), upload_dir=f"file://{tmp_path}/up")
+    plan = plan_for(LocalTarget(path=str(tmp_path / "target")), sync)
+    neighbour = attempt_of(replace(plan, trial=TrialKey(experiment="e", trial="neighbour")), tmp_path / "neighbour")
+    for number in (1, 2):
+        attempt = attempt_of(plan, tmp_path / f"{number}")
+        if number > 1:
+            attempt.bring_back(number)
+        (tmp_path / f"{number}" / f"log-{number}").write_text("")
+        attempt.close()
+        attempt.settle()
+    (tmp_path / "neighbour" / "log").write_text("")
+    neighbour.close()
+    neighbour.settle()
+    with LocalTarget(path=str(tmp_path / "up")).open(timeout=timedelta(minutes=1)) as store:
+        assert fetched(store, tmp_path, TRIAL.artifacts) == {"log-1": b"", "log-2": b""}
+        assert fetched(store, tmp_path, "e/trials/neighbour/artifacts") == {"log": b""}
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> Sequence[str]:

@@ -5,7 +5,8 @@
 
 An index says which files there are and where their bytes lie; its creation, only if absent, is the commit,
 and the highest number counts. Objects are named by their bytes and by the index they were first sent for,
-so no name is ever given to other bytes, nor given again after it was deleted.
+so no name is ever given to other bytes, nor given again after it was deleted. An attempt writes nothing
+after the index of a later one.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class ArtifactIndex(Value):
     version: Literal[1] = VERSION
     number: int
     write_id: str
+    attempt: _Count = 0
+    """Which attempt of the trial shows them; 0 where none does, or a release wrote it that did not say."""
     files: tuple[ArtifactFile, ...]
 
     def parts(self) -> Iterable[ArtifactPart]:

@@ -7,7 +7,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -30,6 +30,7 @@ from prefect_tune.core.errors import (
     InvalidInput,
     ObjectNotFound,
     StoreUnavailable,
+    Superseded,
 )
 from prefect_tune.core.excludes import is_excluded
 from prefect_tune.core.store import ObjectStore
@@ -37,7 +38,7 @@ from prefect_tune.core.values import Digest, digest_of
 from prefect_tune.stores.fetching import plain_tree
 from prefect_tune.stores.staging import side_by_side
 
-__all__ = ["Sent", "delete_everything", "receive_artifacts", "send_artifacts"]
+__all__ = ["Sent", "Writer", "delete_everything", "receive_artifacts", "send_artifacts"]
 
 _PART_BYTES = 16 * 1024 * 1024
 _RACES = 10
@@ -60,13 +61,31 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class Writer:
+    """Which attempt of a trial syncs; who syncs by hand speaks for the one whose index is there."""
+
+    attempt: int = 0
+    """0: none, it is done by hand."""
+    is_superseded: Callable[[], bool] = lambda: True
+    """Asked where the index is of a later attempt: it may be one of an earlier experiment of the same name."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Local:
     path: str
     file: Path
     stamp: _Stamp
 
 
-def send_artifacts(store: ObjectStore, folder: str, directory: Path, excludes: Sequence[str], before: Sent) -> Sent:
+def send_artifacts(  # noqa: PLR0913  the last is for attempts, of which several may live
+    store: ObjectStore,
+    folder: str,
+    directory: Path,
+    excludes: Sequence[str],
+    before: Sent,
+    *,
+    writer: Writer = Writer(),
+) -> Sent:
     """Make `folder` on the target show `directory`: what changed is sent, what was deleted is no longer listed.
 
     Readers see the state before or the one after, never a mixture. Excluded files, links that lead out of the
@@ -76,26 +95,34 @@ def send_artifacts(store: ObjectStore, folder: str, directory: Path, excludes: S
 
     Raises:
         InvalidInput: `directory` is none.
+        Superseded: a later attempt than `writer`'s shows its files; they stay as they are.
         StoreUnavailable: not synced, or another writer was always faster; what was sent is found by the next try.
     """
     if not directory.is_dir():
         raise InvalidInput(f"{directory}: expected a directory to sync, found nothing of the kind")
     for _ in range(_RACES):
         base = newest_index(store, folder, before.index)
+        _require_newest(writer, base, folder)
         known = before if base is before.index else Sent(base)
         try:
             with side_by_side() as transfers:
-                return _Sending(store, folder, known).send(directory, excludes, transfers)
+                return _Sending(store, folder, known, writer).send(directory, excludes, transfers)
         except AlreadyExists:
             continue  # another writer has taken the number: what it sent counts now
     raise StoreUnavailable(f"{folder}: {_RACES} other syncs came first; is another attempt still alive?")
 
 
+def _require_newest(writer: Writer, base: ArtifactIndex | None, folder: str) -> None:
+    if base and 0 < writer.attempt < base.attempt and writer.is_superseded():
+        raise Superseded(f"{folder}: attempt {base.attempt} has synced it, so attempt {writer.attempt} no longer does")
+
+
 class _Sending:
     """One try to publish the next index."""
 
-    def __init__(self, store: ObjectStore, folder: str, known: Sent) -> None:
+    def __init__(self, store: ObjectStore, folder: str, known: Sent, writer: Writer) -> None:
         base = known.index
+        self._attempt = writer.attempt or (base.attempt if base else 0)
         self._store = store
         self._folder = folder
         self._stamps = known.stamps
@@ -114,12 +141,12 @@ class _Sending:
         files = tuple(file for file in transfers(self._sent, local) if file)
         kept = {file.path for file in files}
         stamps = {each.path: each.stamp for each in local if each.path in kept and _is_settled(each, now_ns)}
-        if self._base and files == self._base.files:
+        if self._base and (files, self._attempt) == (self._base.files, self._base.attempt):
             return Sent(self._base, stamps)
         listed = self._listed()
         if not (self._base or files or listed):
             return Sent()  # most trials write nothing, and then there is nothing to show
-        index = ArtifactIndex(number=self._number, write_id=uuid.uuid4().hex, files=files)
+        index = ArtifactIndex(number=self._number, write_id=uuid.uuid4().hex, attempt=self._attempt, files=files)
         self._see(listed)
         publish_index(self._store, self._folder, index)
         self._store.delete(beyond_use(listed, self._folder, index))
