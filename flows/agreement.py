@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.trial import Status
-from prefect_tune.flows.asked import Asked, settings_of
+from prefect_tune.core.values import canonical_json
+from prefect_tune.flows.asked import Asked, only_in_code, settings_of, space_of
+from prefect_tune.flows.extending import search_of
 from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.request import name_of
 from prefect_tune.flows.source_code import code_of
@@ -20,6 +22,7 @@ __all__ = [
     "require_same",
     "say_code",
     "say_errored",
+    "say_space",
     "settings_today",
 ]
 
@@ -101,6 +104,24 @@ def say_errored(state: Experiment, limits: Limits, log: Log) -> None:
             "--rerun-errored)",
             *(("1 trial", "is") if count == 1 else (f"{count} trials", "are")),
         )
+
+
+def say_space(state: Experiment, asked: Asked, log: Log) -> None:
+    """Say so where the trials there are were drawn from another space, and whether any will be from this one."""
+    if not state.trials or _space_in(state.settings) in (None, today := _space_in(settings_of(asked))) or today is None:
+        return
+    there_will_be, there_are = search_of(asked).trial_count(space_of(asked.space or {})), len(state.trials)
+    are_all = there_will_be is not None and there_will_be <= there_are
+    log.warning(
+        "the space is another one; %s of the old one%s",
+        "1 earlier trial is" if there_are == 1 else f"{there_are} earlier trials are",
+        f", and there are to be {there_will_be} in all: raise num_samples to draw from it" if are_all else "",
+    )
+
+
+def _space_in(settings: Mapping[str, object]) -> bytes | None:
+    """What tells it from another one; None where the journal cannot hold it."""
+    return None if "space" in only_in_code(settings) else canonical_json(settings.get("space", {}))
 
 
 def code_note(state: Experiment, asked: Asked) -> str:

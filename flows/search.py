@@ -28,7 +28,7 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.flows import extending
-from prefect_tune.flows.agreement import require_code, require_same, say_code, say_errored, settings_today
+from prefect_tune.flows.agreement import require_code, require_same, say_code, say_errored, say_space, settings_today
 from prefect_tune.flows.asked import Asked, space_of
 from prefect_tune.flows.assets import Place
 from prefect_tune.flows.audience import Audience
@@ -104,6 +104,7 @@ def _searched(turn: Turn) -> Results:
         now, added = extending.extended(asked, state, extending.place_of_run)
         require_same(state, settings := settings_today(now))
         say_code(state, now, get_run_logger())
+        say_space(state, now, get_run_logger())
         if not turn.answered:  # what errored in this very run was said then
             say_errored(state, limits, get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))

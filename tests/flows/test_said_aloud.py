@@ -12,7 +12,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events import Cause, Described, Event, GaveUp, TrialAdded
 from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.flows.agreement import say_code, say_errored, settings_today
+from prefect_tune.flows.agreement import say_code, say_errored, say_space, settings_today
 from prefect_tune.flows.asked import Asked
 from prefect_tune.flows.limits import Limits
 from tests.trainables.moody import Moody, silent, train
@@ -72,11 +72,38 @@ def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture)
     assert " -> silent " in said
 
 
+def test_another_space_under_the_same_name_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    state = searched(asked())
+    say_space(state, asked(), LOG)
+    say_space(state, asked(space={"x": {"uniform": [0, 1]}}), LOG)
+    say_space(nothing_yet("e"), asked(), LOG)
+    assert caplog.messages == []
+    other = {"x": pt.uniform(0, 2)}
+    say_space(state, asked(space=other), LOG)
+    say_space(state, asked(space=other, num_samples=4), LOG)
+    said = "the space is another one; 3 earlier trials are of the old one"
+    assert caplog.messages == [
+        f"{said}, and there are to be 3 in all: raise num_samples to draw from it",
+        said,
+    ]
+
+
+def test_a_space_that_no_journal_holds_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
+    in_code = {"x": pt.sample_from(lambda _config: 1)}
+    say_space(searched(asked(space=in_code)), asked(), LOG)
+    say_space(searched(asked()), asked(space=in_code), LOG)
+    assert caplog.messages == []
+
+
 @pytest.mark.usefixtures("prefect_server")
-def test_a_search_says_what_it_does_not_try_again(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
     common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
     broken = pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
     assert list(broken.errors) == ["00000"]
     assert "not tried again" not in caplog.text
     pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
     assert caplog.text.count("1 trial errored in an earlier run and is not tried again") == 1
+    pt.tune(Moody, {"fails": "not"}, num_samples=1, **common)
+    assert "the space is another one; 1 earlier trial is of the old one, and there are to be 1 in all" in caplog.text
+    (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert last.startswith("e: 1 errored of 1 after ")
