@@ -10,11 +10,15 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events import Cause, Described, Event, GaveUp, TrialAdded
+from prefect_tune.core.events import Absorbed, Cause, Described, Event, GaveUp, Reported, TrialAdded
 from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.values import StepReport
 from prefect_tune.flows.agreement import say_code, say_errored, say_space, settings_today
 from prefect_tune.flows.asked import Asked
 from prefect_tune.flows.limits import Limits
+from prefect_tune.flows.metric_lookout import MetricLookout
+from prefect_tune.tasks.line import Told
 from tests.trainables.moody import Moody, silent, train
 
 LOG = logging.getLogger("a flow run")
@@ -107,3 +111,53 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
     assert "the space is another one; 1 earlier trial is of the old one, and there are to be 1 in all" in caplog.text
     (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")
     assert last.startswith("e: 1 errored of 1 after ")
+
+
+# -------------------------------------------------------------------------------------------------- the metric
+
+
+def told(**metrics: object) -> Told:
+    return Told("00000", StepReport(step=1, metrics=metrics), asks=False)
+
+
+def lookout() -> MetricLookout:
+    return MetricLookout(Objective(metrics=("los",), modes=("min",)), LOG)
+
+
+def test_a_metric_that_the_first_report_lacks_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    looks = lookout()
+    for _ in range(3):
+        looks.told(told(loss=1.0), nothing_yet("e"))
+    assert caplog.messages == ["trial 00000 reported ['loss'], not 'los', the metric"]
+
+
+def test_so_is_one_that_a_trial_elsewhere_lacks_or_reports_as_text(caplog: pytest.LogCaptureFixture) -> None:
+    for metrics in ({"loss": 1.0}, {"los": "1.0"}):
+        looks, report = lookout(), Reported(trial="00000", report=StepReport(step=1, metrics=metrics))
+        for number in (1, 2):
+            looks.happened(Absorbed(trial="00000", number=number, events=(report, report)), nothing_yet("e"))
+    assert caplog.messages == [
+        "trial 00000 reported ['loss'], not 'los', the metric",
+        "trial 00000 reported 'los', the metric, as text: '1.0'",
+    ]
+
+
+def test_nothing_is_said_of_a_metric_that_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    looks = lookout()
+    looks.told(told(los=float("nan")), nothing_yet("e"))
+    looks.told(told(loss=1.0), nothing_yet("e"))
+    assert caplog.messages == []
+
+
+def unsaved(_config: Mapping[str, Any]) -> None:
+    """Report two steps and save none, until a scheduler has it pause."""
+    for _ in range(2):
+        pt.report({"loss": 1.0})
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_says_that_its_metric_is_misspelt_as_it_runs(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    pt.tune(unsaved, {}, experiment="e", metric="los", num_samples=1, target=local_target, isolation="thread")
+    assert "trial 00000 reported ['loss'], not 'los', the metric" in caplog.text
