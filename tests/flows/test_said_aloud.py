@@ -161,3 +161,17 @@ def test_a_search_says_that_its_metric_is_misspelt_as_it_runs(
 ) -> None:
     pt.tune(unsaved, {}, experiment="e", metric="los", num_samples=1, target=local_target, isolation="thread")
     assert "trial 00000 reported ['loss'], not 'los', the metric" in caplog.text
+
+
+# -------------------------------------------------------------------------------------------------- no checkpoint
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_trial_that_never_saved_says_that_it_goes_on_from_nothing(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
+    promotes = pt.ASHA(max_t=2, grace_period=1, reduction_factor=2, variant="promotion")
+    pt.tune(unsaved, {}, num_samples=2, scheduler=promotes, max_concurrent_trials=1, **common)
+    said = "no checkpoint was committed: its 1 step is trained again; save, or use ASHA(variant='stopping')"
+    assert said in caplog.text
