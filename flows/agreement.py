@@ -6,11 +6,25 @@ from collections.abc import Mapping
 
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.flows.asked import Asked, settings_of
+from prefect_tune.core.trial import Status
+from prefect_tune.core.values import canonical_json
+from prefect_tune.flows.asked import Asked, only_in_code, settings_of, space_of
+from prefect_tune.flows.extending import search_of
+from prefect_tune.flows.limits import Limits
+from prefect_tune.flows.request import name_of
 from prefect_tune.flows.source_code import code_of
 from prefect_tune.tasks.trial_channel import Log
 
-__all__ = ["code_note", "require_code", "require_goes_on", "require_same", "say_code", "settings_today"]
+__all__ = [
+    "code_note",
+    "require_code",
+    "require_goes_on",
+    "require_same",
+    "say_code",
+    "say_errored",
+    "say_space",
+    "settings_today",
+]
 
 _FIXED = {
     "metric": "what was decided by one metric is not true of another",
@@ -25,13 +39,13 @@ def settings_today(asked: Asked) -> Mapping[str, object]:
     return {**settings_of(asked), **({"code": code} if code else {})}
 
 
-def require_code(state: Experiment, settings: Mapping[str, object]) -> None:
+def require_code(state: Experiment, asked: Asked) -> None:
     """Where a changed trainable is to be refused, find out before anybody else is disturbed.
 
     Raises:
         InvalidInput: it has changed.
     """
-    if changed := _changed(state, settings):
+    if changed := _changed(state, asked):
         raise InvalidInput(
             f"{changed}, and on_code_change='refuse': give another experiment name, fork it, or take 'warn'"
         )
@@ -73,24 +87,66 @@ def require_goes_on(state: Experiment) -> None:
         )
 
 
-def say_code(state: Experiment, settings: Mapping[str, object], log: Log) -> None:
+def say_code(state: Experiment, asked: Asked, log: Log) -> None:
     """Say what of the code has changed since the experiment last ran."""
-    if changed := _changed(state, settings):
+    if changed := _changed(state, asked):
         log.warning(
-            "%s: trials go on with the new one from their checkpoints; earlier results are the old one's", changed
+            "%s: what is trained from now on is the new one's, what was reported before is the old one's", changed
         )
 
 
-def code_note(state: Experiment, settings: Mapping[str, object]) -> str:
+def say_errored(state: Experiment, limits: Limits, log: Log) -> None:
+    """Say how many trials errored that this run leaves as they are: it may train nothing at all."""
+    count = sum(each.status is Status.ERRORED for each in state.trials.values())
+    if count and not limits.reruns_errored:
+        log.warning(
+            "%s errored in an earlier run and %s not tried again: pass rerun_errored=True (prefect-tune resume … "
+            "--rerun-errored)",
+            *(("1 trial", "is") if count == 1 else (f"{count} trials", "are")),
+        )
+
+
+def say_space(state: Experiment, asked: Asked, log: Log) -> None:
+    """Say so where the trials there are were drawn from another space, and whether any will be from this one."""
+    if not state.trials or _space_in(state.settings) in (None, today := _space_in(settings_of(asked))) or today is None:
+        return
+    there_will_be, there_are = search_of(asked).trial_count(space_of(asked.space or {})), len(state.trials)
+    are_all = there_will_be is not None and there_will_be <= there_are
+    log.warning(
+        "the space is another one; %s of the old one%s",
+        "1 earlier trial is" if there_are == 1 else f"{there_are} earlier trials are",
+        f", and there are to be {there_will_be} in all: raise num_samples to draw from it" if are_all else "",
+    )
+
+
+def _space_in(settings: Mapping[str, object]) -> bytes | None:
+    """What tells it from another one; None where the journal cannot hold it."""
+    return None if "space" in only_in_code(settings) else canonical_json(settings.get("space", {}))
+
+
+def code_note(state: Experiment, asked: Asked) -> str:
     """Say for a form whether the code is what it was when the experiment last ran."""
-    code = settings.get("code")
+    code = code_of(asked.trainable)
     if not code:
         return "code: its source cannot be had, so that nobody can say whether it has changed"
-    return f"⚠️ {changed}" if (changed := _changed(state, settings)) else f"code: unchanged ({code})"
+    return f"⚠️ {changed}" if (changed := _changed(state, asked)) else f"code: unchanged ({code})"
 
 
-def _changed(state: Experiment, settings: Mapping[str, object]) -> str | None:
-    before, now = state.settings.get("code"), settings.get("code")
+def _changed(state: Experiment, asked: Asked) -> str | None:
+    before, now = state.settings.get("code"), code_of(asked.trainable)
     if not (state.trials and before and now and before != now):
         return None
+    was, name = _trained_last(state), name_of(asked.trainable).get("trainable")
+    if was and name and was != name:
+        return (
+            f"the trainable is another one than when experiment {state.name!r} last ran "
+            f"({was} {before} -> {name} {now})"
+        )
     return f"the source of the trainable has changed since experiment {state.name!r} last ran ({before} -> {now})"
+
+
+def _trained_last(state: Experiment) -> str | None:
+    """The name of the trainable; the journal holds all of it where it was given as text."""
+    given = state.settings.get("trainable")
+    *_, last = state.trials.values()
+    return (name_of(given) if isinstance(given, str) else last.fingerprint).get("trainable")

@@ -17,6 +17,7 @@ from prefect_tune.flows.callbacks import Callbacks
 from prefect_tune.flows.dispatches import Subject
 from prefect_tune.flows.herald import Herald, heralded
 from prefect_tune.flows.listening import Listener, Listeners
+from prefect_tune.flows.metric_lookout import MetricLookout
 from prefect_tune.flows.progress import progress
 from prefect_tune.flows.reporter import Reporter, reported
 from prefect_tune.tasks import line
@@ -61,6 +62,7 @@ class Audience:
         """
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
         keeper = _CurveKeeper(book.experiment)
+        lookout = [MetricLookout(self._search.objective, log)] if self._search.objective else []
         callbacks.start(book.experiment)
         try:
             with (
@@ -68,7 +70,7 @@ class Audience:
                 heralded(Herald(self._news, book.experiment, log), stop) as herald,
                 progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
             ):
-                yield Listeners([keeper, callbacks, herald, seen, reporter])
+                yield Listeners([keeper, callbacks, herald, seen, reporter, *lookout])
                 reporter.conclude()  # it draws the last page while everybody else ends
                 if not stop.is_set():
                     self._publish(book.experiment, keeper.curves, log)

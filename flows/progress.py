@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from prefect_tune.core.events import Event
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.trial import Status
 from prefect_tune.flows.listening import Listener
 from prefect_tune.tasks import line
 from prefect_tune.tasks.trial_channel import Log
@@ -50,6 +51,15 @@ class Progress:
         self._logged_at = time.monotonic()
         self._log.info("%s", frame.line(self._watch.sight(self._logged_at)))
 
+    def conclude(self) -> None:
+        """Log how it has ended; where trials errored, also where it says why."""
+        sight = self._watch.sight(time.monotonic())
+        if sight.counts.get(Status.ERRORED):
+            name = sight.outlook.experiment
+            self._log.warning("%s; why: results.errors, or prefect-tune show TARGET %s", frame.line(sight), name)
+        else:
+            self.say()
+
     def draw(self, width: int, height: int) -> RenderableType:
         """Return how it stands as a table."""
         return frame.frame(self._watch.sight(time.monotonic()), width, height)
@@ -81,4 +91,4 @@ def progress(experiment: Experiment, outlook: Outlook, log: Log, *, in_terminal:
             yield seen
     else:
         yield seen
-    seen.say()
+    seen.conclude()

@@ -24,6 +24,7 @@ from prefect_tune.core.standing import objective_in
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_key
 from prefect_tune.core.trial_journal import trial_today
 from prefect_tune.core.values import StepReport
+from prefect_tune.flows.uncompared import why_none
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tables import trials_table
 from prefect_tune.tasks.results import read_reports
@@ -133,9 +134,10 @@ class Results:
         trials = self.trials.values()
         found = self._ranked_by_curves(objective, scope) if needs_curve(scope) else ranked(trials, objective)
         if not found:
+            why = why_none(self.trials.values(), objective, scope, lambda: self._curves_of(objective.metrics))
             raise InvalidInput(
                 f"experiment {self.experiment.name!r}: none of its {len(self.trials)} trials has reported "
-                f"{', '.join(objective.metrics)}"
+                f"{', '.join(objective.metrics)}: {why}"
             )
         return found
 

@@ -28,7 +28,7 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.flows import extending
-from prefect_tune.flows.agreement import require_code, require_same, say_code, settings_today
+from prefect_tune.flows.agreement import require_code, require_same, say_code, say_errored, say_space, settings_today
 from prefect_tune.flows.asked import Asked, space_of
 from prefect_tune.flows.assets import Place
 from prefect_tune.flows.audience import Audience
@@ -96,14 +96,17 @@ def _searched(turn: SearchTurn) -> Results:
         check_target(plan.target)
         before = known or read_known(plan.target, name)
         # First, while whoever runs it goes on.
-        require_same(before.experiment, settings := settings_today(asked))
+        require_same(before.experiment, settings_today(asked))
         if asked.on_code_change == "refuse":
-            require_code(before.experiment, settings)
+            require_code(before.experiment, asked)
         owner = owner_after(before.experiment, limits.failures.max_restarts, answered=turn.answered)
         state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(before))
         now, added = extending.extended(asked, state, extending.place_of_run)
         require_same(state, settings := settings_today(now))
-        say_code(state, settings, get_run_logger())
+        say_code(state, now, get_run_logger())
+        say_space(state, now, get_run_logger())
+        if not turn.answered:  # what errored in this very run was said then
+            say_errored(state, limits, get_run_logger())
         book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
         turn.reached(state)
         described = [Described(settings=settings)] if settings != state.settings else []

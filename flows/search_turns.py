@@ -10,7 +10,7 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import Loaded
 from prefect_tune.core.objective import objective_of
 from prefect_tune.flows import extending
-from prefect_tune.flows.agreement import code_note, settings_today
+from prefect_tune.flows.agreement import code_note
 from prefect_tune.flows.asked import Asked
 from prefect_tune.flows.going_on import chosen_before, extended, hear, standing_of
 from prefect_tune.flows.request import experiment_name
@@ -74,6 +74,6 @@ def _standing(asked: Asked) -> Standing:
 
 def _form(asked: Asked, state: Experiment, why: str = "") -> Form:
     target = resolve_target(asked.target)
-    code = code_note(state, settings_today(asked))
+    code = code_note(state, asked)
     page = page_of(state, target.uri, objective_of(asked.metric, asked.mode), code, why)
     return form_of_search(_standing(asked), page)

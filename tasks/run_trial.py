@@ -99,6 +99,7 @@ def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptRe
             (scratch / folder).mkdir()
         artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
         restored = _restore_newest(plan, book, scratch / "restored", log)
+        _say_what_is_lost(book.experiment.trial(plan.trial.trial), log)
         start = _begin(plan, orders, book, scratch, restored)
         if start.attempt > 1:
             artifacts.bring_back(start.attempt)
@@ -246,6 +247,17 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
         if each.checkpoint.sequence > (newest.sequence if newest else 0):
             where = f"step {newest.step}" if newest else "nothing"
             log.error("step %d was put aside; it goes on from %s: %s", each.checkpoint.step, where, each.reason)
+
+
+def _say_what_is_lost(trial: Trial, log: Log) -> None:
+    """A trainable that never saves begins at 0 whenever its trial goes on, and whoever wrote it may not know."""
+    if trial.attempt and trial.step and trial.status is not Status.RUNNING and newest_checkpoint(trial) is None:
+        log.warning(
+            "trial %s: no checkpoint was committed: its %s trained again; save%s",
+            trial.trial,
+            "1 step is" if trial.step == 1 else f"{trial.step} steps are",
+            ", or use ASHA(variant='stopping')" if trial.status is Status.PAUSED else " now and then",
+        )
 
 
 def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored: Path | None) -> Start:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.events import Started, TrialAdded
+from prefect_tune.core.events import Cause, GaveUp, Started, TrialAdded
 from prefect_tune.core.experiment import after_event, nothing_yet
 from prefect_tune.core.values import StepReport
 from prefect_tune.flows.progress import Progress, progress
@@ -71,6 +71,16 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
     with pytest.raises(ZeroDivisionError), progress(nothing_yet("e"), Outlook("e"), LOG, in_terminal=True):
         raise ZeroDivisionError
     assert len(caplog.messages) == 1
+
+
+def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
+    state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
+    state = after_event(state, GaveUp(trial="0", cause=Cause.USER, message="no"), 2)
+    with progress(state, Outlook("e", trial_count=1), LOG, in_terminal=True):
+        pass
+    (last,) = caplog.records
+    assert last.levelname == "WARNING"
+    assert last.message == "e: 1 errored of 1 after 0 s; why: results.errors, or prefect-tune show TARGET e"
 
 
 def test_a_search_that_is_not_in_a_terminal_prints_nothing(

@@ -1,0 +1,49 @@
+"""Whether trials report the metric that they are compared by, as soon as one of them reports at all."""
+
+from __future__ import annotations
+
+from prefect_tune.core.events import Absorbed, Event, Reported
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.values import StepReport
+from prefect_tune.tasks.line import Told
+from prefect_tune.tasks.trial_channel import Log
+
+__all__ = ["MetricLookout"]
+
+
+class MetricLookout:
+    """A listener that looks at the first report of a run of a search, and at no other one."""
+
+    def __init__(self, objective: Objective, log: Log) -> None:
+        self._objective = objective
+        self._log = log
+        self._has_looked = False
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        """What a trial elsewhere reports is heard of in an entry of its journal."""
+        del experiment
+        if self._has_looked or not isinstance(event, Absorbed):
+            return
+        for each in event.events:
+            if isinstance(each, Reported):
+                self._look(each.trial, each.report)
+
+    def told(self, told: Told, experiment: Experiment) -> None:
+        del experiment
+        if not self._has_looked:
+            self._look(told.trial, told.report)
+
+    def wrote(self, experiment: Experiment) -> None:
+        del experiment
+
+    def _look(self, trial: str, report: StepReport) -> None:
+        if self._has_looked:
+            return
+        self._has_looked = True
+        for name in self._objective.metrics:
+            value = report.metrics.get(name)
+            if isinstance(value, str):
+                self._log.warning("trial %s reported %r, the metric, as text: %r", trial, name, value)
+            elif name not in report.metrics:
+                self._log.warning("trial %s reported %s, not %r, the metric", trial, sorted(report.metrics), name)

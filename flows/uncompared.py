@@ -1,0 +1,43 @@
+"""Why no trial can be compared, in words from which whoever asked knows what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.ranking import scored
+from prefect_tune.core.trial import Status, Trial
+
+__all__ = ["why_none"]
+
+Curves = Mapping[str, Sequence[Mapping[str, object]]]
+
+
+def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves: Callable[[], Curves]) -> str:
+    """Return what is the matter where none of the trials can be compared by `scope`.
+
+    Args:
+        curves: reads the reports of all trials; asked only where the last ones do not say enough.
+    """
+    errored = [each.trial for each in trials if each.status is Status.ERRORED]
+    names = sorted({name for each in trials for name in each.metrics})
+    if said := _as_text(trials, objective):
+        return said
+    if scope == "last" and names and any(scored(curve, objective, "best") for curve in curves().values()):
+        return f"the last reports have {names}; scope='best' looks at all reports"
+    if errored and len(errored) == len(trials):
+        first = next(iter(trials))
+        return f"all {len(trials)} errored, the first because {_first_line(first.reason)}; see results.errors"
+    return f"reported were {names}" if names else "nothing was reported"
+
+
+def _as_text(trials: Collection[Trial], objective: Objective) -> str:
+    for each in trials:
+        texts = {name: each.metrics[name] for name in objective.metrics if isinstance(each.metrics.get(name), str)}
+        if texts:
+            return f"trial {each.trial} reported {list(texts)} as text: {', '.join(map(repr, texts.values()))}"
+    return ""
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

@@ -1,0 +1,177 @@
+"""What a search says where it would else be green and useless."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events import Absorbed, Cause, Described, Event, GaveUp, Reported, TrialAdded
+from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.objective import Objective
+from prefect_tune.core.values import StepReport
+from prefect_tune.flows.agreement import say_code, say_errored, say_space, settings_today
+from prefect_tune.flows.asked import Asked
+from prefect_tune.flows.limits import Limits
+from prefect_tune.flows.metric_lookout import MetricLookout
+from prefect_tune.tasks.line import Told
+from tests.trainables.moody import Moody, silent, train
+
+LOG = logging.getLogger("a flow run")
+SPACE: Mapping[str, Any] = {"x": pt.uniform(0, 1)}
+
+
+def asked(trainable: Any = train, **options: Any) -> Asked:
+    return Asked(trainable=trainable, target="./nowhere", **{"space": SPACE, "num_samples": 3, **options})
+
+
+def searched(then: Asked, *news: Event) -> Experiment:
+    """An experiment of three trials that was asked for so."""
+    name = then.trainable.__name__
+    added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, apart=True) for n in range(3)]
+    return after(nothing_yet("e"), [Described(settings=settings_today(then)), *added, *news])
+
+
+def after(state: Experiment, events: Sequence[Event]) -> Experiment:
+    for event in events:
+        state = after_event(state, event, state.number + 1)
+    return state
+
+
+def gave_up(*trials: str) -> list[Event]:
+    return [GaveUp(trial=trial, cause=Cause.USER, message="KeyError: 'lr'") for trial in trials]
+
+
+# ---------------------------------------------------------------------------------------------------- going on
+
+
+def test_trials_that_errored_and_are_not_tried_again_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    state = searched(asked(), *gave_up("00000", "00002"))
+    say_errored(state, Limits(max_concurrent_trials=1, reruns_errored=True), LOG)
+    say_errored(searched(asked()), Limits(max_concurrent_trials=1), LOG)
+    assert caplog.messages == []
+    say_errored(state, Limits(max_concurrent_trials=1), LOG)
+    assert caplog.messages[0].startswith(
+        "2 trials errored in an earlier run and are not tried again: pass rerun_errored"
+    )
+
+
+def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    changed = searched(asked())
+    changed = after(changed, [Described(settings={**changed.settings, "code": "before"})])
+    say_code(changed, asked(), LOG)
+    (said,) = caplog.messages
+    assert said.startswith("the source of the trainable has changed since experiment 'e' last ran (before -> ")
+    assert "trials go on" not in said
+
+
+def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    say_code(searched(asked()), asked(silent), LOG)
+    (said,) = caplog.messages
+    assert said.startswith("the trainable is another one than when experiment 'e' last ran (train ")
+    assert " -> silent " in said
+
+
+def test_another_space_under_the_same_name_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    state = searched(asked())
+    say_space(state, asked(), LOG)
+    say_space(state, asked(space={"x": {"uniform": [0, 1]}}), LOG)
+    say_space(nothing_yet("e"), asked(), LOG)
+    assert caplog.messages == []
+    other = {"x": pt.uniform(0, 2)}
+    say_space(state, asked(space=other), LOG)
+    say_space(state, asked(space=other, num_samples=4), LOG)
+    said = "the space is another one; 3 earlier trials are of the old one"
+    assert caplog.messages == [
+        f"{said}, and there are to be 3 in all: raise num_samples to draw from it",
+        said,
+    ]
+
+
+def test_a_space_that_no_journal_holds_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
+    in_code = {"x": pt.sample_from(lambda _config: 1)}
+    say_space(searched(asked(space=in_code)), asked(), LOG)
+    say_space(searched(asked()), asked(space=in_code), LOG)
+    assert caplog.messages == []
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
+    common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
+    broken = pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
+    assert list(broken.errors) == ["00000"]
+    assert "not tried again" not in caplog.text
+    pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
+    assert caplog.text.count("1 trial errored in an earlier run and is not tried again") == 1
+    pt.tune(Moody, {"fails": "not"}, num_samples=1, **common)
+    assert "the space is another one; 1 earlier trial is of the old one, and there are to be 1 in all" in caplog.text
+    (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert last.startswith("e: 1 errored of 1 after ")
+
+
+# -------------------------------------------------------------------------------------------------- the metric
+
+
+def told(**metrics: object) -> Told:
+    return Told("00000", StepReport(step=1, metrics=metrics), asks=False)
+
+
+def lookout() -> MetricLookout:
+    return MetricLookout(Objective(metrics=("los",), modes=("min",)), LOG)
+
+
+def test_a_metric_that_the_first_report_lacks_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    looks = lookout()
+    for _ in range(3):
+        looks.told(told(loss=1.0), nothing_yet("e"))
+    assert caplog.messages == ["trial 00000 reported ['loss'], not 'los', the metric"]
+
+
+def test_so_is_one_that_a_trial_elsewhere_lacks_or_reports_as_text(caplog: pytest.LogCaptureFixture) -> None:
+    for metrics in ({"loss": 1.0}, {"los": "1.0"}):
+        looks, report = lookout(), Reported(trial="00000", report=StepReport(step=1, metrics=metrics))
+        for number in (1, 2):
+            looks.happened(Absorbed(trial="00000", number=number, events=(report, report)), nothing_yet("e"))
+    assert caplog.messages == [
+        "trial 00000 reported ['loss'], not 'los', the metric",
+        "trial 00000 reported 'los', the metric, as text: '1.0'",
+    ]
+
+
+def test_nothing_is_said_of_a_metric_that_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    looks = lookout()
+    looks.told(told(los=float("nan")), nothing_yet("e"))
+    looks.told(told(loss=1.0), nothing_yet("e"))
+    assert caplog.messages == []
+
+
+def unsaved(_config: Mapping[str, Any]) -> None:
+    """Report two steps and save none, until a scheduler has it pause."""
+    for _ in range(2):
+        pt.report({"loss": 1.0})
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_says_that_its_metric_is_misspelt_as_it_runs(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    pt.tune(unsaved, {}, experiment="e", metric="los", num_samples=1, target=local_target, isolation="thread")
+    assert "trial 00000 reported ['loss'], not 'los', the metric" in caplog.text
+
+
+# -------------------------------------------------------------------------------------------------- no checkpoint
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_trial_that_never_saved_says_that_it_goes_on_from_nothing(
+    local_target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
+    promotes = pt.ASHA(max_t=2, grace_period=1, reduction_factor=2, variant="promotion")
+    pt.tune(unsaved, {}, num_samples=2, scheduler=promotes, max_concurrent_trials=1, **common)
+    said = "no checkpoint was committed: its 1 step is trained again; save, or use ASHA(variant='stopping')"
+    assert said in caplog.text
