@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -160,7 +161,7 @@ class TrialSession:
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
         directory = self.new_directory()
-        save(str(directory))
+        _require_written(save(str(directory)), directory, self.step)
         return directory
 
     def _require_going_on(self) -> None:
@@ -304,6 +305,17 @@ class TrialSession:
 
     def _trained_so_far(self) -> timedelta:
         return self._trained + timedelta(seconds=time.monotonic() - self._resumed_at)
+
+
+def _require_written(returned: object, directory: Path, step: int) -> None:
+    """Refuse a state that is returned, as Ray takes it: nothing of it would be stored. Who has none writes nothing."""
+    is_empty = not any(directory.iterdir())
+    if isinstance(returned, Mapping) or (is_empty and returned is not None and str(returned) != str(directory)):
+        found = f"a {type(returned).__name__}"
+        raise InvalidInput(f"step {step}: save_checkpoint returned {found}; write files into checkpoint_dir instead")
+    if is_empty:
+        said = "save_checkpoint wrote nothing into checkpoint_dir: who goes on from there has no trained state"
+        warnings.warn(said, stacklevel=2)  # the same words at each step: Python shows them once
 
 
 def send(channel: Connection, message: FromTrial) -> None:
