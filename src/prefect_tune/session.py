@@ -371,13 +371,13 @@ def _finite(value: float, where: str) -> float:
 
 
 def _local_directory(checkpoint: Checkpoint) -> Path:
-    path = Path(str(checkpoint.path))
-    if not path.is_dir():
+    path = getattr(checkpoint, "path", None)  # or somebody gives the path itself
+    if path is None or not Path(str(path)).is_dir():
         raise InvalidInput(
             f"pt.report(checkpoint={checkpoint!r}): expected a local directory, as in "
             "pt.Checkpoint.from_directory(path); what is on a target already need not be reported"
         )
-    return path
+    return Path(str(path))
 
 
 def _copied(source: Path, destination: Path) -> Path:

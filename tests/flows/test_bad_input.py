@@ -48,6 +48,8 @@ BEFORE_ANYTHING: list[tuple[str, Callable[[], Arguments], type[Exception], tuple
     ("number for a name in the config", lambda: {"config": {"a": {1: 2}}}, InvalidInput, ("config", "'a'", "str")),
     ("no trainable", lambda: {"trainable": None}, InvalidInput, ("trainable None", "pt.Trainable")),
     ("class without step", lambda: {"trainable": faulty.NoStep}, InvalidInput, ("NoStep", "`step`")),
+    ("class that is no trainable", lambda: {"trainable": faulty.Plain}, InvalidInput, ("Plain(pt.Trainable)",)),
+    ("trainable without step", lambda: {"trainable": faulty.Stepless}, InvalidInput, ("Stepless", "no `step`")),
     ("text that names nothing", lambda: {"trainable": "train"}, InvalidInput, ("'train'", "package.module:Name")),
     ("module that is not there", lambda: {"trainable": "no_such_module:Model"}, InvalidInput, ("no_such_module",)),
     ("package that is not there", lambda: {"trainable": "no_such.module:Model"}, InvalidInput, ("no_such",)),

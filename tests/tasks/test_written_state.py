@@ -55,3 +55,9 @@ def test_what_a_save_that_wrote_files_returns_by_the_way_is_nobodys_matter(tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         session_in(tmp_path).report_step({"loss": 1.0}, save)
+
+
+def test_a_path_in_the_place_of_a_checkpoint_is_told_how_to_make_one_of_it(tmp_path: Path) -> None:
+    given: Any = str(tmp_path)
+    with pytest.raises(InvalidInput, match=r"as in pt\.Checkpoint\.from_directory"):
+        session_in(tmp_path).report({"loss": 1.0}, given)
