@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -12,6 +13,7 @@ from typing import Any, get_type_hints
 from prefect import Flow
 from prefect.exceptions import ParameterBindError
 from prefect.futures import PrefectFuture
+from prefect.settings import get_current_settings
 from prefect.states import State
 from prefect.utilities.callables import get_call_parameters
 from prefect.utilities.collections import visit_collection
@@ -68,7 +70,8 @@ def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[
     """Return if Prefect will take the call; what hangs on a future or on a block that is to be loaded, it looks at.
 
     Raises:
-        InvalidInput: an argument is unknown, missing, or not what its parameter takes; a line for each.
+        InvalidInput: an argument is unknown, missing, or not what its parameter takes, with a line for each; or they
+            are more than Prefect stores.
     """
     given = {name: value for name, value in options.items() if name not in _CALLS}
     _require_known(flow, given)
@@ -79,6 +82,32 @@ def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[
     here = {name: value for name, value in bound.items() if not _is_for_later(value)}
     if wrong := [said for name, value in here.items() if (said := _wrong(flow, name, value))]:
         raise InvalidInput("\n".join(wrong))
+    _require_storable(flow, bound, get_current_settings().server.api.max_parameter_size)
+
+
+def _require_storable(flow: Flow[..., Any], bound: Mapping[str, Any], most_bytes: int) -> None:
+    sizes = {name: _byte_count(flow, name, value) for name, value in bound.items()}
+    if not 0 < most_bytes < sum(sizes.values()):
+        return
+    largest = max(sizes, key=sizes.__getitem__)
+    parts, hint = bound[largest], ""
+    if isinstance(parts, Mapping) and parts:
+        within = max(parts, key=lambda key: _byte_count(flow, largest, parts[key]))
+        hint = f" {within!r} is the largest:"
+    raise InvalidInput(
+        f"{largest}: {sizes[largest]:,} bytes as JSON, and Prefect takes {most_bytes:,} for all parameters;{hint} give "
+        "a path, and read it in the trainable"
+    )
+
+
+def _byte_count(flow: Flow[..., Any], name: str, value: object) -> int:
+    try:
+        stored = flow.serialize_parameters({name: value})
+    except AssertionError as refused:  # without a word
+        raise InvalidInput(
+            f"{name}: Prefect cannot store a class that is a dataclass; give an object of it, or 'package.module:Name'"
+        ) from refused
+    return len(json.dumps(stored, separators=(",", ":")).encode())
 
 
 def _require_known(flow: Flow[..., Any], given: Iterable[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -108,6 +109,24 @@ def test_a_secret_that_stands_in_the_wrong_place_is_not_repeated() -> None:
     with pytest.raises(InvalidInput) as raised:
         pt.tune(print, target="./runs", sync="s3://key:secret@bucket")
     assert "secret" not in str(raised.value)
+
+
+def test_parameters_that_are_more_than_prefect_stores_are_measured_first() -> None:
+    with pytest.raises(InvalidInput) as raised:
+        pt.tune(print, {"lr": pt.uniform(0, 1), "blob": "x" * 3_000_000}, target="./runs")
+    assert str(raised.value).startswith("space: 3,000,0")
+    assert "bytes as JSON, and Prefect takes 524,288 for all parameters; 'blob' is the largest: give a path" in str(
+        raised.value
+    )
+
+
+def test_a_class_that_prefect_cannot_store_is_named() -> None:
+    @dataclass
+    class Model(pt.Trainable):
+        depth: int = 1
+
+    with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a class that is a dataclass"):
+        pt.tune(Model, target="./runs")
 
 
 def test_what_prefect_takes_for_itself_and_what_fits_is_let_through() -> None:
