@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.questions import GO_ON, Scalar, answer_to, valid_fields
@@ -161,7 +161,8 @@ class TrialSession:
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
         directory = self.new_directory()
-        _require_written(save(str(directory)), directory, self.step)
+        returned = cast("Callable[[str], object]", save)(str(directory))  # whatever it is typed
+        _require_written(returned, directory, self.step)
         return directory
 
     def _require_going_on(self) -> None:
