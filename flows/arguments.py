@@ -11,10 +11,10 @@ from reprlib import repr as shortened
 from typing import Any, get_type_hints
 
 from prefect import Flow
+from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError
 from prefect.futures import PrefectFuture
 from prefect.settings import get_current_settings
-from prefect.states import State
 from prefect.utilities.callables import get_call_parameters
 from prefect.utilities.collections import visit_collection
 from pydantic import TypeAdapter, ValidationError
