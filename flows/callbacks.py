@@ -8,7 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import copy_context
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any
+
+from prefect.logging import get_logger
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
@@ -47,11 +50,22 @@ def _callback(given: Any) -> Callback:
     made = named() if callable(named) and not isinstance(named, Callback) else named
     if isinstance(made, Callback):
         valid_name(made.name)
+        _warn_of_unheard(type(made))
         return made
     raise InvalidInput(
         f"callback {given!r}: expected a pt.Callback, a class or function that makes one without arguments, or "
         "'package.module:Name' of one"
     )
+
+
+def _warn_of_unheard(kind: type[Callback]) -> None:
+    """A hook that is misspelt would be told nothing, without a word."""
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(kind):
+        if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
+            near = get_close_matches(name, hooks, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(hooks)}"
+            get_logger("prefect_tune").warning("callback %s: nobody calls %s: %s", kind.__name__, name, hint)
 
 
 class CallbackThread:

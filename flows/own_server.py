@@ -21,6 +21,7 @@ from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
 from prefect.settings import get_current_settings
 
+from prefect_tune.flows.arguments import require_valid
 from prefect_tune.prefect_server import start_prefect_server
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class FlowWithServer(Flow[_P, _R]):
     """A flow that can be called where no API is set up: it starts a server, which serves until the process ends."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Run it, as Prefect does."""
+        """Run it, as Prefect does; but first look at the arguments: InvalidInput says what is wrong with them."""
+        require_valid(self, args, options)
         _have_server()
         return super().__call__(*args, **options)
 

@@ -15,6 +15,7 @@ from prefect_tune.core.stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.values import valid_name
 from prefect_tune.flows.spelled import stop_from
 from prefect_tune.session import storable
+from prefect_tune.trainable import require_trainable
 from prefect_tune.trial_process import load_trainable
 
 __all__ = [
@@ -85,14 +86,12 @@ def valid_trainable(trainable: object) -> object:
     """Return the trainable, seen to be one as far as can be told without importing the user's module.
 
     Raises:
-        InvalidInput: it is neither a class with `step`, nor a function, nor `package.module:Name`.
+        InvalidInput: it is neither a subclass of `Trainable` with `step`, nor a function, nor `package.module:Name`.
     """
     if isinstance(trainable, str):
         return _importable(trainable)
     if isinstance(trainable, type):
-        if callable(getattr(trainable, "step", None)):
-            return trainable
-        raise InvalidInput(f"trainable {trainable.__name__}: a class needs a `step` method; subclass pt.Trainable")
+        return require_trainable(trainable)
     if callable(trainable):
         return trainable
     raise InvalidInput(

@@ -193,7 +193,8 @@ def _council(asked: Asked, experiment: str, objective: Objective | None, stopper
     search = search_of(asked)
     scheduler = FIFO() if asked.scheduler is None else scheduler_from(asked.scheduler)
     tallies = [each.begin(objective) for each in of_experiment(stopper)]
-    proposals = search.begin(space_of(asked.space or {}), objective, seed)
+    proposals = search.begin(space := space_of(asked.space or {}), objective, seed)
+    scheduler.require_serves(space)
     return Council(proposals, begun(scheduler, objective, seed), tallies)
 
 

@@ -6,11 +6,12 @@ import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.questions import GO_ON, Scalar, answer_to, valid_fields
@@ -160,7 +161,8 @@ class TrialSession:
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
         directory = self.new_directory()
-        save(str(directory))
+        returned = cast("Callable[[str], object]", save)(str(directory))  # whatever it is typed
+        _require_written(returned, directory, self.step)
         return directory
 
     def _require_going_on(self) -> None:
@@ -306,6 +308,17 @@ class TrialSession:
         return self._trained + timedelta(seconds=time.monotonic() - self._resumed_at)
 
 
+def _require_written(returned: object, directory: Path, step: int) -> None:
+    """Refuse a state that is returned, as Ray takes it: nothing of it would be stored. Who has none writes nothing."""
+    is_empty = not any(directory.iterdir())
+    if isinstance(returned, Mapping) or (is_empty and returned is not None and str(returned) != str(directory)):
+        found = f"a {type(returned).__name__}"
+        raise InvalidInput(f"step {step}: save_checkpoint returned {found}; write files into checkpoint_dir instead")
+    if is_empty:
+        said = "save_checkpoint wrote nothing into checkpoint_dir: who goes on from there has no trained state"
+        warnings.warn(said, stacklevel=2)  # the same words at each step: Python shows them once
+
+
 def send(channel: Connection, message: FromTrial) -> None:
     """Tell the supervisor."""
     channel.send_bytes(message.model_dump_json().encode())
@@ -359,13 +372,13 @@ def _finite(value: float, where: str) -> float:
 
 
 def _local_directory(checkpoint: Checkpoint) -> Path:
-    path = Path(str(checkpoint.path))
-    if not path.is_dir():
+    path = getattr(checkpoint, "path", None)  # or somebody gives the path itself
+    if path is None or not Path(str(path)).is_dir():
         raise InvalidInput(
             f"pt.report(checkpoint={checkpoint!r}): expected a local directory, as in "
             "pt.Checkpoint.from_directory(path); what is on a target already need not be reported"
         )
-    return path
+    return Path(str(path))
 
 
 def _copied(source: Path, destination: Path) -> Path:

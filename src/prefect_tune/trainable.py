@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from prefect_tune.checkpoint import Checkpoint
     from prefect_tune.core.questions import Scalar
 
-__all__ = ["Trainable", "TrialInfo", "ask", "get_checkpoint", "get_trial", "report", "report_step", "save_last_step"]
+__all__ = [
+    "Trainable",
+    "TrialInfo",
+    "ask",
+    "get_checkpoint",
+    "get_trial",
+    "report",
+    "report_step",
+    "require_trainable",
+    "save_last_step",
+]
 
 
 class Trainable:
@@ -51,6 +61,22 @@ class Trainable:
 
     def cleanup(self) -> None:
         """Let go of what `setup` took. Called when the trial ends in order, not when its process dies."""
+
+
+def require_trainable(kind: type) -> type[Trainable]:
+    """Return a class, seen to be one that can be trained.
+
+    Raises:
+        InvalidInput: it is no subclass of `Trainable`, or trains nothing.
+    """
+    if not issubclass(kind, Trainable):
+        raise InvalidInput(
+            f"trainable {kind.__name__}: expected a subclass of pt.Trainable with a `step` method, or a function of "
+            f"the configuration, found another class; write class {kind.__name__}(pt.Trainable)"
+        )
+    if kind.step is Trainable.step:
+        raise InvalidInput(f"trainable {kind.__name__}: it has no `step`; write one that trains and returns metrics")
+    return kind
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from prefect_tune.core.values import digest_of
 from prefect_tune.core.wire import Broke, Loaded, Start, Surroundings, TrialEnded, to_trial
 from prefect_tune.session import TrialOver, TrialSession, send
 from prefect_tune.surroundings import settle_in
-from prefect_tune.trainable import Trainable, enter
+from prefect_tune.trainable import Trainable, enter, require_trainable
 
 __all__ = ["load_trainable", "serve", "train"]
 
@@ -161,7 +161,7 @@ class _Attempts:
         try:
             session.ask_first()
             if isinstance(trainable, type):
-                return self._run_class(session, _set_up(cast("type[Trainable]", trainable), start), start)
+                return self._run_class(session, _set_up(trainable, start), start)
             if isinstance(trainable, _SetUp):
                 return self._run_class(session, _reset(trainable, start), start)
             function = cast("TrainFunction", trainable)
@@ -197,8 +197,8 @@ def _prepare(channel: Connection, start: Start, kept: _SetUp | None) -> tuple[Tr
     return TrialSession(channel, start, stopper), trainable
 
 
-def _set_up(kind: type[Trainable], start: Start) -> _SetUp:
-    trainable = kind()
+def _set_up(kind: type, start: Start) -> _SetUp:
+    trainable = require_trainable(kind)()
     trainable.setup(dict(start.config))
     return _SetUp(trainable, _code(kind))
 

@@ -16,6 +16,7 @@ from prefect_tune.core.values import Stamp
 from prefect_tune.stores.posix import PosixStore
 from tests.fakes.checkpoints import files_in
 from tests.fakes.command_line import Run
+from tests.fakes.experiments import write_experiment
 
 
 @pytest.fixture
@@ -66,6 +67,12 @@ def test_every_checkpoint_of_a_search_is_verified(run: Run, own_moods: Path) -> 
     broken = run("verify", own_moods, "moods")
     assert (broken.code, broken.out.count("whole")) == (1, 4)
     assert broken.err.count("00001 step") == 2
+
+
+def test_where_no_checkpoint_is_there_is_nothing_to_verify_and_that_is_said(run: Run, tmp_path: Path) -> None:
+    write_experiment(tmp_path / "target", "e", [])
+    assert run("verify", tmp_path / "target", "e").out == "e: no checkpoint is live, so there is nothing to verify\n"
+    assert json.loads(run("verify", tmp_path / "target", "e", "--json").out) == []
 
 
 def test_export_writes_the_newest_checkpoint_of_the_best_trial(run: Run, moods: Path, tmp_path: Path) -> None:

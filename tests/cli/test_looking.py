@@ -123,6 +123,28 @@ def test_a_report_that_cannot_be_written_is_one_line(run: Run, moods: Path, tmp_
     assert done.err == f"prefect-tune: {tmp_path / 'no' / 'page.md'}: No such file or directory\n"
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (["page.pdf"], "ends in .html or .htm or .md or .markdown"),
+        (["page.json"], "for JSON say --json"),
+        (["page.html", "--json"], "ends in .json"),
+    ],
+)
+def test_a_report_of_another_kind_is_refused_and_nothing_is_written(
+    run: Run, moods: Path, tmp_path: Path, asked: list[str], expected: str
+) -> None:
+    done = run("report", moods, "moods", "--output", tmp_path / asked[0], *asked[1:])
+    assert done.code == 1
+    assert expected in done.err
+    assert not (tmp_path / asked[0]).exists()
+
+
+def test_a_report_in_a_file_says_what_it_has_written(run: Run, moods: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.HTML"
+    assert run("report", moods, "moods", "--output", page).err == f"HTML of moods: in {page}\n"
+
+
 def test_what_a_user_named_is_text_in_a_report_and_no_markup(run: Run, moods: Path) -> None:
     write_experiment(moods.parent / "odd", "a_b", [2])
     assert run("report", moods.parent / "odd", "a_b").out.startswith("# a\\_b\n")

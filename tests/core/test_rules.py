@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import pytest
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from prefect_tune.core.curves import Curves, curve
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events import Absorbed, Aside, Cause, CheckpointRef, Cloned, Event, Reported, Started
 from prefect_tune.core.experiment import Entry
+from prefect_tune.core.experiment_stoppers import TimeBudget
 from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, Verdict, verdict
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.retention import Retention, retired, retired_aside
@@ -251,6 +253,11 @@ def test_only_who_needs_the_past_looks_back() -> None:
     [
         lambda: MaxSteps(0),
         lambda: MaxTime(timedelta(0)),
+        lambda: MaxTime(cast("timedelta", "1h")),
+        lambda: MaxTime(cast("timedelta", True)),
+        lambda: MaxTime(cast("timedelta", math.nan)),
+        lambda: MaxTime(cast("timedelta", math.inf)),
+        lambda: TimeBudget(cast("timedelta", -1)),
         lambda: Plateau("loss", std=-1),
         lambda: Plateau("loss", reports=1),
         lambda: Plateau("loss", grace=-1),
@@ -267,3 +274,15 @@ def test_a_stopper_that_could_never_be_right_is_refused(stop: object) -> None:
     assert callable(stop)
     with pytest.raises(InvalidInput):
         stop()
+
+
+def test_a_number_is_a_time_in_seconds_and_what_is_none_is_told_so() -> None:
+    assert MaxTime(cast("timedelta", 90)) == MaxTime(timedelta(minutes=1.5))
+    assert TimeBudget(cast("timedelta", 0.5)) == TimeBudget(timedelta(seconds=0.5))
+    with pytest.raises(InvalidInput, match=r"MaxTime: expected a number of seconds or a timedelta.*found '1h'"):
+        MaxTime(cast("timedelta", "1h"))
+
+
+def test_a_limit_by_the_name_that_ray_gives_a_step_says_what_it_is_called_here() -> None:
+    with pytest.raises(InvalidInput, match="what Ray Tune calls training_iteration is 'step' here"):
+        as_stopper({"training_iteration": 3}).why_stop(reports(1))

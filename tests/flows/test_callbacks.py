@@ -273,6 +273,22 @@ def test_a_callback_is_given_as_an_object_a_class_or_a_name() -> None:
     assert callbacks_for(None) == []
 
 
+def test_a_hook_that_nobody_calls_is_warned_of_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+    class Misspelt(pt.Callback):
+        def on_trial_finish(self, trial: Trial) -> None: ...
+
+        def on_trial_complete(self, trial: Trial, finished: Finished) -> None: ...
+
+    heard = logging.getLogger("prefect.prefect_tune")
+    heard.addHandler(caplog.handler)
+    try:
+        callbacks_for([Misspelt(), Diary(), pt.CSVLogger("logs"), pt.JSONLogger("logs")])
+    finally:
+        heard.removeHandler(caplog.handler)
+    (said,) = {each.getMessage() for each in caplog.records}
+    assert said.startswith("callback Misspelt: nobody calls on_trial_finish: did you mean on_trial_")
+
+
 @pytest.mark.parametrize("nonsense", [3, "CSVLogger", object, "tests.flows.test_callbacks:WHOLE"])
 def test_what_is_no_callback_is_refused(nonsense: object) -> None:
     with pytest.raises(pt.InvalidInput, match=r"expected a pt\.Callback"):

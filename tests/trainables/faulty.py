@@ -10,11 +10,35 @@ import numpy as np
 
 import prefect_tune as pt
 
-__all__ = ["NoStep", "array_metric", "dangling_link", "fine", "nan_metric", "remote_checkpoint", "text_for_metrics"]
+__all__ = [
+    "NoStep",
+    "Plain",
+    "Stepless",
+    "array_metric",
+    "dangling_link",
+    "fine",
+    "nan_metric",
+    "remote_checkpoint",
+    "text_for_metrics",
+]
 
 
 class NoStep:
     """Not a trainable."""
+
+
+class Plain:
+    """Not one either."""
+
+    def step(self) -> Mapping[str, object]:
+        return {"loss": 1.0}
+
+
+class Stepless(pt.Trainable):
+    """Written for something else."""
+
+    def _train(self) -> Mapping[str, object]:
+        return {"loss": 1.0}
 
 
 def fine(config: Mapping[str, object]) -> None:

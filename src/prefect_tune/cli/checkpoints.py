@@ -63,6 +63,8 @@ def verify(
                 print(named, file=sys.stderr if each.damage else sys.stdout)
     if as_json:
         print(json.dumps([asdict(each) for each in found], indent=2))
+    elif not found:
+        print(f"{experiment}: no checkpoint is live, so there is nothing to verify")
     if any(each.damage for each in found):
         raise typer.Exit(1)
 

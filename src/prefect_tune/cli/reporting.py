@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_HTML = {".html", ".htm"}
+_FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
+_FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
+"""What is written into a file, by its ending."""
 
 
 @app.command(rich_help_panel=LOOK)
@@ -37,14 +40,26 @@ def report(
 
     A file that ends in .html holds everything in itself, and is light or dark as its reader likes it.
     """
-    found = _material(target, experiment)
+    form = _form_of(output, as_json=as_json)
+    written = _written(_material(target, experiment), as_json=as_json, as_html=form == "HTML")
     if output is None:
-        print(_written(found, as_json=as_json, as_html=False), end="")
+        print(written, end="")
         return
     try:
-        output.write_text(_written(found, as_json=as_json, as_html=output.suffix.lower() in _HTML), encoding="utf-8")
+        output.write_text(written, encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"{output}: {error.strerror}") from error
+    print(f"{form} of {experiment}: in {output}", file=sys.stderr)
+
+
+def _form_of(output: Path | None, *, as_json: bool) -> str:
+    ending = output.suffix.lower() if output is not None else ""
+    forms = _FORMS_OF_JSON if as_json else _FORMS
+    if ending not in forms:
+        hint = "; for JSON say --json" if ending == ".json" else ""
+        endings = " or ".join(filter(None, forms))
+        raise InvalidInput(f"--output {output}: expected a file that ends in {endings}{hint}")
+    return forms[ending]
 
 
 def _written(found: Material, *, as_json: bool, as_html: bool) -> str:

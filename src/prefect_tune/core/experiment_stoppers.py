@@ -17,7 +17,7 @@ from typing import TypeAlias
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.objective import Mode, Objective, objective_of
 from prefect_tune.core.ranking import losses_in
-from prefect_tune.core.stoppers import AnyOf, Never, Stopper
+from prefect_tune.core.stoppers import AnyOf, Never, Stopper, some_time
 from prefect_tune.core.values import StepReport, TrialId
 
 __all__ = [
@@ -212,14 +212,13 @@ class TimeBudget(ExperimentStopper):
     """End the experiment after so much training time, summed over its trials and over all of its runs.
 
     What is counted is what the journal knows: a trial's time is told with its checkpoints, when it ends, and
-    every `sync_period`. Steps that were lost, and are trained again, count once.
+    every `sync_period`. Steps that were lost, and are trained again, count once. A plain number is one of seconds.
     """
 
     time: timedelta
 
     def __post_init__(self) -> None:
-        if self.time <= timedelta(0):
-            raise InvalidInput(f"TimeBudget({self.time}): expected more than nothing")
+        object.__setattr__(self, "time", some_time(self.time, "TimeBudget"))
 
     def begin(self, objective: Objective | None) -> Tally:
         del objective

@@ -12,7 +12,10 @@ from typing import TypeAlias
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.values import StepReport
 
-__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stopper", "as_stopper", "limits_in"]
+__all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stopper", "as_stopper", "limits_in", "some_time"]
+
+_RAYS = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
+"""Ray Tune's names of what each report has, and what to write for them here."""
 
 
 class Stopper(ABC):
@@ -87,14 +90,13 @@ class MaxSteps(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class MaxTime(Stopper):
-    """Stop after this much training time, summed over all attempts."""
+    """Stop after this much training time, summed over all attempts; a plain number is one of seconds."""
 
     time: timedelta
     looks_back = False
 
     def __post_init__(self) -> None:
-        if self.time <= timedelta(0):
-            raise InvalidInput(f"MaxTime({self.time}): expected more than nothing")
+        object.__setattr__(self, "time", some_time(self.time, "MaxTime"))
 
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         trained = timedelta(seconds=reports[-1].trained_seconds)
@@ -184,6 +186,22 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
 
 
+def some_time(given: object, where: str) -> timedelta:
+    """Return a time, given as such or as a number of seconds.
+
+    Raises:
+        InvalidInput: it is neither, or not more than nothing.
+    """
+    try:
+        is_number = isinstance(given, int | float) and not isinstance(given, bool)
+        time = timedelta(seconds=given) if is_number else given  # type: ignore[arg-type]  # mypy forgets what it is
+    except (OverflowError, ValueError):
+        time = None
+    if isinstance(time, timedelta) and time > timedelta(0):
+        return time
+    raise InvalidInput(f"{where}: expected a number of seconds or a timedelta, more than nothing, found {given!r}")
+
+
 def limits_in(stopper: Stopper) -> Mapping[str, float]:
     """Return the limits of metrics at which it stops, from below, by metric; `step` is the step itself."""
     if isinstance(stopper, AnyOf):
@@ -201,4 +219,5 @@ def _number(metrics: Mapping[str, object], name: str) -> float:
     value = metrics.get(name)
     if isinstance(value, int | float):
         return float(value)
-    raise InvalidInput(f"stop: metric {name!r} was expected in each report; reported were {sorted(metrics)}")
+    hint = f"; what Ray Tune calls {name} is {_RAYS[name]} here" if name in _RAYS else ""
+    raise InvalidInput(f"stop: metric {name!r} was expected in each report; reported were {sorted(metrics)}{hint}")

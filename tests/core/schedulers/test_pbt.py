@@ -11,7 +11,7 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.schedulers.scheduler import Exploit, Pause, Scheduler
-from prefect_tune.core.search.domains import uniform
+from prefect_tune.core.search.domains import choice, grid_search, sample_from, uniform
 from tests.core.schedulers.asking import SCORE, Asked
 from tests.fakes.virtual_driver import Config, State, VirtualRun, World
 
@@ -280,3 +280,42 @@ def test_what_cannot_be_is_refused_at_construction_by_name(wrong: dict[str, obje
     with pytest.raises(InvalidInput, match=expected) as refused:
         PBT(**{"perturbation_interval": 5, "hyperparam_mutations": MUTATIONS, **wrong})
     assert str(refused.value).startswith("PBT")
+
+
+LAYERS = {"layers": {"width": [16, 32]}}
+
+
+@pytest.mark.parametrize(
+    ("mutations", "space", "expected"),
+    [
+        (
+            {"learnin_rate": uniform(0, 1)},
+            {"learning_rate": 0.1},
+            r"\['learnin_rate'\].*did you mean 'learning_rate'\?",
+        ),
+        ({"learning_rate": uniform(0, 1)}, {"lr": uniform(0, 1), "b": 3}, r"\['learning_rate'\].*there is b, lr"),
+        (LAYERS, {"layers": {"widht": 3}}, r"\['layers'\]\['width'\].*did you mean 'widht'\?"),
+        (LAYERS, {"layers": choice([{"units": 3}, 2])}, r"\['layers'\]\['width'\].*there is units"),
+        (LAYERS, {"layers": 3}, r"\['layers'\]\['width'\].*there is nothing to name"),
+    ],
+)
+def test_what_mutates_and_is_not_in_the_space_is_refused_with_the_nearest_name(
+    mutations: dict[str, object], space: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(InvalidInput, match=expected):
+        PBT(5, mutations).require_serves(space)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"width": uniform(0, 1)},
+        choice([{"depth": 3}, {"width": 16}]),
+        grid_search([choice([{"width": 16}, {"depth": 1}]), 3]),
+        sample_from(lambda _: {"width": 3}),
+    ],
+)
+def test_what_mutates_may_stand_in_any_part_of_the_space(layers: object) -> None:
+    PBT(5, LAYERS).require_serves({"layers": layers, "lr": 0.1})
+    PBT(5, LAYERS).require_serves({})
+    FIFO().require_serves({"layers": layers})

@@ -67,8 +67,8 @@ def test_without_a_grid_there_are_as_many_trials_as_samples() -> None:
     search = RandomSearch(10).begin({"lr": uniform(0, 1)}, None, 1)
     configs = list(proposed_by(search))
     assert len({config["lr"] for config in configs}) == 10
-    assert search.suggest(10) == Exhausted("10 samples of each of 1 grid points")
-    assert search.suggest(10) == Exhausted("10 samples of each of 1 grid points")
+    assert search.suggest(10) == Exhausted("samples drawn: 10 of 10")
+    assert search.suggest(10) == Exhausted("samples drawn: 10 of 10")
 
 
 def test_a_grid_is_tried_whole_for_each_sample_and_the_rest_is_drawn_anew() -> None:

@@ -50,7 +50,7 @@ def test_each_configuration_is_proposed_several_times_in_a_row() -> None:
     configs = configs_of(search, 0, 6)
     assert configs == [configs[0]] * 3 + [configs[3]] * 3
     assert configs[0] != configs[3]
-    assert search.suggest(6) == Exhausted("2 samples of each of 1 grid points")
+    assert search.suggest(6) == Exhausted("samples drawn: 2 of 2")
 
 
 def test_the_repetitions_of_a_configuration_can_be_counted_in_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import optuna
 import pytest
@@ -209,3 +210,11 @@ def test_wilcoxon_says_that_it_misses_scipy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("prefect_tune.integrations.optuna.pruner.find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match="WilcoxonPruner: it needs scipy: pip install scipy"):
         OptunaPruner(PRUNERS["Wilcoxon"]()).begin(LOSS, SEED)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [("MedianPruner", "'MedianPruner'"), (pruners.MedianPruner, "the class MedianPruner")]
+)
+def test_what_is_no_pruner_is_refused_at_construction(given: Any, found: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"as in pt\.OptunaPruner\(optuna\.pruners.*found {found}"):
+        OptunaPruner(given)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import chain
 from typing import TypeAlias
 
 from prefect_tune.core import draws
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.search.domains import Choice, Grid, SampleFrom, frozen
+from prefect_tune.core.search.domains import Branch, Choice, Grid, SampleFrom, frozen
 from prefect_tune.core.search.ranges import Float, Integer, Normal, Range, is_number
 
-__all__ = ["Explorer", "Mutations", "as_mutations"]
+__all__ = ["Explorer", "Mutations", "as_mutations", "require_names_of"]
 
 Mutations: TypeAlias = "Mapping[str, Range | Choice | SampleFrom | Mutations]"
 """What may change, by its place in the configuration."""
@@ -68,6 +70,40 @@ def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
     if not mutations:
         raise InvalidInput(f"{where}: expected at least one value that may change, found none")
     return {name: _as_mutation(mutation, f"{where}[{name!r}]") for name, mutation in mutations.items()}
+
+
+def require_names_of(space: Mapping[str, object], mutations: Mutations, where: str) -> None:
+    """Return if all that mutates has its place in `space`; else a trial that goes on has a value that nobody reads.
+
+    Raises:
+        InvalidInput: something has none.
+    """
+    _require_below([space], mutations, where)
+
+
+def _require_below(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
+    there = list(chain.from_iterable(map(_spaces_in, nodes)))
+    if any(isinstance(each, SampleFrom) for each in there):
+        return  # what it computes is known by then only
+    spaces = [each for each in there if isinstance(each, Mapping)]
+    known = {name for each in spaces for name in each}
+    for name, mutation in mutations.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(sorted(known)) or 'nothing to name'}"
+            raise InvalidInput(f"{where}[{name!r}]: expected what the space has at this place; {hint}")
+        if isinstance(mutation, Mapping):
+            below = [each[name] for each in spaces if name in each]
+            _require_below(below, mutation, f"{where}[{name!r}]")
+
+
+def _spaces_in(node: object) -> Iterator[object]:
+    """Yield what may stand here: the node, or each option of a choice."""
+    if isinstance(node, Branch):
+        for each in node.options:
+            yield from _spaces_in(each)
+    else:
+        yield node
 
 
 def _as_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom | Mutations:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from prefect_tune.core import draws
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.objective import Objective
-from prefect_tune.core.schedulers.explore import Explorer, as_mutations
+from prefect_tune.core.schedulers.explore import Explorer, as_mutations, require_names_of
 from prefect_tune.core.schedulers.losses import is_count, is_number, loss_of, shown
 from prefect_tune.core.schedulers.scheduler import (
     Continue,
@@ -70,6 +70,12 @@ class PBT(Scheduler):
         return _Schedule(
             self, Explorer(mutations, self.resample_probability, self.perturbation_factors, seed), objective
         )
+
+    def require_serves(self, space: Mapping[str, object]) -> None:
+        """Return if what mutates is in the space; an empty one says nothing, for the search brings what it tries."""
+        if space:
+            where = "PBT: hyperparam_mutations"
+            require_names_of(space, as_mutations(self.hyperparam_mutations, where), where)
 
 
 @dataclass(slots=True)

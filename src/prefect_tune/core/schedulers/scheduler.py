@@ -81,6 +81,14 @@ class Scheduler(ABC):
             InvalidInput: it cannot serve this objective.
         """
 
+    def require_serves(self, space: Mapping[str, object]) -> None:
+        """Return if it can serve trials that are drawn from a valid `space`; most look at no configuration.
+
+        Raises:
+            InvalidInput: it cannot.
+        """
+        del space
+
 
 class Schedule(ABC):
     """The state of a scheduler: a function of what it was told, in that order, and of nothing else.

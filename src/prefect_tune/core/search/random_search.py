@@ -76,7 +76,8 @@ class _RandomProposals(Proposals):
 
     def suggest(self, number: int) -> Suggestion:
         if not self._waiting and self._next >= self._points * self._samples > 0:
-            return Exhausted(f"{self._samples} samples of each of {self._points} grid points")
+            of_a_grid = f"{self._samples} samples of each of {self._points} grid points"
+            return Exhausted(of_a_grid if self._points > 1 else f"samples drawn: {self._samples} of {self._samples}")
         given = self._waiting[0][1] if self._waiting else {}
         fixed = {**dict(choices_at(self._next % self._points, self._grids)), **given}
         config = resolve(self._space, self._drawing(number), fixed)

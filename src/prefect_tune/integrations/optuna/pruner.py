@@ -35,6 +35,13 @@ class OptunaPruner(Scheduler):
 
     pruner: BasePruner
 
+    def __post_init__(self) -> None:
+        given: object = self.pruner
+        if not isinstance(given, BasePruner):
+            found = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
+            example = "pt.OptunaPruner(optuna.pruners.MedianPruner())"
+            raise InvalidInput(f"OptunaPruner: expected a pruner of Optuna, as in {example}, found {found}")
+
     def begin(self, objective: Objective, seed: int) -> Schedule:
         if isinstance(self.pruner, WilcoxonPruner) and find_spec("scipy") is None:
             raise InvalidInput("WilcoxonPruner: it needs scipy: pip install scipy")
