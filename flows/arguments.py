@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from functools import cache
 from inspect import Parameter, signature
 from reprlib import repr as shortened
@@ -21,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.hints import did_you_mean_or_has
 
 __all__ = ["require_valid"]
 
@@ -121,8 +121,7 @@ def _require_known(flow: Flow[..., Any], given: Iterable[str]) -> None:
 def _hint(name: str, known: Iterable[str]) -> str:
     there = list(known)
     ours = [each for each in _RAYS.get(name, ()) if each in there]
-    near = ours[:1] or get_close_matches(name, there, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(there)}"
+    return f"; did you mean {ours[0]!r}?" if ours else f"; {did_you_mean_or_has(name, there)}"
 
 
 def _unbound(flow: Flow[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import copy_context
 from datetime import timedelta
-from difflib import get_close_matches
 from typing import Any
 
 from prefect.logging import get_logger
@@ -19,6 +18,7 @@ from prefect_tune.core.callback_state import CallbackState
 from prefect_tune.core.errors import AlreadyExists, InvalidInput, TuneError
 from prefect_tune.core.events import AttemptEnded, Committed, Event, Finished, GaveUp, OneTrialsEvent, Reported, Started
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.hints import did_you_mean_or_has
 from prefect_tune.core.telling import Telling
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import valid_name
@@ -63,8 +63,7 @@ def _warn_of_unheard(kind: type[Callback]) -> None:
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(kind):
         if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
-            near = get_close_matches(name, hooks, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(hooks)}"
+            hint = did_you_mean_or_has(name, hooks)
             get_logger("prefect_tune").warning("callback %s: nobody calls %s: %s", kind.__name__, name, hint)
 
 

@@ -84,11 +84,11 @@ class Mute(Bucket):
             self._unsaid = path
             raise CommitUnknown("no reply in time")
 
-    def read(self, path: str) -> Buffer:
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         if path == self._unsaid:
             self._unsaid = ""
             raise StoreUnavailable("no reply in time")
-        return super().read(path)
+        return super().read(path, offset=offset, length=length)
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2])

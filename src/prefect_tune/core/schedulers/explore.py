@@ -6,12 +6,12 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import chain
 from typing import TypeAlias
 
 from prefect_tune.core import draws
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.hints import did_you_mean_or_has
 from prefect_tune.core.search.domains import Branch, Choice, Grid, SampleFrom, frozen
 from prefect_tune.core.search.ranges import Float, Integer, Normal, Range, is_number
 
@@ -89,8 +89,7 @@ def _require_below(nodes: Sequence[object], mutations: Mutations, where: str) ->
     known = {name for each in spaces for name in each}
     for name, mutation in mutations.items():
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(sorted(known)) or 'nothing to name'}"
+            hint = did_you_mean_or_has(name, sorted(known))
             raise InvalidInput(f"{where}[{name!r}]: expected what the space has at this place; {hint}")
         if isinstance(mutation, Mapping):
             below = [each[name] for each in spaces if name in each]
