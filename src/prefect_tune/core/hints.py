@@ -28,4 +28,4 @@ def did_you_mean_or_has(given: str, known: Iterable[str]) -> str:
     """Return `did you mean 'name'?`, or what it has where no known name is near."""
     there = list(known)
     near = nearest(given, there)
-    return f"did you mean {near!r}?" if near else f"it has {', '.join(there)}"
+    return f"did you mean {near!r}?" if near else f"it has {', '.join(there) or 'nothing'}"

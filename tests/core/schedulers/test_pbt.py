@@ -293,10 +293,10 @@ LAYERS = {"layers": {"width": [16, 32]}}
             {"learning_rate": 0.1},
             r"\['learnin_rate'\].*did you mean 'learning_rate'\?",
         ),
-        ({"learning_rate": uniform(0, 1)}, {"lr": uniform(0, 1), "b": 3}, r"\['learning_rate'\].*there is b, lr"),
+        ({"learning_rate": uniform(0, 1)}, {"lr": uniform(0, 1), "b": 3}, r"\['learning_rate'\].*it has b, lr"),
         (LAYERS, {"layers": {"widht": 3}}, r"\['layers'\]\['width'\].*did you mean 'widht'\?"),
-        (LAYERS, {"layers": choice([{"units": 3}, 2])}, r"\['layers'\]\['width'\].*there is units"),
-        (LAYERS, {"layers": 3}, r"\['layers'\]\['width'\].*there is nothing to name"),
+        (LAYERS, {"layers": choice([{"units": 3}, 2])}, r"\['layers'\]\['width'\].*it has units"),
+        (LAYERS, {"layers": 3}, r"\['layers'\]\['width'\].*it has nothing"),
     ],
 )
 def test_what_mutates_and_is_not_in_the_space_is_refused_with_the_nearest_name(
