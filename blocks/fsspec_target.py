@@ -27,8 +27,9 @@ _IN_PROCESS = frozenset({"memory"})  # it would be gone with the process that ma
 class FsspecTarget(StorageTarget):
     """Any URI that fsspec can open: hdfs (by pyarrow), sftp, ftp, webdav, smb, memory and more.
 
-    Its client works in a process of its own, which is ended at the deadline. There is no create-if-absent on
-    most of them, so such a target serves one runner only.
+    Its client works in a process of its own, which is ended at the deadline. There is no atomic create-if-absent, so
+    such a target serves one runner only: PBT, forks, trials on other machines and whatever else would write to a
+    journal beside its owner are refused.
 
     Example:
         ```python

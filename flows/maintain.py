@@ -287,8 +287,9 @@ class _Rounds:
         now = [replace(each, is_aside=each.folder in {key.folder for key in aside}) for each in checkpoints]
         self._add(now)
         untold = _to_tell([*now, *journals])
-        self._leave(partial(next_round, stamp=new_stamp(), inspection=found, aside=aside, untold=untold))
         self._is_left = True
+        with self._or_skipped("when it was looked at"):
+            self._leave(partial(next_round, stamp=new_stamp(), inspection=found, aside=aside, untold=untold))
 
     def _put_aside(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
         """First it is written down that this is still to be told: what is aside is found by no later run."""
@@ -317,13 +318,13 @@ class _Rounds:
         found = collect_garbage(wanted.target, self.name, dry_run=wanted.dry_run, until=wanted.until)
         self.upkeep = replace(
             self.upkeep,
-            collected_count=sum(len(each.checkpoints) + each.orphan_count for each in found.trials),
+            collected_count=sum(len(each.checkpoints) + each.orphan_count + each.answer_count for each in found.trials),
             collected_bytes=sum(each.orphan_bytes for each in found.trials),
             undecided_count=sum(each.undecided_count for each in found.trials),
         )
         for each in found.trials:
-            if each.damage is not None:
-                self._skip(f"garbage of trial {each.trial}", each.damage)
+            if (why := each.damage or each.kept) is not None:
+                self._skip(f"garbage of trial {each.trial}", why)
         self._skip_unreadable("garbage of", found.unreadable)
         if found.skipped_count:
             self._skip(f"garbage of {found.skipped_count} trials", "there was no more time")

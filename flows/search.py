@@ -6,10 +6,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
-from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from prefect_tune.blocks import SyncConfig, resolve_target
 from prefect_tune.callbacks import SearchInfo
@@ -43,6 +44,7 @@ from prefect_tune.flows.going_on import unheard
 from prefect_tune.flows.herald import this_run
 from prefect_tune.flows.lessons import lessons_known, new_lessons, source_names
 from prefect_tune.flows.limits import Limits, has_had_enough, require_possible, warn_of_limits
+from prefect_tune.flows.one_runner import require_one_runner
 from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.flows.request import existing_limits, name_of, stopper_for, valid_trainable
 from prefect_tune.flows.restarts import owner_after
@@ -93,7 +95,7 @@ def _searched(turn: SearchTurn) -> Results:
     learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name)
 
     def search(stop: threading.Event) -> Experiment:
-        check_target(plan.target)
+        _require_fit(asked, plan, council)
         before = known or read_known(plan.target, name)
         # First, while whoever runs it goes on.
         require_same(before.experiment, settings_today(asked))
@@ -129,6 +131,19 @@ def _searched(turn: SearchTurn) -> Results:
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
         return Results(interruptible(search, grace=plan.grace), plan.target, objective)
+
+
+def _require_fit(asked: Asked, plan: TrialPlan, council: Council) -> None:
+    """Find out whether the target can be trusted with what is asked for, before anything is written of it."""
+    if check_target(plan.target).conditional_create:
+        return
+    runner = _runner_elsewhere()
+    there = "" if runner is None else f"task runner: {type(runner).__name__}"
+    require_one_runner(
+        plan.target.uri,
+        exploiting=type(scheduler_from(asked.scheduler)).__name__ if council.saves_first else "",
+        elsewhere="trials='deployment'" if asked.trials == "deployment" else there,
+    )
 
 
 def _audience(asked: Asked, plan: TrialPlan, outlook: Outlook, stopper: Stopper) -> Audience:
@@ -235,11 +250,17 @@ def _crew(asked: Asked, plan: TrialPlan) -> tuple[AbstractContextManager[Crew], 
         return nullcontext(RemoteCrew(plan.target, deployment, _LOOK_EVERY)), slots_elsewhere(asked)
     if asked.trial_job_variables is not None:
         raise InvalidInput("trial_job_variables: they are for trials='deployment'")
-    context = FlowRunContext.get()
-    if context is not None and not isinstance(context.task_runner, ThreadPoolTaskRunner):
-        there = OnTaskRunner(context.task_runner, resources_asked(asked))
+    if (runner := _runner_elsewhere()) is not None:
+        there = OnTaskRunner(runner, resources_asked(asked))
         return nullcontext(RemoteCrew(plan.target, there, _LOOK_EVERY)), slots_elsewhere(asked)
     return _local_crew(plan, slots := slots_here(asked)), slots
+
+
+def _runner_elsewhere() -> TaskRunner[Any] | None:
+    """The flow's task runner, where it is not the threads of this process."""
+    context = FlowRunContext.get()
+    runner = context.task_runner if context is not None else None
+    return None if isinstance(runner, ThreadPoolTaskRunner) else runner
 
 
 @contextmanager

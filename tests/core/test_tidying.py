@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from prefect_tune.core import collect, trial
+from prefect_tune.core.answers import answer
 from prefect_tune.core.aside import put_aside, reinstate
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt
 from prefect_tune.core.events import (
@@ -25,6 +26,7 @@ from prefect_tune.core.retention import Retention
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.tidying import Collected, collect_from, look_for_garbage, prune
 from prefect_tune.core.trial import Status, Trial, newest_key, reused_from
+from prefect_tune.core.wire import GoOn
 from tests.core.driver import BACKBONE
 from tests.core.meetings import (
     Act,
@@ -400,7 +402,11 @@ def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_p
 
 
 def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lines(monkeypatch, collect._aside, {"return read_manifest(store, key).blob_paths()": "return frozenset()"})
+    break_lines(
+        monkeypatch,
+        collect._aside,
+        {"return read_manifest(store, trial.checkpoint_key(ref)).blob_paths()": "return frozenset()"},
+    )
     with pytest.raises(CheckpointCorrupt):
         test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_put_aside()
 
@@ -431,3 +437,46 @@ def test_with_a_live_manifest_unreadable_nothing_is_deleted_and_it_is_said_why()
     assert look_for_garbage(scene.store, member.key, side_by_side=map).damage is not None
     assert collect_from(scene.store, member.key, scene.chronicle.stamp(), side_by_side=map).damage is not None
     assert scene.store.objects == before
+
+
+def answered(scene: Scene, *attempts: int) -> None:
+    """Tell attempts of the source, twice each, and leave a file among it that is nobody's."""
+    key = scene.members["s"].key
+    for attempt in attempts:
+        for step in (0, 3):
+            answer(scene.store, key, attempt, step, GoOn(milestone=4))
+    scene.store.objects[f"{key.answers}/README"] = b"foreign"
+    scene.store.objects[f"{key.answers}/1-3.json"] = b"foreign, too"
+
+
+def answers_left(scene: Scene) -> list[int]:
+    key = scene.members["s"].key
+    return [n for n in range(1, 5) for step in (0, 3) if key.answer_path(n, step) in scene.store.objects]
+
+
+def test_what_attempts_that_are_over_were_told_goes_and_what_the_present_one_is_told_stays() -> None:
+    scene = training(SOURCE, CLONE)
+    member = scene.members["s"]
+    collects()(scene, scene.store)
+    takes_over("s")(scene, scene.store)
+    reopened(scene).start()
+    assert member.trial.attempt == 2
+    answered(scene, 1, 2, 3)
+    before = dict(scene.store.objects)
+    assert look_for_garbage(scene.store, member.key, side_by_side=map) == Collected("s", answer_count=2)
+    assert scene.store.objects == before
+    stamp = scene.chronicle.stamp()
+    assert collect_from(scene.store, member.key, stamp, side_by_side=map) == Collected("s", answer_count=2)
+    assert answers_left(scene) == [2, 2, 3, 3]
+    assert len(before) - len(scene.store.objects) == 2, "foreign files stay"
+
+
+@pytest.mark.parametrize("over", [ended, given_up], ids=["in its own journal", "in the experiment's alone"])
+def test_of_a_trial_that_has_ended_all_that_its_attempts_were_told_goes(over: Before) -> None:
+    scene = over(SOURCE, CLONE)
+    member = scene.members["s"]
+    answered(scene, *range(1, member.trial.attempt + 2))
+    known = given_up_only_there(scene)
+    found = collect_from(scene.store, member.key, scene.chronicle.stamp(), side_by_side=map, known=known)
+    assert found.answer_count == 2 * member.trial.attempt
+    assert set(answers_left(scene)) == {member.trial.attempt + 1}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
 from prefect_tune.core.store import Buffer, Listed
 from prefect_tune.stores.paths import checked_folder, checked_path
 
-__all__ = ["MemoryStore"]
+__all__ = ["MemoryStore", "OneWriterStore"]
 
 
 class MemoryStore:
@@ -76,3 +76,18 @@ class MemoryStore:
             self.operations["delete"] += 1
             for path in paths:
                 self.objects.pop(checked_path(path), None)
+
+
+class OneWriterStore(MemoryStore):
+    """The same, as a target says it is that has no atomic create-if-absent."""
+
+    @classmethod
+    def holding(cls, objects: Mapping[str, bytes]) -> OneWriterStore:
+        """Return one that holds these."""
+        store = cls()
+        store.objects.update(objects)
+        return store
+
+    @property
+    def conditional_create(self) -> bool:
+        return False

@@ -11,10 +11,12 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
 from prefect_tune.core.errors import (
+    AlreadyExists,
     CommitUnknown,
     DeadlineExceeded,
     InvalidInput,
@@ -188,6 +190,7 @@ def test_a_child_does_not_import_prefect(tmp_path: Path) -> None:
 ORPHAN = """
 import sys, threading
 from pathlib import Path
+from threading import Barrier
 from prefect_tune.stores.isolated import IsolatedStore
 store = IsolatedStore("tests.fakes.slow_stores:MoodyStore", {"root": sys.argv[1]}, children_max=1)
 print(store.read("pid").decode(), flush=True)
@@ -215,3 +218,29 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 def test_an_isolated_file_store_is_a_conditional_one(tmp_path: Path) -> None:
     with IsolatedStore(partial(PosixStore, tmp_path)) as store:
         assert store.conditional_create
+
+
+def test_of_two_whose_children_know_nothing_of_each_other_one_creates_an_object(tmp_path: Path) -> None:
+    place = {"scheme": "local", "root": str(tmp_path)}
+    together = Barrier(2)
+
+    def creates(store: IsolatedStore, name: bytes) -> list[bool]:
+        won = []
+        for number in range(50):
+            together.wait()
+            try:
+                store.create(f"{number}", name)
+            except AlreadyExists:
+                won.append(False)
+            else:
+                won.append(True)
+        return won
+
+    with (
+        IsolatedStore("prefect_tune.stores.arrow:open_fsspec", place) as one,
+        IsolatedStore("prefect_tune.stores.arrow:open_fsspec", place) as other,
+        ThreadPoolExecutor(2) as racers,
+    ):
+        assert not one.conditional_create
+        found = list(racers.map(creates, [one, other], [b"one", b"other"]))
+    assert [sum(each) for each in zip(*found, strict=True)] == [1] * 50

@@ -30,7 +30,9 @@ def gc(
     delete: Annotated[bool, typer.Option("--delete", help="Delete it. Otherwise it is only listed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List what of an experiment nobody needs any more: retired checkpoints, and blobs of saves that were cut short.
+    """List what of an experiment nobody needs any more.
+
+    Retired checkpoints, blobs of saves that were cut short, and answers to attempts that are over.
 
     What a checkpoint or a clone refers to is never touched, nor what a save
     that is under way may still use: it can be run beside a running search.
@@ -64,17 +66,18 @@ def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, de
 def _print(found: Sequence[Collected], *, deleted: bool) -> None:
     from prefect_tune.core.values import shown_size
 
-    table = columns("trial", "checkpoints", "blobs", "size", "")
-    something = [each for each in found if each.checkpoints or each.orphan_count or each.undecided_count or each.damage]
+    table = columns("trial", "checkpoints", "blobs", "answers", "size", "")
+    something = [each for each in found if each != type(each)(each.trial)]
     for each in something:
         steps = ", ".join(f"step {step}" for step in each.checkpoints)
         later = f"{each.undecided_count} may still be needed" if each.undecided_count else ""
-        cells = (each.trial, steps, str(each.orphan_count), shown_size(each.orphan_bytes), each.damage or later)
+        counts = (str(each.orphan_count), str(each.answer_count), shown_size(each.orphan_bytes))
+        cells = (each.trial, steps, *counts, each.damage or each.kept or later)
         table.add_row(*plain(cells), style="red" if each.damage else "")
     if something:
         shown(table, "")
     size = shown_size(sum(each.orphan_bytes for each in found))
-    objects = sum(each.orphan_count + len(each.checkpoints) for each in found)
+    objects = sum(each.orphan_count + each.answer_count + len(each.checkpoints) for each in found)
     if not objects:
         shown(f"nothing to collect in {len(found)} trials")
     elif deleted:

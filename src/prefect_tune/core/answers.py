@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,11 +11,11 @@ from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFou
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.sealed import seal, unseal
 from prefect_tune.core.settle import create_or_recognize
-from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.store import Listed, ObjectStore
 from prefect_tune.core.values import Value
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
 
-__all__ = ["UNASKED", "Answered", "answer", "read_answer", "take_back"]
+__all__ = ["UNASKED", "Answered", "answer", "answers_up_to", "read_answer", "take_back"]
 
 UNASKED = 0
 """The step under which a trial is told what it did not ask for."""
@@ -60,3 +61,16 @@ def take_back(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
     path = trial.answer_path(attempt, UNASKED)
     if store.size(path) is not None:
         store.delete([path])
+
+
+def answers_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
+    """Return what was told to the attempts of `trial` up to `attempt`; where those are over, nobody reads it."""
+    return [each for each in store.list(trial.answers) if 0 < _attempt_of(trial, each.path) <= attempt]
+
+
+def _attempt_of(trial: TrialKey, path: str) -> int:
+    """The attempt that was told; 0 for a foreign file."""
+    attempt, _, step = path.removeprefix(f"{trial.answers}/").removesuffix(".json").partition("-")
+    if not all(each.isascii() and each.isdecimal() for each in (attempt, step)):
+        return 0
+    return int(attempt) if trial.answer_path(int(attempt), int(step)) == path else 0

@@ -36,6 +36,7 @@ from prefect_tune.core.events import (
     StopAsked,
 )
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.guests import require_room_for_guests
 from prefect_tune.core.journal import append, as_of, history, load, take_over
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.segments import write_due_segment
@@ -117,8 +118,10 @@ def begin_fork(  # noqa: PLR0913 - the last is how `take_over` reads
 
     Raises:
         InvalidInput: the name is another experiment's, or that of a fork of another entry.
+        StoreRefused: the target serves one writer only, and the origin's journals are to be written to.
         Superseded: somebody else makes the same fork.
     """
+    require_room_for_guests(store, JournalKey(experiment=origin.experiment))
 
     def also(found: Experiment) -> Sequence[Event]:
         if not found.number:

@@ -20,6 +20,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.events import Event, GuestsEvent, Opened, Owner, RemovalBegun
 from prefect_tune.core.experiment import Entry, Experiment, apply, following, nothing_yet
+from prefect_tune.core.guests import require_room_for_guests
 from prefect_tune.core.layout import JournalKey, journal_key, number_in
 from prefect_tune.core.sealed import seal_and_read_back, unseal
 from prefect_tune.core.segments import (
@@ -160,11 +161,11 @@ def append_as_guest(
 ) -> Experiment:
     """Add an entry to a journal that is somebody else's, who goes on after it; return the experiment after it.
 
-    `say` is asked what is to be written after the state that it is given; nothing, and nothing is written.
-    It is asked again when somebody is faster, so that between the state and the entry nothing happens. What
-    `say` raises ends it.
+    `say` is asked what is to be written after the state that it is given, if anything is, and asked again when
+    somebody is faster: between the state and the entry nothing happens. What `say` raises ends it.
 
     Raises:
+        StoreRefused: something is to be written, and the target serves one writer only: see `core.guests`.
         StoreUnavailable: others were faster, again and again.
         CommitUnknown: the target did not say; call again, `say` may find it written.
     """
@@ -172,6 +173,7 @@ def append_as_guest(
         found = load(store, journal, side_by_side=side_by_side)
         if not (events := say(found)):
             return found
+        require_room_for_guests(store, found.key)
         with suppress(AlreadyExists):
             after = _append_next(store, found, events, stamp)
             write_due_segment(store, after)  # the owner goes on after it, and does not look back
@@ -199,8 +201,7 @@ def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Ev
 def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
     """The experiment after the entry that is there; whoever is no guest there has superseded us."""
     path = experiment.key.entry_path(experiment.number + 1)
-    data = store.read(path)
-    entry = _decode(data, path)
+    entry = _decode(data := store.read(path), path)
     is_guests = bool(entry.events) and all(isinstance(event, GuestsEvent) for event in entry.events)
     if not is_guests or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
         raise _superseded(experiment, entry) from exists
@@ -392,8 +393,7 @@ def _decode(data: Buffer, path: str) -> Entry:
 
 
 def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
-    opened = next((event for event in winner.events if isinstance(event, Opened)), None)
-    by = str(opened.owner) if opened else f"epoch {winner.epoch}"
+    by = next((str(event.owner) for event in winner.events if isinstance(event, Opened)), f"epoch {winner.epoch}")
     return Superseded(
         f"{experiment.key}: epoch {experiment.epoch} has ended; it was taken over at "
         f"{winner.at} by {by}. Stop here: it goes on there, and everything that was committed is kept"

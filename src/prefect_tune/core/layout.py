@@ -165,9 +165,13 @@ class TrialKey(Value):
         """Return the key of a checkpoint of this trial."""
         return CheckpointKey(trial=self, step=checkpoint.step, sequence=checkpoint.sequence)
 
+    @property
+    def answers(self) -> str:
+        return f"{self.folder}/answers"
+
     def answer_path(self, attempt: int, step: int) -> str:
         """Return the path of what an attempt is told when it asks at `step`; step 0 is for what it did not ask."""
-        return f"{self.folder}/answers/{attempt:06d}-{in_digits(step)}.json"
+        return f"{self.answers}/{attempt:06d}-{in_digits(step)}.json"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:
         """Return the path of a blob first written by the save that began after entry `sequence`."""

@@ -14,6 +14,7 @@ from typing import Literal
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, StoreUnavailable, UnknownVersion
+from prefect_tune.core.guests import require_room_for_guests
 from prefect_tune.core.inspection import Inspection
 from prefect_tune.core.layout import CheckpointKey, JournalKey, maintenance_folder, maintenance_path, number_in
 from prefect_tune.core.sealed import seal, unseal
@@ -109,11 +110,13 @@ def leave_round(store: ObjectStore, experiment: str, known: Remembered, change: 
     not lost to the other. What earlier ones left is deleted. Nothing is written beside an experiment that is gone.
 
     Raises:
+        StoreRefused: the target serves one writer only: see `core.guests`.
         StoreUnavailable: others were faster, again and again.
         CommitUnknown: the target did not say; call again with the same arguments.
     """
     if store.size(JournalKey(experiment=experiment).entry_path(1)) is None:
         return known
+    require_room_for_guests(store, maintenance_folder(experiment))
     for _ in range(_RACES):
         number, left = known.number + 1, change(known.last)
         if _is_last(store, experiment, number, left):

@@ -8,6 +8,11 @@ Some trials end in the experiment's journal alone: one that is given up, one tha
 so that no save is under way there either; and who starts it again opens that journal first. So it has ended for as
 long as nobody has opened it since the experiment's journal took it in, and a guest's entry is refused where somebody
 is faster. One that, as its own journal tells, still runs may have an owner that lives: it is left alone.
+
+On a target that serves one writer only no guest writes: what needs no line goes, and why the rest stays is told.
+
+What a trial elsewhere was told lies on the target, too. Attempt numbers only grow, so that what was told to an attempt
+that is over may go at any time.
 """
 
 from __future__ import annotations
@@ -16,12 +21,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from prefect_tune.core.answers import answers_up_to
 from prefect_tune.core.clone import claims_over, clear, journal_of, settle
 from prefect_tune.core.collect import is_collectable, leftover, orphans
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import CheckpointCorrupt
 from prefect_tune.core.events import Pruned
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.guests import ONE_WRITER
 from prefect_tune.core.journal import append_as_guest, load
 from prefect_tune.core.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.retention import Retention, retired, retired_aside
@@ -45,6 +52,10 @@ class Collected:
     orphan_bytes: int = 0
     undecided_count: int = 0
     """Objects that a save under way may still use; the trial's next retirement decides, or its end."""
+    answer_count: int = 0
+    """Answers to attempts that are over."""
+    kept: str | None = None
+    """Why something stays that nobody needs."""
     damage: str | None = None
     """Why nothing of it may be deleted."""
 
@@ -53,15 +64,18 @@ class Collected:
 class _Garbage:
     doomed: Sequence[CheckpointKey]
     orphans: Sequence[Listed]
+    answers: Sequence[Listed]
     undecided_count: int
 
-    def told_of(self, trial: TrialKey) -> Collected:
+    def told_of(self, trial: TrialKey, kept: str | None) -> Collected:
         return Collected(
             trial.trial,
             checkpoints=tuple(key.step for key in self.doomed),
             orphan_count=len(self.orphans),
             orphan_bytes=sum(each.size_bytes for each in self.orphans),
             undecided_count=self.undecided_count,
+            answer_count=len(self.answers),
+            kept=kept,
         )
 
 
@@ -74,10 +88,12 @@ def look_for_garbage(
         return Collected(trial.trial)  # it was added, and has not begun
     own = state.trial(trial.trial)
     try:
-        if _needs_line(store, trial, state, known, side_by_side):
+        kept = _why_not_settled(store, trial, state, known, side_by_side)
+        if kept is None and _needs_line(store, trial, state, known, side_by_side):
             own = own.model_copy(update={"collected_up_to": state.number + 1})
-        own = _without_claims_that_are_over(store, own, _held(store, trial, state, own), side_by_side)
-        return _garbage(store, trial, state, own, side_by_side).told_of(trial)
+        if kept is None:
+            own = _without_claims_that_are_over(store, own, _held(store, trial, state, own), side_by_side)
+        return _garbage(store, trial, state, own, known, side_by_side).told_of(trial, kept)
     except CheckpointCorrupt as corrupt:
         return Collected(trial.trial, damage=str(corrupt))
 
@@ -98,30 +114,52 @@ def collect_from(
     if trial.trial not in state.trials:
         return Collected(trial.trial)
     try:
-        if _needs_line(store, trial, state, known, side_by_side):
+        own, kept = state.trial(trial.trial), _why_not_settled(store, trial, state, known, side_by_side)
+        if kept is None and _needs_line(store, trial, state, known, side_by_side):
             say = partial(_pruned, trial=trial, known=known)
             state = append_as_guest(store, state.key, say, stamp, side_by_side=side_by_side)
-        own = state.trial(trial.trial)
-        if held := _held(store, trial, state, own):
+            own = state.trial(trial.trial)
+        if kept is None and (held := _held(store, trial, state, own)):
             own = settle(store, trial, held, stamp, side_by_side=side_by_side)
-        found = _garbage(store, trial, state, own, side_by_side)
+        found = _garbage(store, trial, state, own, known, side_by_side)
         if found.doomed:
             clear(store, trial, own, found.doomed, stamp, side_by_side=side_by_side)
-        if left := orphans(store, trial, own, side_by_side=side_by_side):
+        if left := [*orphans(store, trial, own, side_by_side=side_by_side), *found.answers]:
             store.delete([each.path for each in left])
     except CheckpointCorrupt as corrupt:
         return Collected(trial.trial, damage=str(corrupt))
-    return found.told_of(trial)
+    return found.told_of(trial, kept)
 
 
 def _state(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Experiment:
     return load(store, journal_of(store, trial), side_by_side=side_by_side)
 
 
-def _garbage(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial, side_by_side: Mapper) -> _Garbage:
+def _garbage(  # noqa: PLR0913, PLR0917 - as `collect_from`, and what it has found
+    store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial, known: Trial | None, side_by_side: Mapper
+) -> _Garbage:
     left = _left(store, trial, state, own)
     doomed = [key for key in left if is_collectable(own, key)]
-    return _Garbage(doomed, orphans(store, trial, own, side_by_side=side_by_side), len(left) - len(doomed))
+    over = own.attempt if _ended(state, trial, known) else own.attempt - 1
+    return _Garbage(
+        doomed,
+        orphans(store, trial, own, side_by_side=side_by_side),
+        answers_up_to(store, trial, over),
+        len(left) - len(doomed),
+    )
+
+
+def _why_not_settled(
+    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: Mapper
+) -> str | None:
+    """Why no line is drawn, and no claim released, where that would let more go; None where it can be, or need not."""
+    if store.conditional_create:
+        return None
+    own = state.trial(trial.trial)
+    held = _held(store, trial, state, own)
+    more = _needs_line(store, trial, state, known, side_by_side)
+    more = more or bool(claims_over(store, own, held, side_by_side=side_by_side))
+    return f"more could go after an entry in its journal: {ONE_WRITER}" if more else None
 
 
 def _left(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:

@@ -21,6 +21,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.store import Buffer, Listed
 from prefect_tune.stores.arrow_errors import as_arrow_error
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.one_at_a_time import one_at_a_time
 from prefect_tune.stores.paths import TEMPORARY, checked_folder, checked_path
 
 __all__ = ["ArrowStore", "open_fsspec"]
@@ -36,7 +37,7 @@ _BUCKETS = _WHOLE_OR_NOTHING | {
 class ArrowStore:
     """An `ObjectStore` below the folder `root` of a pyarrow file system.
 
-    `create` looks, writes and reads back, which is not atomic between writers: one runner only. Elsewhere
+    `create` looks, writes and reads back, which is not atomic between processes: one runner only. Elsewhere
     than on an object storage an object is written under a hidden name and moved, so that a write which
     fails half-way leaves no object. No write is believed before the target has shown its size.
 
@@ -65,7 +66,12 @@ class ArrowStore:
                 self._filesystem.create_dir(self._root, recursive=True)
 
     def create(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.create`; atomic only while there is no other writer."""
+        """See `ObjectStore.create`; atomic only while no other process writes."""
+        place = f"{self._filesystem.type_name} {self._full(path)}"
+        with one_at_a_time(place, f"create of {path!r}", self._deadline):
+            self._create(path, data)
+
+    def _create(self, path: str, data: Buffer) -> None:
         if self.size(path) is not None:
             raise AlreadyExists(f"{path}: something is there already")
         staged = self._staged(path, data, f"create of {path!r}")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +21,7 @@ from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
 from prefect_tune.core.store import Buffer, Listed, ObjectStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.isolated_wire import Head, receive, send
+from prefect_tune.stores.one_at_a_time import one_at_a_time
 from prefect_tune.stores.paths import checked_folder, checked_path
 
 __all__ = ["IsolatedStore"]
@@ -87,13 +88,18 @@ class IsolatedStore:
     def create(self, path: str, data: Buffer) -> None:
         """See `ObjectStore.create`. Once it was sent to the child, a missing answer is `CommitUnknown`."""
         what = f"create of {checked_path(path)!r}"
-        with self._taken(what) as child:
+        with self._taken(what) as child, self._alone(child, path, what):
             try:
                 child.ask(what, {"method": "create", "path": path}, data)
             except StoreUnavailable as error:
                 if child.is_alive:
                     raise
                 raise CommitUnknown(f"{error}; it may have been written: read it back") from error
+
+    def _alone(self, child: _Child, path: str, what: str) -> AbstractContextManager[None]:
+        """Its children know nothing of each other, nor of those of another store of the same place."""
+        place = f"{self._factory} {self._arguments} {path}"
+        return nullcontext() if child.conditional_create else one_at_a_time(place, what, self._deadline)
 
     def put(self, path: str, data: Buffer) -> None:
         """See `ObjectStore.put`."""

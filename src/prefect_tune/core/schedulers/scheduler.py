@@ -105,7 +105,10 @@ class Schedule(ABC):
     """
 
     saves_first: ClassVar[bool] = False
-    """Whether a trial commits a checkpoint of the very step before `decide` is asked: others may go on from it."""
+    """Whether a trial commits a checkpoint of the very step before `decide` is asked: others may go on from it.
+
+    Where it is set, a target that serves one runner only is refused: to exploit is to write to another's journal.
+    """
 
     @abstractmethod
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
