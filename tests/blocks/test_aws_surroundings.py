@@ -14,7 +14,7 @@ from prefect_tune.blocks import S3Target
 from prefect_tune.core.errors import InvalidInput, StoreRefused
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.aws_surroundings import ambient_access
-from prefect_tune.stores.uris import open_uri
+from prefect_tune.stores.uris import open_location, read_uri
 from tests.blocks.conftest import SHORT
 from tests.fakes.canned_http import answering, s3_error
 
@@ -28,7 +28,7 @@ def opened(request: pytest.FixtureRequest) -> Opened:
     """Two ways to the same place."""
     ways: dict[str, Opened] = {
         "target": lambda: S3Target(bucket="bucket").open(timeout=SHORT),
-        "uri": lambda: open_uri("s3://bucket", timeout=SHORT),
+        "uri": lambda: open_location(read_uri("s3://bucket"), timeout=SHORT),
     }
     return ways[request.param]
 
