@@ -14,6 +14,7 @@ ROOMS := src flows tasks blocks tests benchmarks tools
 CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/null),$(room)))
 
 .DEFAULT_GOAL := help
+unexport PYTHONDONTWRITEBYTECODE  # images set it; here it would have hundreds of processes compile all of Prefect anew
 .PHONY: FORCE help demo test check lint house layers types docs screenshots deep integrations bench lock format clean
 
 help:  ## this list
@@ -49,7 +50,7 @@ docs: $(VENV)/.dev  ## the site, in site/: every page, option and public name, e
 	$(BIN)/python -m tools.docs_site
 
 screenshots: $(VENV)/.dev  ## what one sees in Prefect's UI, in both themes, into build/screenshots
-	$(BIN)/python -m pytest -n 0 -m deep tests/browser
+	$(BIN)/python -m pytest -n 0 tests/browser
 
 deep: $(VENV)/.dev  ## the long suite: hundreds of kills, many examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m deep --timeout 3600

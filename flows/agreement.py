@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.trial import Status
-from prefect_tune.core.values import canonical_json
+from prefect_tune.core.values import canonical_json, plural
 from prefect_tune.flows.asked import Asked, only_in_code, settings_of, space_of
 from prefect_tune.flows.extending import search_of
 from prefect_tune.flows.limits import Limits
@@ -100,9 +100,8 @@ def say_errored(state: Experiment, limits: Limits, log: Log) -> None:
     count = sum(each.status is Status.ERRORED for each in state.trials.values())
     if count and not limits.reruns_errored:
         log.warning(
-            "%s errored in an earlier run and %s not tried again: pass rerun_errored=True (prefect-tune resume … "
-            "--rerun-errored)",
-            *(("1 trial", "is") if count == 1 else (f"{count} trials", "are")),
+            "%s not tried again: pass rerun_errored=True (prefect-tune resume … --rerun-errored)",
+            plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
         )
 
 
@@ -114,7 +113,7 @@ def say_space(state: Experiment, asked: Asked, log: Log) -> None:
     are_all = there_will_be is not None and there_will_be <= there_are
     log.warning(
         "the space is another one; %s of the old one%s",
-        "1 earlier trial is" if there_are == 1 else f"{there_are} earlier trials are",
+        plural(there_are, "earlier trial is", "earlier trials are"),
         f", and there are to be {there_will_be} in all: raise num_samples to draw from it" if are_all else "",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect_tune.core.events import Absorbed, Event, Reported
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.objective import Objective
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, metric_in
 from prefect_tune.tasks.line import Told
 from prefect_tune.tasks.trial_channel import Log
 
@@ -42,8 +42,8 @@ class MetricLookout:
             return
         self._has_looked = True
         for name in self._objective.metrics:
-            value = report.metrics.get(name)
+            value = metric_in(report.metrics, name)
             if isinstance(value, str):
                 self._log.warning("trial %s reported %r, the metric, as text: %r", trial, name, value)
-            elif name not in report.metrics:
+            elif value is None:
                 self._log.warning("trial %s reported %s, not %r, the metric", trial, sorted(report.metrics), name)

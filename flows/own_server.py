@@ -12,14 +12,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import Flow
 from prefect.context import refresh_global_settings_context
 from prefect.logging import get_logger
-from prefect.settings import get_current_settings
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 
 from prefect_tune.flows.arguments import require_valid
 from prefect_tune.prefect_server import start_prefect_server
@@ -31,6 +31,7 @@ __all__ = ["FlowWithServer", "flow_with_server"]
 
 _PREFECTS_OWN = "prefect.server.api.server"
 _guard = threading.Lock()
+_started_here: set[str] = set()  # by the URLs of their APIs
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -41,8 +42,8 @@ class FlowWithServer(Flow[_P, _R]):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Run it, as Prefect does; but first look at the arguments: InvalidInput says what is wrong with them."""
         require_valid(self, args, options)
-        _have_server()
-        return super().__call__(*args, **options)
+        with _heard_by_nobody() if _have_server() else nullcontext():
+            return super().__call__(*args, **options)
 
     def with_options(self, **options: Any) -> Self:
         """Return it with other options, as Prefect does."""
@@ -56,12 +57,16 @@ def flow_with_server(**options: Any) -> Callable[[Callable[_P, _R]], FlowWithSer
     return lambda function: FlowWithServer(function, **options)
 
 
-def _have_server() -> None:
-    """Start a server unless one is set up, none is wanted, or Prefect has loaded its own here already."""
+def _have_server() -> bool:
+    """Start a server unless one is set up, none is wanted, or Prefect has loaded its own here already.
+
+    Returns:
+        whether it is one that was started here.
+    """
     with _guard:
         settings = get_current_settings()
         if settings.api.url or not settings.server.ephemeral.enabled or _PREFECTS_OWN in sys.modules:
-            return
+            return settings.api.url is not None and settings.api.url in _started_here
         server = start_prefect_server(_surroundings())
         get_logger("prefect_tune").info("Starting a Prefect server for this process at %s", server.url)
         atexit.register(server.end)
@@ -69,8 +74,15 @@ def _have_server() -> None:
         if server.answers():
             os.environ["PREFECT_API_URL"] = server.url  # child processes find it too
             refresh_global_settings_context()
-        else:
-            server.end()  # Prefect starts its own, and says what is wrong
+            _started_here.add(server.url)
+            return True
+        server.end()  # Prefect starts its own, and says what is wrong
+        return False
+
+
+def _heard_by_nobody() -> AbstractContextManager[object]:
+    """No heartbeats, since no automation waits for them: they would have each flow end up to a second later."""
+    return temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
 
 
 def _surroundings() -> Mapping[str, str]:

@@ -134,7 +134,7 @@ class Results:
         trials = self.trials.values()
         found = self._ranked_by_curves(objective, scope) if needs_curve(scope) else ranked(trials, objective)
         if not found:
-            why = why_none(self.trials.values(), objective, scope, lambda: self._curves_of(objective.metrics))
+            why = why_none(trials, objective, scope, lambda: self._curves_of(objective.metrics))
             raise InvalidInput(
                 f"experiment {self.experiment.name!r}: none of its {len(self.trials)} trials has reported "
                 f"{', '.join(objective.metrics)}: {why}"
@@ -143,8 +143,9 @@ class Results:
 
     def _ranked_by_curves(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
         curves = self._curves_of(objective.metrics)
-        trials = self.trials.values()
-        return smallest_first((each, scored(curves.get(each.trial, ()), objective, scope)) for each in trials)
+        return smallest_first(
+            (each, scored(curves.get(each.trial, ()), objective, scope)) for each in self.trials.values()
+        )
 
     def _curves_of(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
         known = [name for name in metrics if name in self._reports.column_names]
@@ -174,10 +175,12 @@ class Results:
         key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
         return self.target.checkpoint(key) if key else None
 
-    def best_checkpoint(self, trial: str | Trial, metric: str | None = None, mode: Mode = "min") -> Checkpoint | None:
+    def best_checkpoint(
+        self, trial: str | Trial, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min"
+    ) -> Checkpoint | None:
         """Return the committed checkpoint whose step reported the best metric, of equals the newest one.
 
-        None where none of those that are kept reported it.
+        Of several metrics the first decides, of equals the next. None where none of those that are kept reported it.
 
         Raises:
             InvalidInput: there is no metric to compare by.
@@ -185,7 +188,7 @@ class Results:
         objective = self._by(metric, mode)
         known = self._trial(trial)
         scores = [
-            (losses[0], -each.sequence, each)
+            (losses, -each.sequence, each)
             for each in known.checkpoints
             if (losses := losses_in(each.metrics, objective))
         ]

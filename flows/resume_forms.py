@@ -16,6 +16,7 @@ from prefect_tune.core.questions import default_of
 from prefect_tune.core.ranking import ranked
 from prefect_tune.core.standing import counted
 from prefect_tune.core.trial import Trial, newest_checkpoint
+from prefect_tune.core.values import metric_in
 
 __all__ = ["Form", "form_of_question", "form_of_search", "form_of_training", "page_of"]
 
@@ -114,7 +115,7 @@ def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterato
         yield f"trials: {len(trials)} ({counts})"
     if objective is not None and (compared := ranked(trials, objective)):
         best = compared[0][0]
-        metrics = ", ".join(f"{name} {best.metrics[name]:.6g}" for name in objective.metrics)
+        metrics = ", ".join(f"{name} {metric_in(best.metrics, name):.6g}" for name in objective.metrics)
         yield f"best so far: trial {best.trial}, {metrics} at step {best.step}"
     yield from _of_one(trials[0]) if len(trials) == 1 else _newest(trials)
     yield code

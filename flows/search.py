@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -96,25 +96,11 @@ def _searched(turn: SearchTurn) -> Results:
 
     def search(stop: threading.Event) -> Experiment:
         _require_fit(asked, plan, council)
-        before = known or read_known(plan.target, name)
-        # First, while whoever runs it goes on.
-        require_same(before.experiment, settings_today(asked))
-        if asked.on_code_change == "refuse":
-            require_code(before.experiment, asked)
-        owner = owner_after(before.experiment, limits.failures.max_restarts, answered=turn.answered)
-        state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(before))
-        now, added = extending.extended(asked, state, extending.place_of_run)
-        require_same(state, settings := settings_today(now))
-        say_code(state, now, get_run_logger())
-        say_space(state, now, get_run_logger())
-        if not turn.answered:  # what errored in this very run was said then
-            say_errored(state, limits, get_run_logger())
-        book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
+        state, now, changes = _opened(turn, plan, limits, known or read_known(plan.target, name))
         turn.reached(state)
-        described = [Described(settings=settings)] if settings != state.settings else []
+        book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
         learns = [each for each in learned if each.source not in state.learned]
-        news: list[Event] = [*unheard(turn.news, state), *described, *added, *learns]
-        if news:
+        if news := [*unheard(turn.news, state), *changes, *learns]:
             book.write(news)
         if book.experiment.questions:
             return book.experiment  # nothing is begun before they are answered
@@ -131,6 +117,30 @@ def _searched(turn: SearchTurn) -> Results:
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
         return Results(interruptible(search, grace=plan.grace), plan.target, objective)
+
+
+def _opened(
+    turn: SearchTurn, plan: TrialPlan, limits: Limits, known: Loaded
+) -> tuple[Experiment, Asked, Sequence[Event]]:
+    """Own the experiment, and say what of it has changed since it last ran.
+
+    Returns:
+        it, what is asked for with the samples that this run adds, and what its journal is to be told of both.
+    """
+    asked, log = turn.asked, get_run_logger()
+    # First, while whoever runs it goes on.
+    require_same(known.experiment, settings_today(asked))
+    if asked.on_code_change == "refuse":
+        require_code(known.experiment, asked)
+    owner = owner_after(known.experiment, limits.failures.max_restarts, answered=turn.answered)
+    state = restore_experiment_state(plan.target, turn.experiment, owner, new_stamp(), unseen(known))
+    now, added = extending.extended(asked, state, extending.place_of_run)
+    require_same(state, settings := settings_today(now))
+    say_code(state, now, log)
+    say_space(state, now, log)
+    if not turn.answered:  # what errored in this very run was said then
+        say_errored(state, limits, log)
+    return state, now, [*([Described(settings=settings)] if settings != state.settings else []), *added]
 
 
 def _require_fit(asked: Asked, plan: TrialPlan, council: Council) -> None:

@@ -79,7 +79,8 @@ def tune(
             such as `s3-target/prod`, or the block. Secrets belong into blocks, where nobody sees them.
         experiment: its name on the target; the same name goes on. Default: the id of the root flow run, which a Retry
             keeps.
-        metric: the reported metric that trials are compared by, such as `loss`; or several.
+        metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` where it is nested; or
+            several.
         mode: whether a small metric is good (`min`), or a large one (`max`); one for all, or one for each.
         num_samples: how many configurations are tried in all; with a grid, how often each point. Default: 10, or what
             `search` says.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.ranking import scored
 from prefect_tune.core.trial import Status, Trial
+from prefect_tune.core.values import first_line, metric_in
 
 __all__ = ["why_none"]
 
@@ -27,17 +28,14 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves
         return f"the last reports have {names}; scope='best' looks at all reports"
     if errored and len(errored) == len(trials):
         first = next(iter(trials))
-        return f"all {len(trials)} errored, the first because {_first_line(first.reason)}; see results.errors"
+        return f"all {len(trials)} errored, the first because {first_line(first.reason)}; see results.errors"
     return f"reported were {names}" if names else "nothing was reported"
 
 
 def _as_text(trials: Collection[Trial], objective: Objective) -> str:
     for each in trials:
-        texts = {name: each.metrics[name] for name in objective.metrics if isinstance(each.metrics.get(name), str)}
+        found = {name: metric_in(each.metrics, name) for name in objective.metrics}
+        texts = {name: value for name, value in found.items() if isinstance(value, str)}
         if texts:
             return f"trial {each.trial} reported {list(texts)} as text: {', '.join(map(repr, texts.values()))}"
     return ""
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

@@ -31,7 +31,7 @@ from prefect_tune.core.journal import history
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.schedulers.scheduler import Exploit
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint, newest_key
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, plural
 from prefect_tune.core.wire import Start
 from prefect_tune.stores.scratch import scratch_directory
 from prefect_tune.stores.staging import side_by_side
@@ -255,7 +255,7 @@ def _say_what_is_lost(trial: Trial, log: Log) -> None:
         log.warning(
             "trial %s: no checkpoint was committed: its %s trained again; save%s",
             trial.trial,
-            "1 step is" if trial.step == 1 else f"{trial.step} steps are",
+            plural(trial.step, "step is", "steps are"),
             ", or use ASHA(variant='stopping')" if trial.status is Status.PAUSED else " now and then",
         )
 

@@ -10,25 +10,14 @@ from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.store import Buffer
 from prefect_tune.core.trial import Trial, newest_key
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, flat
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["as_parquet", "flat", "from_parquet", "reports_table", "trials_table"]
+__all__ = ["as_parquet", "from_parquet", "reports_table", "trials_table"]
 
 _INT64 = 2**63
-
-
-def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested `values` as one level, named as in `model/depth`; a list is its JSON."""
-    found: dict[str, object] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}/")
-        else:
-            found[f"{prefix}{name}"] = json.dumps(value) if isinstance(value, list | tuple) else value
-    return found
 
 
 def trials_table(experiment: Experiment) -> pa.Table:

@@ -46,6 +46,18 @@ def test_a_trial_that_ends_better_than_anything_that_was_saved_is_news_without_a
     assert best.committed(state.trial("00000")) is None  # there is no checkpoint
 
 
+def test_of_several_metrics_the_next_decides_between_equals() -> None:
+    def committed(other: float) -> object:
+        metrics = {"loss": 0.5, "other": other}
+        checkpoint = CheckpointRef(step=2, sequence=2, metrics=metrics)
+        after = after_event(state, Committed(trial="00000", checkpoint=checkpoint), 1)
+        return BestSoFar(objective_of(["loss", "other"], "min"), state).committed(after.trial("00000"))
+
+    state = trained(nothing_yet("first"), "00000", 0.5)
+    assert committed(1.0) is None
+    assert committed(0.5) is not None
+
+
 def test_what_was_there_before_is_no_news_and_what_is_worse_neither() -> None:
     earlier = trained(nothing_yet("first"), "00000", 0.5, 0.1, 0.3)
     earlier = trained(earlier, "00001", 0.05, saved=False, ends=True)

@@ -100,6 +100,11 @@ def test_each_budget_is_told_of_once_at_eighty_percent() -> None:
     assert list(lookout.look(109.0, 900, 5)) == []
 
 
+def test_of_a_few_trials_none_says_that_they_are_nearly_done_when_all_have_ended() -> None:
+    lookout = Lookout(0.0, [Budget("trials", 3)])
+    assert [list(lookout.look(1.0, 0, ended)) for ended in (2, 3)] == [[], []]
+
+
 def test_patience_grows_with_what_was_seen() -> None:
     assert [Patience().limit(each) for each in (None, 1.0, 100.0)] == [1800.0, 300.0, 500.0]
 

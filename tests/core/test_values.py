@@ -21,7 +21,7 @@ from prefect_tune.core.layout import (
     numbered,
 )
 from prefect_tune.core.sealed import as_read_back, seal, unseal
-from prefect_tune.core.values import Stamp, canonical_json, digest_of, parse, shown_size, valid_name
+from prefect_tune.core.values import Stamp, canonical_json, digest_of, metric_in, parse, shown_size, valid_name
 from tests.core.driver import JOURNAL, KEY
 
 STAMP = Stamp(write_id="w", at="now")
@@ -183,6 +183,19 @@ def test_a_foreign_file_is_no_manifest(path: str) -> None:
 @pytest.mark.parametrize("path", ["e/trials/t/blobs/README", "e/trials/t/blobs/abc-١٢", "e/trials/t/blobs/abc-"])
 def test_a_foreign_file_is_a_blob_older_than_everything(path: str) -> None:
     assert blob_sequence(path) == -1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("loss", 1), ("eval/loss", 2), ("eval/deep/er", 3), ("a/b", 4), ("eval", {"loss": 2, "deep": {"er": 3}})],
+)
+def test_a_nested_metric_is_named_by_its_way(name: str, value: object) -> None:
+    assert metric_in({"loss": 1, "eval": {"loss": 2, "deep": {"er": 3}}, "a/b": 4}, name) == value
+
+
+@pytest.mark.parametrize("name", ["", "/", "lost", "loss/x", "eval/lost", "eval/loss/x"])
+def test_what_was_not_reported_is_none(name: str) -> None:
+    assert metric_in({"loss": 1, "eval": {"loss": 2}}, name) is None
 
 
 def test_an_owner_says_who_it_is() -> None:

@@ -216,13 +216,13 @@ def test_what_a_run_tells_again_since_it_was_killed_is_the_same_event_and_anothe
 
 
 def test_what_goes_on_for_too_long_is_told_of() -> None:
-    story = Story(Subject(PLACE, budgets=[Budget("trials", 1)], sync_period=timedelta(seconds=60)))
+    story = Story(Subject(PLACE, budgets=[Budget("time", 46 * 60.0)], sync_period=timedelta(seconds=60)))
     story.goes(*begun("00000"))
     assert names(list(story.dispatches.looked(31 * 60.0))) == ["trial.stale"]
     story.dispatches.lookout.reported("00000", 1, 32 * 60.0)
     assert names(list(story.dispatches.looked(36 * 60.0))) == ["experiment.lag"]
     story.goes(step("00000", 2, 0.5, at=1), entry("00000", 3, Finished(trial="00000", reason="done")))
-    assert names(list(story.dispatches.looked(36 * 60.0))) == ["experiment.budget"]
+    assert names(list(story.dispatches.looked(37 * 60.0))) == ["experiment.budget"]
     story.goes(Requeued(trial="00000", reason="more"))
     assert story.dispatches._ended == 0
 

@@ -60,12 +60,19 @@ def trained(database: Path) -> set[tuple[str, str]]:
         return set(reading.execute(query).fetchall())
 
 
+def heartbeats(database: Path) -> int:
+    """Return how many are recorded: they would have each flow end up to a second later."""
+    with closing(sqlite3.connect(database)) as reading:
+        (count,) = reading.execute("select count(*) from events where event = 'prefect.flow-run.heartbeat'").fetchone()
+    return int(count)
+
+
 def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_it(
     tmp_path: Path, prefect_server: str
 ) -> None:
     assert prefect_server
     database = copy_of_the_database(tmp_path / "prefect.db")
-    before = trained(database)
+    before, heard = trained(database), heartbeats(database)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "target")],
         env=without_server(tmp_path / "home", database),
@@ -79,6 +86,7 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     assert said["statuses"] == ["finished"] * 3
     assert said["whole server loaded here"] is False
     assert sorted(name for _, name in trained(database) - before) == ["train 00000", "train 00001", "train 00002"]
+    assert heartbeats(database) == heard
     port = int(said["url"].rpartition(":")[2].partition("/")[0])
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0

@@ -56,6 +56,33 @@ def test_any_metric_and_mode_can_be_asked_for(results: pt.Results) -> None:
         results.best_trial(scope="first")
 
 
+@pytest.mark.parametrize("scope", ["last", "best", "last-2-avg"])
+def test_a_nested_metric_is_named_by_its_way(scope: str, results: pt.Results) -> None:
+    assert results.best_trial("eval/size", "max", scope=scope).trial == A
+    best = results.best_checkpoint(A, "eval/size", "max")
+    assert best is not None
+    with best.as_directory() as directory:
+        assert Path(directory, "count").read_text() == "3"
+    best = results.best_checkpoint(C, ["loss", "eval/size"], ["min", "min"])  # losses 5, 4, 4
+    assert best is not None
+    with best.as_directory() as directory:
+        assert Path(directory, "count").read_text() == "2"
+    with pytest.raises(pt.InvalidInput, match="none of its 4 trials has reported eval/lost"):
+        results.best_trial("eval/lost", scope=scope)
+
+
+def test_the_report_draws_a_nested_metric() -> None:
+    told = Telling(metrics=("eval/loss",), settings={"metric": "eval/loss", "mode": "min"})
+    for name, loss in (("a", 0.25), ("b", 0.125)):
+        told.adds(name, {})
+        told.starts(name)
+        told.trains(name, 1, {"eval": {"loss": 1.0}})
+        told.trains(name, 2, {"eval": {"loss": loss}})
+    shown = told.material()
+    assert shown.ranking[0].trial == "b"
+    assert list(shown.story.curves["b"]["eval/loss"]) == [(1, 1.0), (2, 0.125)]
+
+
 def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> None:
     told = Telling(metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": "min"})
     for name, size in (("a", 10), ("b", 5), ("c", 5)):

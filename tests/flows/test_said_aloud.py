@@ -56,7 +56,7 @@ def test_trials_that_errored_and_are_not_tried_again_are_told_of(caplog: pytest.
     assert caplog.messages == []
     say_errored(state, Limits(max_concurrent_trials=1), LOG)
     assert caplog.messages[0].startswith(
-        "2 trials errored in an earlier run and are not tried again: pass rerun_errored"
+        "2 trials that errored in an earlier run are not tried again: pass rerun_errored"
     )
 
 
@@ -106,7 +106,7 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
     assert list(broken.errors) == ["00000"]
     assert "not tried again" not in caplog.text
     pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
-    assert caplog.text.count("1 trial errored in an earlier run and is not tried again") == 1
+    assert caplog.text.count("1 trial that errored in an earlier run is not tried again") == 1
     pt.tune(Moody, {"fails": "not"}, num_samples=1, **common)
     assert "the space is another one; 1 earlier trial is of the old one, and there are to be 1 in all" in caplog.text
     (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")

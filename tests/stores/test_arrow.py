@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from threading import Barrier
 from typing import Any, BinaryIO, ClassVar
 
 import pyarrow.fs as arrow
@@ -23,6 +21,7 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.arrow import ArrowStore, open_fsspec
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.one_at_a_time import one_at_a_time
+from tests.fakes.racers import winners
 from tests.fakes.s3_sink import Fault, S3Sink
 from tests.stores.contract import StoreContract
 
@@ -72,24 +71,8 @@ def test_it_says_that_its_create_is_not_atomic(tmp_path: Path) -> None:
 
 
 def test_of_threads_that_create_the_same_object_one_wins_whatever_store_they_opened(tmp_path: Path) -> None:
-    together = Barrier(2)
-
-    def creates(name: bytes) -> list[bool]:
-        store = ArrowStore(arrow.LocalFileSystem(), str(tmp_path))
-        won = []
-        for number in range(100):
-            together.wait()
-            try:
-                store.create(f"{number}", name)
-            except AlreadyExists:
-                won.append(False)
-            else:
-                won.append(True)
-        return won
-
-    with ThreadPoolExecutor(2) as racers:
-        found = list(racers.map(creates, [b"one", b"other"]))
-    assert [sum(each) for each in zip(*found, strict=True)] == [1] * 100
+    stores = [ArrowStore(arrow.LocalFileSystem(), str(tmp_path)) for _ in range(2)]
+    assert winners(stores, 100) == [1] * 100
 
 
 def test_who_waits_too_long_for_its_turn_says_so(tmp_path: Path) -> None:

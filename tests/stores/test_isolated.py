@@ -11,12 +11,10 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from threading import Barrier
 
 import pytest
 
 from prefect_tune.core.errors import (
-    AlreadyExists,
     CommitUnknown,
     DeadlineExceeded,
     InvalidInput,
@@ -26,6 +24,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.isolated import IsolatedStore
 from prefect_tune.stores.posix import PosixStore
+from tests.fakes.racers import winners
 from tests.fakes.slow_stores import HangsInConstructor, MoodyStore
 from tests.stores.contract import StoreContract
 
@@ -222,25 +221,9 @@ def test_an_isolated_file_store_is_a_conditional_one(tmp_path: Path) -> None:
 
 def test_of_two_whose_children_know_nothing_of_each_other_one_creates_an_object(tmp_path: Path) -> None:
     place = {"scheme": "local", "root": str(tmp_path)}
-    together = Barrier(2)
-
-    def creates(store: IsolatedStore, name: bytes) -> list[bool]:
-        won = []
-        for number in range(50):
-            together.wait()
-            try:
-                store.create(f"{number}", name)
-            except AlreadyExists:
-                won.append(False)
-            else:
-                won.append(True)
-        return won
-
     with (
         IsolatedStore("prefect_tune.stores.arrow:open_fsspec", place) as one,
         IsolatedStore("prefect_tune.stores.arrow:open_fsspec", place) as other,
-        ThreadPoolExecutor(2) as racers,
     ):
         assert not one.conditional_create
-        found = list(racers.map(creates, [one, other], [b"one", b"other"]))
-    assert [sum(each) for each in zip(*found, strict=True)] == [1] * 50
+        assert winners([one, other], 50) == [1] * 50

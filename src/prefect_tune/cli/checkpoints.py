@@ -214,12 +214,11 @@ class _Verified:
     damage: str | None = None
 
     def __str__(self) -> str:
-        from prefect_tune.core.values import shown_size
+        from prefect_tune.core.values import plural, shown_size
 
         if self.damage:
             return f"step {self.step}: DAMAGED: {self.damage}"
-        files = "1 file" if self.file_count == 1 else f"{self.file_count} files"
-        return f"step {self.step}: {shown_size(self.size_bytes)} in {files}, whole"
+        return f"step {self.step}: {shown_size(self.size_bytes)} in {plural(self.file_count, 'file', 'files')}, whole"
 
 
 def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:

@@ -11,7 +11,7 @@ from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, TrialName
 from prefect_tune.cli.looking import chosen_trials, looked_at, opened, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
 from prefect_tune.core.standing import best_first, best_of, counted, is_search, named, objective_in, shown_settings
-from prefect_tune.core.values import first_line
+from prefect_tune.core.values import first_line, metric_in
 from prefect_tune.terminal.printing import (
     columns,
     facts_table,
@@ -102,7 +102,7 @@ def _listed(store: ObjectStore, state: Experiment) -> _Listed:
         state.name,
         "search" if is_search(state) else "training",
         trials=counted(state),
-        best={name: best.metrics.get(name) for name in metrics} if best else None,
+        best={name: metric_in(best.metrics, name) for name in metrics} if best else None,
         best_trial=best.trial if best else None,
         best_status=str(best.status) if best else None,
         written_at=written_at(store, state),

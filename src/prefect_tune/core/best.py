@@ -10,13 +10,16 @@ from prefect_tune.core.news import BestImproved, few
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.ranking import Losses, losses_in
 from prefect_tune.core.trial import ENDED, Trial, newest_checkpoint
-from prefect_tune.core.values import Metrics
+from prefect_tune.core.values import Metrics, metric_in
 
 __all__ = ["BestSoFar"]
 
 
 class BestSoFar:
-    """Is told what could be better; of several metrics the first decides. Without an objective nothing is better."""
+    """Is told what could be better; of several metrics the first decides, of equals the next.
+
+    Without an objective nothing is better.
+    """
 
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
         """Args: experiment: as it stands before anything is told."""
@@ -51,12 +54,12 @@ class BestSoFar:
 
     def _improves(self, trial: str, metrics: Metrics) -> bool:
         losses = None if self._objective is None else losses_in(metrics, self._objective)
-        if losses is None or (self._losses is not None and losses[0] >= self._losses[0]):
+        if losses is None or (self._losses is not None and losses >= self._losses):
             return False
         self._losses, self.trial = losses, trial
         return True
 
     def _improved(self, trial: str, step: int, metrics: Metrics, manifest: str | None) -> BestImproved:
         compared = () if self._objective is None else self._objective.metrics
-        first = {name: metrics[name] for name in compared}
+        first = {name: metric_in(metrics, name) for name in compared}
         return BestImproved(trial=trial, step=step, metrics=few({**first, **metrics}), manifest=manifest)

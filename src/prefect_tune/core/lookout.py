@@ -24,6 +24,10 @@ class Budget:
     what: Spent
     most: float
 
+    def is_nearly(self, spent: float) -> bool:
+        """Return whether it needs a look that so much is spent. When all trials have ended, so has the search."""
+        return spent >= _NEARLY * self.most and (self.what != "trials" or spent < self.most)
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -148,7 +152,7 @@ class Lookout:
         yield from self._late(self._unwritten, None, now)
         spent = {"time": now - self.began, "training-time": trained_seconds, "trials": float(ended_trials)}
         for budget in self.budgets:
-            if budget.what not in self._nearly_spent and spent[budget.what] >= _NEARLY * budget.most:
+            if budget.what not in self._nearly_spent and budget.is_nearly(spent[budget.what]):
                 self._nearly_spent.add(budget.what)
                 yield BudgetNearlySpent(what=budget.what, spent=round(spent[budget.what], 1), budget=budget.most)
 

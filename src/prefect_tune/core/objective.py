@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from pydantic import model_validator
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.values import Value
+from prefect_tune.core.values import Value, metric_in
 
 __all__ = ["Mode", "Objective", "objective_of"]
 
@@ -21,7 +21,7 @@ class Objective(Value):
     """The reported metrics that trials are compared by; the first one is what a scheduler goes by."""
 
     metrics: tuple[str, ...]
-    """Their names."""
+    """Their names; one that is nested is named as in `eval/loss`."""
     modes: tuple[Mode, ...]
     """Which values are good, `min` or `max`: one for each metric."""
 
@@ -65,7 +65,7 @@ def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
 
 
 def _number(metrics: Mapping[str, object], name: str, where: str) -> float:
-    value = metrics.get(name)
+    value = metric_in(metrics, name)
     with suppress(OverflowError):  # a whole number that no float can hold
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)

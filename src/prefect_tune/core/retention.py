@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from prefect_tune.core.events import Aside, CheckpointRef
-from prefect_tune.core.values import Value
+from prefect_tune.core.values import Value, metric_in
 
 __all__ = ["Retention", "retired", "retired_aside"]
 
@@ -85,6 +85,6 @@ def _best(checkpoints: Sequence[CheckpointRef], policy: Retention) -> Sequence[C
 
 
 def _score(checkpoint: CheckpointRef, metric: str | None) -> float | None:
-    value = checkpoint.metrics.get(metric or "")
+    value = metric_in(checkpoint.metrics, metric or "")
     usable = isinstance(value, int | float) and not math.isnan(value)
     return float(value) if usable and isinstance(value, int | float) else None

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, metric_in
 
 __all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stopper", "as_stopper", "limits_in", "some_time"]
 
@@ -216,7 +216,7 @@ def _limit(name: object, limit: object) -> float:
 
 
 def _number(metrics: Mapping[str, object], name: str) -> float:
-    value = metrics.get(name)
+    value = metric_in(metrics, name)
     if isinstance(value, int | float):
         return float(value)
     hint = f"; what Ray Tune calls {name} is {_RAYS[name]} here" if name in _RAYS else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, NewType, Self, TypeAlias, TypeVar
 
@@ -25,7 +25,11 @@ __all__ = [
     "canonical_json",
     "digest_of",
     "first_line",
+    "flat",
+    "leaves",
+    "metric_in",
     "parse",
+    "plural",
     "shown_size",
     "valid_name",
     "without_none",
@@ -118,6 +122,37 @@ def digest_of(data: bytes | bytearray | memoryview) -> Digest:
 def first_line(text: str) -> str:
     """Return the first line of a text that has some: not all of a traceback."""
     return text.strip().partition("\n")[0]
+
+
+def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested `values` as one level, named as in `model/depth`; a list is its JSON."""
+    return {
+        name: json.dumps(value) if isinstance(value, list | tuple) else value for name, value in leaves(values, prefix)
+    }
+
+
+def leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield what is nested in `values` and does not nest further, named so."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def metric_in(metrics: Metrics, name: str) -> object:
+    """Return what was reported as `name`; one that is nested is named as in `eval/loss`. None where nothing was."""
+    if name in metrics:
+        return metrics[name]
+    found: object = metrics
+    for part in name.split("/"):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def plural(count: int, one: str, many: str) -> str:
+    """Return so many of what is called so if there is one of it, and otherwise so: `"3 trials are"`."""
+    return f"{count} {one if count == 1 else many}"
 
 
 def shown_size(size_bytes: int) -> str:

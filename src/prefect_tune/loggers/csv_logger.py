@@ -8,10 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, flat
 from prefect_tune.loggers.row_file import RowFile
 from prefect_tune.loggers.row_logger import RowLogger, Rows
-from prefect_tune.tables import flat
 
 __all__ = ["CSVLogger"]
 

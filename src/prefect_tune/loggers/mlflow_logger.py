@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.events import AttemptEnded, Finished, GaveUp, Started
 from prefect_tune.core.trial import Trial
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, flat
 from prefect_tune.loggers.folders import require_package
-from prefect_tune.tables import flat
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

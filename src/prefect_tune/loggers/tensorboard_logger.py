@@ -10,9 +10,8 @@ from pathlib import Path
 
 from prefect_tune.core.events import Finished, GaveUp, Started
 from prefect_tune.core.trial import Trial
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, flat
 from prefect_tune.loggers.folders import DEFAULT_DIRECTORY, FolderLogger, require_package
-from prefect_tune.tables import flat
 
 __all__ = ["TensorBoardLogger"]
 

@@ -230,7 +230,7 @@ def _judged(trial: Trial, metric: str) -> Mapping[int, float]:
     decided = [each for each in trial.past if each.what == "decided"]
     compared = [each for each in decided if not (isinstance(each.decision, Stop) and not each.decision.early)]
     reports = [each.report for each in compared if each.report]
-    return {each.step: numbers_in(each.metrics)[metric] for each in reports if metric in numbers_in(each.metrics)}
+    return {each.step: numbers[metric] for each in reports if metric in (numbers := numbers_in(each.metrics))}
 
 
 def _draw_rung(

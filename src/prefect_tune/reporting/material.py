@@ -13,9 +13,9 @@ from prefect_tune.core.objective import Objective
 from prefect_tune.core.ranking import Losses, front, ranked
 from prefect_tune.core.standing import best_first, objective_in
 from prefect_tune.core.trial import Trial, with_report
+from prefect_tune.core.values import flat
 from prefect_tune.reporting.chronicle import Story
 from prefect_tune.reporting.importance import importances
-from prefect_tune.tables import flat
 
 __all__ = ["DRAWN", "Material", "material", "spread"]
 

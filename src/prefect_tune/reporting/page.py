@@ -9,7 +9,7 @@ from shlex import quote
 
 from prefect_tune.core.layout import below
 from prefect_tune.core.standing import named
-from prefect_tune.core.values import first_line, shown_size
+from prefect_tune.core.values import first_line, flat, metric_in, shown_size
 from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.charts_of_time import lineage_chart, timeline
 from prefect_tune.reporting.charts_of_trials import (
@@ -22,7 +22,6 @@ from prefect_tune.reporting.charts_of_trials import (
 from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
 from prefect_tune.reporting.material import Material
 from prefect_tune.reporting.scales import said_number
-from prefect_tune.tables import flat
 from prefect_tune.terminal.printing import said, said_counts, said_span
 
 __all__ = ["page_of"]
@@ -87,7 +86,7 @@ def _headline(facts: Facts) -> str:
     parts = []
     if len(facts.best) == 1 and facts.metric:
         name = facts.metric[0]
-        parts.append(f"Best {name}: {said(facts.best[0].metrics.get(name))} (trial {_named(facts.best[0])})")
+        parts.append(f"Best {name}: {said(metric_in(facts.best[0].metrics, name))} (trial {_named(facts.best[0])})")
     elif facts.best:
         parts.append(f"{len(facts.best)} trials on the Pareto front")
     if facts.kind == "training" and facts.trials:
@@ -171,7 +170,7 @@ def _row(trial: TrialFacts, facts: Facts, parameters: Sequence[str], *, has_retr
         _linked(trial.trial, trial.run),
         f"{_SIGN[trial.status]} {trial.status}",
         str(trial.step),
-        *(_clipped(_value(trial.metrics.get(metric))) for metric in facts.metric),
+        *(_clipped(_value(metric_in(trial.metrics, metric))) for metric in facts.metric),
         *(_clipped(_value(config.get(parameter))) for parameter in parameters),
         *[str(trial.attempts)] * has_retries,
         _span(trial.trained_seconds),

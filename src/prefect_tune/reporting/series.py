@@ -7,6 +7,8 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
+from prefect_tune.core.values import leaves
+
 __all__ = ["Series", "numbers_in"]
 
 _MOST = 96
@@ -59,7 +61,7 @@ class Series:
 
 def numbers_in(metrics: Mapping[str, object]) -> Mapping[str, float]:
     """Return what can be drawn of them."""
-    found = ((name, _number(value)) for name, value in metrics.items())
+    found = ((name, _number(value)) for name, value in leaves(metrics))
     return {name: number for name, number in found if number is not None}
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefect_tune.core.trial import Status, Trial
+from prefect_tune.core.values import metric_in
 from prefect_tune.terminal.printing import said, said_counts, said_span
 from prefect_tune.terminal.trials_table import cells_of, config_cells
 from prefect_tune.terminal.watch import Noted, Sight
@@ -82,8 +83,8 @@ def _rungs(sight: Sight) -> str:
 
 
 def _compared(sight: Sight, trial: Trial) -> str:
-    objective = sight.outlook.objective
-    return ", ".join(f"{name} {said(trial.metrics.get(name))}" for name in (objective.metrics if objective else ()))
+    metrics = sight.outlook.objective.metrics if sight.outlook.objective else ()
+    return ", ".join(f"{name} {said(metric_in(trial.metrics, name))}" for name in metrics)
 
 
 def _chosen(sight: Sight, most: int) -> Sequence[Trial]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from prefect_tune.core.values import flat, metric_in
 from prefect_tune.terminal.printing import columns, plain, said
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def cells_of(trials: Sequence[Trial], metrics: Sequence[str], width: int) -> tup
         "step": [str(each.step) for each in trials],
     }
     for name in metrics:
-        found[name] = [said(each.metrics.get(name)) for each in trials]
+        found[name] = [said(metric_in(each.metrics, name)) for each in trials]
     kept = dict(found)
     used = sum(_width(name, cells) + _GAP for name, cells in kept.items()) - _GAP
     for name, cells in _configuration(trials).items():
@@ -60,8 +61,6 @@ def _width(name: str, cells: Sequence[str]) -> int:
 
 def _configuration(trials: Sequence[Trial]) -> Mapping[str, list[str]]:
     """The parameters that are not the same in all trials; of one trial, all."""
-    from prefect_tune.tables import flat
-
     configs = [flat(each.config) for each in trials]
     names = dict.fromkeys(name for config in configs for name in config)
     found = {name: [_short(said(config.get(name))) for config in configs] for name in names}

@@ -10,7 +10,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.search.ranges import is_number
 from prefect_tune.core.search.search import Proposals, Proposed, Search, Space, Suggestion
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.values import StepReport, leaves
 
 __all__ = ["Repeated"]
 
@@ -88,8 +88,9 @@ class _RepeatedProposals(Proposals):
 def _mean(reports: Sequence[StepReport]) -> StepReport | None:
     if not reports:
         return None
-    names = set.intersection(*(set(each.metrics) for each in reports))
-    columns = {name: [value for each in reports if is_number(value := each.metrics[name])] for name in sorted(names)}
+    told = [dict(leaves(each.metrics)) for each in reports]
+    names = set.intersection(*map(set, told))
+    columns = {name: [value for metrics in told if is_number(value := metrics[name])] for name in sorted(names)}
     return StepReport(
         step=max(each.step for each in reports),
         metrics={name: fmean(values) for name, values in columns.items() if len(values) == len(reports)},
