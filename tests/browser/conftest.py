@@ -15,6 +15,7 @@ from tests.fakes.prefect_database import migrated_database
 
 _PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
 _PATIENCE_MS = 120_000
+_TOLD_CHARACTERS = 10_000
 _FEW_FRAMES = """
     const drawn = window.requestAnimationFrame.bind(window)
     window.requestAnimationFrame = draw => setTimeout(() => drawn(draw), 200)
@@ -51,7 +52,7 @@ def _found() -> str:
 
 @pytest.fixture
 def ui(installation: Installation, chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Ui]:
-    """A tab of its own. When a test fails, what it shows is among the pictures, and what was refused is printed."""
+    """A tab of its own. When a test fails, what it shows is among the pictures; it prints what was refused, and why."""
     context = chromium.new_context(viewport={"width": 1400, "height": 1000})
     context.set_default_timeout(_PATIENCE_MS)
     context.add_init_script(_FEW_FRAMES)
@@ -61,6 +62,7 @@ def ui(installation: Installation, chromium: Browser, request: pytest.FixtureReq
     yield ui
     if request.session.testsfailed > failed:
         ui.picture(f"failed-{request.node.name}")
+        print(installation.server_log.read_text()[-_TOLD_CHARACTERS:])
     context.close()
 
 

@@ -37,6 +37,7 @@ class Installation:
     api_url: str
     log: Path
     """What the worker and its runs print."""
+    server_log: Path
 
     @property
     def ui_url(self) -> str:
@@ -81,14 +82,15 @@ def installed(folder: Path, migrated: Path) -> Iterator[Installation]:
         _MARK: mark,
         "PREFECT_HOME": str(folder),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
+        "PREFECT_API_LOG_RETRYABLE_ERRORS": "true",  # why it was too busy
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PYTHONPATH": str(_REPOSITORY),
     }
     shutil.copy(migrated, database)
-    with (folder / "server.log").open("wb") as log:
+    with _server_log(folder).open("wb") as log:
         server = start_prefect_server(settings, log)
     try:
-        assert server.answers(), (folder / "server.log").read_text()
+        assert server.answers(), _server_log(folder).read_text()
         with _deployed(server, settings, folder) as installation:
             yield installation
     finally:
@@ -97,10 +99,14 @@ def installed(folder: Path, migrated: Path) -> Iterator[Installation]:
         memory.cleanup()
 
 
+def _server_log(folder: Path) -> Path:
+    return folder / "server.log"
+
+
 @contextmanager
 def _deployed(server: PrefectServer, settings: Mapping[str, str], folder: Path) -> Iterator[Installation]:
     environment = {**settings, "PREFECT_API_URL": server.url}
-    installation = Installation(server.url, folder / "worker.log")
+    installation = Installation(server.url, folder / "worker.log", _server_log(folder))
     with installation.client() as client:
         client.create_work_pool(WorkPoolCreate(name=_POOL, type="process"))
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", _POOL, "--limit", "4"]

@@ -14,7 +14,8 @@ from playwright.sync_api import Error, Locator, Page
 __all__ = ["DeploymentPage", "Form", "RunForm", "RunPage", "Ui"]
 
 _CONTROL = "textarea, input, [role=switch], .cm-content"
-_CLICKS = 5
+_CLICKS = 30
+_BETWEEN_CLICKS_MS = 1_000
 _HEARD_MS = 20_000
 _REDRAWN_MS = 500
 """Until what is drawn on a canvas is drawn again; nothing says when."""
@@ -112,6 +113,7 @@ class RunForm(Form):
                 self.place.get_by_role("button", name="Submit").click()
             if answer.value.ok:
                 break
+            self.page.wait_for_timeout(_BETWEEN_CLICKS_MS)
         self.page.get_by_role("link", name="View run").click()
         return RunPage(self.page)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.file_lock import FileLock, Share
 from prefect_tune.stores.node_copies import NodeCopies, node_folder
 from prefect_tune.stores.uris import open_location, read_uri
 from tests.fakes.checkpoint_user import CheckpointUser
@@ -361,3 +363,21 @@ def test_threads_do_not_wait_for_each_other_without_end() -> None:
             pass
         leave.set()
         first.result()
+
+
+def test_who_came_to_fetch_and_was_overtaken_does_not_wait_until_the_other_has_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared, try_take = NodeCopies(node_folder()), FileLock.try_take
+    in_time = Deadline.after(timedelta(seconds=10))
+    with ExitStack() as overtaking:
+
+        def overtaken(path: Path, share: Share) -> FileLock | None:
+            if share is Share.ALONE:
+                monkeypatch.setattr(FileLock, "try_take", try_take)
+                overtaking.enter_context(shared.reading("key", Path.mkdir, in_time))
+            return try_take(path, share)
+
+        monkeypatch.setattr(FileLock, "try_take", overtaken)
+        with shared.reading("key", Path.mkdir, in_time) as directory:
+            assert directory.is_dir()

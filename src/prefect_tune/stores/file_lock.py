@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Self
 
 from prefect_tune.stores.deadline import Deadline
 
-__all__ = ["FileLock", "Share"]
+__all__ = ["FileLock", "Share", "tries"]
 
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05
@@ -23,6 +24,20 @@ class Share(Enum):
 
     WITH_READERS = fcntl.LOCK_SH
     ALONE = fcntl.LOCK_EX
+
+
+def tries(path: Path, deadline: Deadline) -> Iterator[None]:
+    """Go on for as long as the lock at `path` may have to be tried, with pauses that grow.
+
+    Raises:
+        DeadlineExceeded: there is no time left.
+    """
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        yield
+        deadline.check(f"waiting for {path}, which another process or thread holds")
+        time.sleep(min(pause, deadline.remaining_seconds))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 class FileLock:
@@ -46,12 +61,10 @@ class FileLock:
         Raises:
             DeadlineExceeded: they held it for longer than there was time.
         """
-        pause = _FIRST_PAUSE_SECONDS
-        while (lock := cls.try_take(path, share)) is None:
-            deadline.check(f"waiting for {path}, which another process or thread holds")
-            time.sleep(min(pause, deadline.remaining_seconds))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return lock
+        for _ in tries(path, deadline):
+            if lock := cls.try_take(path, share):
+                return lock
+        raise AssertionError
 
     @classmethod
     def try_take(cls, path: Path, share: Share) -> FileLock | None:

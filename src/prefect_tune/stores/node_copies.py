@@ -22,7 +22,7 @@ from pathlib import Path
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.directories import Seal, copy_directory, seal_of
-from prefect_tune.stores.file_lock import FileLock, Share
+from prefect_tune.stores.file_lock import FileLock, Share, tries
 
 __all__ = ["Fetch", "NodeCopies", "node_folder"]
 
@@ -126,12 +126,20 @@ class NodeCopies:
         raise AssertionError
 
     def _share_one(self, name: str, fetch: Fetch, deadline: Deadline) -> FileLock:
-        while True:
-            lock = FileLock.take(self._beside(name, _LOCK), Share.WITH_READERS, deadline)
-            if (self.folder / name).is_dir():
-                return lock
-            lock.release()
-            with FileLock.take(self._beside(name, _LOCK), Share.ALONE, deadline):
+        """Return a reader's lock on the copy. Nobody waits to be alone: who reads may read for hours."""
+        copy, path = self.folder / name, self._beside(name, _LOCK)
+        for _ in tries(path, deadline):
+            if not copy.is_dir():
+                self._fetch_if_alone(name, fetch)
+            if lock := FileLock.try_take(path, Share.WITH_READERS):
+                if copy.is_dir():
+                    return lock
+                lock.release()
+        raise AssertionError
+
+    def _fetch_if_alone(self, name: str, fetch: Fetch) -> None:
+        if alone := FileLock.try_take(self._beside(name, _LOCK), Share.ALONE):
+            with alone:
                 if not (self.folder / name).is_dir():
                     self._fetch(name, fetch)
 
