@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State, TaskRun
 
-__all__ = ["RETRYING", "is_transient", "retrying", "unseen"]
+__all__ = ["RETRYING", "as_task_run", "is_transient", "retrying", "unseen", "within_task_run"]
 
+_Parameters = ParamSpec("_Parameters")
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _RETRIES = 5
@@ -47,6 +48,26 @@ def retrying(act: Callable[[], _Result]) -> _Result:
 def unseen(argument: _Argument) -> _Argument:
     """Pass `argument` to a task without Prefect walking through all of it in search of futures."""
     return cast("_Argument", quote(argument))
+
+
+def as_task_run(task: Task[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Return what calls `task`, all of its arguments `unseen`."""
+
+    def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        named: dict[str, Any] = {name: unseen(value) for name, value in kwargs.items()}
+        result: _Result = task(*(unseen(value) for value in args), **named)
+        return result
+
+    return called
+
+
+def within_task_run(task: Task[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Return what does the same within the task run that calls it, for what comes too often to be one of its own."""
+
+    def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        return retrying(lambda: task.fn(*args, **kwargs))
+
+    return called
 
 
 # What every task that talks to a target is made with. What is read is never cached: the store is the truth.

@@ -43,13 +43,15 @@ class TrialArtifacts:
         self._folder = plan.trial.artifacts
         self._remote = self._named(self._folder)
         self._excludes = list(plan.sync.excludes)
-        self._write_as(1)  # until `bring_back` says otherwise: there is nothing to bring back before the first attempt
+        self._shows_nothing = True  # before the first attempt: `bring_back` says otherwise
+        self._write_as(1)
 
     def bring_back(self, attempt: int) -> None:
         """Fetch what an earlier attempt left, so that logs are continued.
 
         What could not be fetched must not be taken for deleted: this attempt's files then go beside it.
         """
+        self._shows_nothing = False
         self._write_as(attempt)
         if not self._aloud(self._fetch):
             self._remote = self._named(f"{self._folder}-{attempt}")
@@ -95,12 +97,19 @@ class TrialArtifacts:
         self._wait()
 
     def _send(self) -> None:
-        if self._syncer is not None:
+        if self._syncer is not None and self._has_something_to_show():
             self._syncer.sync_up(self._directory, self._remote, self._excludes)
 
     def _send_if_needed(self) -> None:
-        if self._syncer is not None:
+        if self._syncer is not None and self._has_something_to_show():
             self._syncer.sync_up_if_needed(self._directory, self._remote, self._excludes)
+
+    def _has_something_to_show(self) -> bool:
+        """Most trials write no files. Somebody's own syncer decides for itself what is worth a sync."""
+        if isinstance(self._syncer, TargetSyncer) and self._shows_nothing:
+            self._shows_nothing = not any(Path(self._directory).iterdir())
+            return not self._shows_nothing
+        return True
 
     def _wait(self) -> None:
         if self._syncer is not None:

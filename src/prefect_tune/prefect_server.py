@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -11,14 +12,18 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from http import HTTPStatus
 from importlib import import_module
-from typing import IO
+from typing import IO, TYPE_CHECKING
 from urllib.error import URLError
 
-__all__ = ["PrefectServer", "start_prefect_server"]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["Patient", "PrefectServer", "start_prefect_server"]
 
 _PATIENCE = timedelta(minutes=3)  # the first start on an empty database runs every migration
 _GOODBYE = timedelta(seconds=5)
@@ -84,8 +89,64 @@ def _serve(descriptor: int) -> None:
     create_app = import_module("prefect.server.api.server").create_app
     gc.freeze()
     gc.enable()
-    config = uvicorn.Config(create_app, factory=True, log_level="error")
+    config = uvicorn.Config(lambda: Patient(create_app()), factory=True, log_level="error")
     uvicorn.Server(config).run(sockets=[socket.socket(fileno=descriptor)])
+
+
+class Patient:
+    """An ASGI application that does a request again which was refused by 503, before its client hears of it.
+
+    SQLite refuses at once who has read before somebody else wrote, and wants to write now: at a start, while old
+    events are being deleted, every fourth flow run. Nothing of the request has been done. Prefect's client would ask
+    again too, but 2 s later.
+    """
+
+    def __init__(self, app: ASGIApp, pauses_seconds: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.4)) -> None:
+        self._app = app
+        self._pauses_seconds = pauses_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = await _whole(receive)
+        answer = await self._answer(scope, asked, receive)
+        for pause_seconds in self._pauses_seconds:
+            if not _is_refusal(answer):
+                break
+            await asyncio.sleep(pause_seconds)
+            answer = await self._answer(scope, asked, receive)
+        for message in answer:
+            await send(message)
+
+    async def _answer(self, scope: Scope, asked: Sequence[Message], receive: Receive) -> Sequence[Message]:
+        left = list(asked)
+        answer: list[Message] = []
+
+        async def heard() -> Message:
+            return left.pop(0) if left else await receive()
+
+        async def told(message: Message) -> None:
+            answer.append(message)
+
+        try:
+            await self._app(dict(scope), heard, told)
+        except Exception:
+            if not answer:  # otherwise it is logged: Starlette answers, and raises all the same
+                raise
+        return answer
+
+
+async def _whole(receive: Receive) -> Sequence[Message]:
+    """Read a request to its end; small ones only are sent to this server."""
+    messages = [await receive()]
+    while messages[-1].get("more_body"):
+        messages.append(await receive())
+    return messages
+
+
+def _is_refusal(answer: Sequence[Message]) -> bool:
+    return bool(answer) and answer[0].get("status") == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def _end_with_parent() -> None:

@@ -19,6 +19,8 @@ def make_root(root: Path) -> None:
         StoreRefused: not permitted, or something else stands there.
         StoreUnavailable: the disk is full or does not answer.
     """
+    if root.is_dir():
+        return
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         for folder in reversed(missing):

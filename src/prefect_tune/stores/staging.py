@@ -33,7 +33,11 @@ def side_by_side(workers: int = TRANSFERS) -> Iterator[Mapper]:
 
         def windowed(function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterator[_Out]:
             waiting = iter(items)
-            running: list[Future[_Out]] = [pool.submit(function, item) for item in islice(waiting, 2 * workers)]
+            first = list(islice(waiting, 2 * workers))
+            if len(first) == 1:  # a small checkpoint: for one transfer a thread costs more than it brings
+                yield function(first[0])
+                return
+            running: list[Future[_Out]] = [pool.submit(function, item) for item in first]
             try:
                 while running:
                     yield running.pop(0).result()
