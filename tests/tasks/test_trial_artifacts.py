@@ -13,6 +13,7 @@ import pytest
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.layout import TrialKey
+from prefect_tune.core.store import Listed
 from prefect_tune.tasks import trial_artifacts
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.syncer import Syncer
@@ -90,6 +91,34 @@ def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_besi
     assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log-1": b"one"}
     assert fetched(bucket, tmp_path, f"{TRIAL.artifacts}-2") == {"log-2": b"two"}
     assert "beside the earlier ones" in caplog.text
+
+
+class Counting(Bucket):
+    """A bucket that counts who looks into it."""
+
+    looks = 0
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        self.looks += 1
+        return super().list(prefix, after=after)
+
+
+def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bucket = BUCKETS[request.node.name] = Counting()
+    attempt = attempt_of(plan_for(BucketTarget(name=request.node.name)), tmp_path / "1")
+    attempt.after_commit()
+    attempt.after_report()
+    attempt.close()
+    assert not bucket.looks
+    (log := tmp_path / "1" / "log").write_text("late")
+    attempt.close()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log": b"late"}
+    log.unlink()  # what is gone is told, too
+    attempt.close()
+    attempt.settle()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {}
 
 
 ASKED: list[tuple[str, list[str] | None]] = []
