@@ -290,8 +290,8 @@ def _after_everybody_returned(
 def _leaks(store: ObjectStore, member: Member) -> Iterator[str]:
     """What is unreachable is found: as a leftover, or as an orphan."""
     trial, key = load(store, member.journal, side_by_side=map).trial(member.name), member.key
-    known = (*trial.checkpoints, *trial.claims, *(each.checkpoint for each in trial.aside))
-    refs = {(each.step, each.sequence) for each in known}
+    known = (*trial.checkpoints, *(each.checkpoint for each in trial.aside))
+    refs = {(each.step, each.sequence) for each in known} | {(each.step, each.sequence) for each in trial.claims}
     keys = [CheckpointKey(trial=key, step=step, sequence=sequence) for step, sequence in refs]
     needed = {each.manifest_path for each in keys} | {
         path for each in keys for path in read_manifest(store, each).blob_paths()

@@ -313,10 +313,10 @@ DEEP = settings(CI, max_examples=2000, stateful_step_count=50, derandomize=False
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Status, type[OneTrialsEvent]]]:
     """Return which transitions trials have gone through in the test."""
-    found, real = set(), folding.after
+    found = set()
 
     def watched(trial: trials.Trial, event: OneTrialsEvent, number: int) -> trials.Trial:
-        then = real(trial, event, number)
+        then = trials.after(trial, event, number)
         found.add((trial.status, type(event)))
         return then
 

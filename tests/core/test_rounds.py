@@ -107,9 +107,9 @@ def test_a_round_that_cannot_be_read_is_none_and_its_number_is_taken(store: Memo
 @pytest.mark.parametrize(("times", "expected"), [(1, 4), (99, 3)])
 def test_a_round_that_a_later_one_deletes_meanwhile_is_looked_for_again(times: int, expected: int) -> None:
     last = Round(write_id="last", at="now")
-    store = _Vanishing(times, lambda: store.objects.update({maintenance_path(NAME, 4): seal(last)}))
-    store.objects[maintenance_path(NAME, 3)] = seal(last)
-    assert last_round(store, NAME) == Remembered(expected, last if expected == 4 else None)
+    vanishing = _Vanishing(times, lambda: vanishing.objects.update({maintenance_path(NAME, 4): seal(last)}))
+    vanishing.objects[maintenance_path(NAME, 3)] = seal(last)
+    assert last_round(vanishing, NAME) == Remembered(expected, last if expected == 4 else None)
 
 
 class _Vanishing(MemoryStore):

@@ -24,6 +24,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.manifest import About, Manifest
 from prefect_tune.core.restore import read_manifest, verify
+from prefect_tune.core.values import digest_of
 from tests.core.driver import KEY
 from tests.fakes.memory_files import MemoryFiles, restored
 from tests.fakes.memory_store import MemoryStore
@@ -84,7 +85,7 @@ def test_two_thousand_small_files_are_sixteen_blobs() -> None:
 
 
 def test_a_blob_is_named_by_its_chunks_and_where_they_end() -> None:
-    digest = chunks.digest_of(b"x")
+    digest = digest_of(b"x")
     names = {
         chunks.blob_digest([]),
         chunks.blob_digest([(digest, 1)]),

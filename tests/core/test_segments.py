@@ -15,11 +15,13 @@ from prefect_tune.core.errors import JournalCorrupt, StoreRefused, StoreUnavaila
 from prefect_tune.core.events import Extended
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.sealed import seal
 from prefect_tune.core.segments import decode_segment, encode_segment, listed_segments, steps, write_due_segment
 from prefect_tune.core.spans import begin_of, boundaries, is_boundary
 from prefect_tune.core.store import Buffer, Listed
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.trials import Trials
+from prefect_tune.core.values import digest_of
 from tests.core.driver import JOURNAL
 from tests.core.histories import base, fold, next_state, opened, stamp
 from tests.fakes.memory_store import MemoryStore
@@ -198,7 +200,7 @@ def test_a_segment_whose_trials_are_none_is_noticed() -> None:
     del document["digest_of_document"]
     head = segments._Head.model_validate_json(json.dumps(document))
     spoilt = lines.replace(b'"attempt":', b'"attemqt":')
-    forged = segments.seal(head.model_copy(update={"digest_of_trials": segments.digest_of(spoilt)}))
+    forged = seal(head.model_copy(update={"digest_of_trials": digest_of(spoilt)}))
     with pytest.raises(JournalCorrupt, match="its trials cannot be read"):
         decode_segment(forged + b"\n" + spoilt, JOURNAL, 20)
 

@@ -27,7 +27,7 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.tidying import Collected, collect_from, look_for_garbage, prune
 from prefect_tune.core.trial import Status, Trial, newest_key, reused_from
 from prefect_tune.core.wire import GoOn
-from tests.core.driver import BACKBONE
+from tests.core.driver import BACKBONE, retried
 from tests.core.meetings import (
     Act,
     Scene,
@@ -45,7 +45,7 @@ from tests.core.meetings import (
     without_a_clone,
 )
 from tests.core.mutate import break_lines
-from tests.core.population import Member, own, promises_broken, retried
+from tests.core.population import Member, own, promises_broken
 from tests.fakes.dying_store import WRITES, Way
 from tests.fakes.memory_files import restored
 

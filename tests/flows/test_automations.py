@@ -87,7 +87,7 @@ class TestInstalled:
 
     def test_one_that_was_installed_twice_at_the_same_time_is_there_once(self) -> None:
         install_automations(names=[BEST])
-        twin = Automation.read(name=BEST)
+        twin: Any = Automation.read(name=BEST)
         Automation(**twin.model_dump(exclude={"id"})).create()
         install_automations(names=[BEST])
         with get_client(sync_client=True) as client:
@@ -96,7 +96,7 @@ class TestInstalled:
     def test_what_somebody_has_changed_in_the_ui_stays(self) -> None:
         block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
         document = block.save("tune-alerts", overwrite=True)
-        mine = Automation.read(name=install_automations(names=[BEST])[0])
+        mine: Any = Automation.read(name=install_automations(names=[BEST])[0])
         mine.actions = [SendNotification(block_document_id=document, subject="mine", body="mine")]
         mine.enabled = False
         mine.update()

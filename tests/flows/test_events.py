@@ -20,8 +20,8 @@ from tests.trainables.moody import Moody
 Events = Sequence[dict[str, Any]]
 FINISHED = "prefect-tune.experiment.finished"
 MADE = "prefect.asset.materialization.succeeded"
-KINDS = {
-    kind.name: kind
+KINDS: Mapping[str, Any] = {
+    vars(kind)["name"]: kind
     for kind in vars(news).values()
     if isinstance(kind, type) and hasattr(kind, "is_urgent") and "name" in vars(kind)
 }
@@ -113,7 +113,7 @@ def test_each_is_about_its_trial_or_experiment_and_says_by_which_run(
 def test_the_checkpoints_of_a_trial_are_one_asset_and_the_best_model_is_another(
     runs: Sequence[Events], target: LocalTarget
 ) -> None:
-    made: Mapping[str, list[Any]] = {}
+    made: dict[str, list[Any]] = {}
     for each in runs[0]:
         if each["event"] == MADE:
             made.setdefault(each["resource"]["prefect.resource.id"], []).append(each)

@@ -82,6 +82,7 @@ def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(plan: TrialPl
 def test_a_larger_budget_goes_on_unless_what_was_reported_before_says_enough(
     plan: TrialPlan, stopper: Stopper, enough: bool
 ) -> None:
+    assert isinstance(plan.target, LocalTarget)
     write_experiment(Path(plan.target.path), NAME, [1, 2, 3, 4])
     plan = replace(plan, needs_curve=stopper.looks_back)
     assert has_had_enough(plan, trial_at(plan.target, NAME), stopper) is enough

@@ -27,7 +27,7 @@ _ROWS = [3, 5, 8]
 
 
 def dask() -> TaskRunner:
-    from prefect_dask import DaskTaskRunner
+    from prefect_dask.task_runners import DaskTaskRunner
 
     cluster = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
     return DaskTaskRunner(cluster_kwargs=cluster)

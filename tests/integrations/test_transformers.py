@@ -30,7 +30,7 @@ def learned(directory: Path) -> Mapping[str, Any]:
 def _numpys() -> list[Any]:
     import numpy as np
 
-    return [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    return [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]  # type: ignore[attr-defined]  # pickles name it
 
 
 @pytest.mark.timeout(2000)

@@ -171,7 +171,7 @@ def wandb_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 def offline_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the rows in each offline run that would be sent, by its name."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # it is made when it is imported
 
     found: dict[str, list[dict[str, Any]]] = {}
     for path in (folder / "e/wandb").glob("offline-run-*/*.wandb"):

@@ -167,7 +167,7 @@ class Desk:
         return len(self._files(TRIAL.checkpoints))
 
     def _files(self, folder: str) -> list[Path]:
-        return sorted(path for path in (Path(self.plan.target.path) / folder).rglob("*") if path.is_file())
+        return sorted(path for path in (self.folder / "target" / folder).rglob("*") if path.is_file())
 
     def live(self) -> Sequence[CheckpointKey]:
         refs = self.state().checkpoints

@@ -248,11 +248,11 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     def train(number: int) -> int:
-        with nursery.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
+        with room.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
             assert isinstance(heard(channel)[-1], TrialEnded)
         return number
 
-    with family() as ours, Nursery(slots=16) as nursery:
+    with family() as ours, Nursery(slots=16) as room:
         train(0)
         with nothing_left(), ThreadPoolExecutor(16) as threads:
             assert list(threads.map(train, range(200))) == list(range(200))

@@ -40,9 +40,10 @@ def sight(running: int = 2, others: int = 3, **changes: object) -> Sight:
 
 
 def drawn(shown: Sight, width: int = 80, height: int = 30) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, height=height, color_system=None, highlight=False, markup=False)
+    file = io.StringIO()
+    console = Console(file=file, width=width, height=height, color_system=None, highlight=False, markup=False)
     console.print(frame(shown, width, height))
-    return [text.rstrip() for text in console.file.getvalue().splitlines()]
+    return [text.rstrip() for text in file.getvalue().splitlines()]
 
 
 def test_all_there_is_to_know_is_shown() -> None:

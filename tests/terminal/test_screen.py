@@ -14,7 +14,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
@@ -30,7 +30,7 @@ class Terminal:
     def __init__(self) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.stream: TextIO = os.fdopen(slave, "w", encoding="utf-8", buffering=1)
+        self.stream: io.TextIOWrapper = os.fdopen(slave, "w", encoding="utf-8", buffering=1)
         self._shown = bytearray()
         self._reader = threading.Thread(target=self._read, daemon=True)
 
@@ -119,7 +119,7 @@ def test_handlers_with_a_console_of_their_own_say_only_what_is_a_warning_meanwhi
     terminal: Terminal, broken: list[Exception]
 ) -> None:
     terminal.read()
-    handler = logging.StreamHandler(terminal.stream)
+    handler: Any = logging.StreamHandler(terminal.stream)
     handler.console = Console(file=terminal.stream)  # as Prefect's has
     logger = logging.getLogger("told by tasks")
     logger.setLevel(logging.INFO)

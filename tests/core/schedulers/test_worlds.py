@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -138,10 +139,11 @@ def test_who_asks_twice_gets_the_same_kind_of_answer_and_changes_nothing(
     recorded, _ = run(scheduler, world, trials)
     twice = scheduler.begin(LOSS, world.seed)
     for told in recorded.told:
-        answer = told.to(twice)
+        answer: Any = told.to(twice)
         assert answer == told.answer
         if told.name == "decide" and answer.type != "exploit":  # after one it is another trial that asks
-            assert told.to(twice).type == answer.type
+            again: Any = told.to(twice)
+            assert again.type == answer.type
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7])

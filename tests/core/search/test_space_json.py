@@ -4,6 +4,7 @@ import json
 import operator
 from collections.abc import Mapping
 from pathlib import PurePath
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -101,7 +102,7 @@ def test_a_function_is_written_by_its_name_and_found_by_who_allows_it() -> None:
         return width
 
     assert space_to_json({"w": sample_from(width)}) == {"w": {"sample_from": path}}
-    space = space_from_json({"w": {"sample_from": path}}, load)
+    space: dict[str, Any] = space_from_json({"w": {"sample_from": path}}, load)
     assert asked == [path]
     assert space["w"].function is width
     assert repr(space["w"]) == f"sample_from({path})"
