@@ -12,7 +12,6 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from prefect_tune.core.errors import (
     CommitUnknown,
@@ -34,17 +33,11 @@ from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, find_leftovers, save_checkpoint
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import as_task_run, within_task_run
+from prefect_tune.tasks.transient import as_task_run
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 from prefect_tune.tasks.trial_channel import Log
 
-if TYPE_CHECKING:
-    from prefect import Task
-
 __all__ = ["USERS_FAULT", "HandedOver", "Ledger"]
-
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
 
 # What is wrong with a directory that a trial handed over is the trial's doing.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)
@@ -194,7 +187,7 @@ class Ledger:
 
     def _saved(self, handed_over: HandedOver) -> SavedCheckpoint:
         step = handed_over.report.step
-        return self._act(save_checkpoint)(
+        return as_task_run(save_checkpoint)(
             self._plan.target,
             CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number),
             handed_over.directory,
@@ -203,10 +196,6 @@ class Ledger:
             collected_up_to=reused_from(self._trial),
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
-
-    def _act(self, task: Task[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-        """The page of a search's run in Prefect would be full of them."""
-        return within_task_run(task) if self._plan.apart else as_task_run(task)
 
     def _commit(self, saved: SavedCheckpoint, report: StepReport, upload_seconds: float) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
@@ -292,7 +281,7 @@ class Ledger:
         if not doomed:
             return
         try:
-            self._act(delete_checkpoint)(self._plan.target, self._plan.trial, self._trial, doomed)
+            as_task_run(delete_checkpoint)(self._plan.target, self._plan.trial, self._trial, doomed)
         except TuneError as error:
             self._log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import logging
+import random
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_logger, get_run_logger
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
+from prefect_tune.tasks.trial_output import Log
 
 if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State, TaskRun
 
-__all__ = ["RETRYING", "as_task_run", "is_transient", "retrying", "unseen", "within_task_run"]
+__all__ = ["RETRYING", "as_task_run", "is_transient", "retrying", "unseen"]
 
 _Parameters = ParamSpec("_Parameters")
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _RETRIES = 5
+_JITTER = 0.5
 
 
 def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
@@ -40,9 +44,18 @@ def retrying(act: Callable[[], _Result]) -> _Result:
         try:
             return act()
         except (StoreUnavailable, CommitUnknown) as error:
-            logging.getLogger("prefect_tune").warning("tried again in %g s: %s", pause_seconds, error)
+            pause_seconds *= random.uniform(1, 1 + _JITTER)  # noqa: S311,PLW2901  it spreads retries, it keeps no secret
+            _log().warning("tried again in %.1f s: %s", pause_seconds, error)
             time.sleep(pause_seconds)
     return act()
+
+
+def _log() -> Log:
+    """Where it is looked for: in the log of the run whose doing it is."""
+    try:
+        return get_run_logger()
+    except MissingContextError:
+        return get_logger("prefect_tune")
 
 
 def unseen(argument: _Argument) -> _Argument:
@@ -61,21 +74,12 @@ def as_task_run(task: Task[_Parameters, _Result]) -> Callable[_Parameters, _Resu
     return called
 
 
-def within_task_run(task: Task[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Return what does the same within the task run that calls it, for what comes too often to be one of its own."""
-
-    def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        return retrying(lambda: task.fn(*args, **kwargs))
-
-    return called
-
-
 # What every task that talks to a target is made with. What is read is never cached: the store is the truth.
 RETRYING: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
     "retries": _RETRIES,
     "retry_delay_seconds": exponential_backoff(backoff_factor=1),
-    "retry_jitter_factor": 0.5,
+    "retry_jitter_factor": _JITTER,
     "retry_condition_fn": is_transient,
 }

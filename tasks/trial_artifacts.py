@@ -43,7 +43,8 @@ class TrialArtifacts:
         self._folder = plan.trial.artifacts
         self._remote = self._named(self._folder)
         self._excludes = list(plan.sync.excludes)
-        self._shows_nothing = True  # before the first attempt: `bring_back` says otherwise
+        # Until `bring_back` says otherwise; but elsewhere an earlier experiment of this name may have left something.
+        self._shows_nothing = plan.sync.upload_dir is None
         self._write_as(1)
 
     def bring_back(self, attempt: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import anyio
@@ -11,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from prefect_tune.prefect_server import Patient
+from prefect_tune import prefect_server
+from prefect_tune.prefect_server import Patient, is_cut_short
 
 
 @dataclass
@@ -31,7 +35,7 @@ class Moody:
 
 def answered(app: Moody) -> httpx.Response:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(Patient(app, pauses_seconds=(0.0, 0.0)))
+        transport = httpx.ASGITransport(Patient(app, pauses_seconds=(0.0, 0.0)), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.post("/api", content=b"flow run" * 100_000)
 
@@ -50,3 +54,33 @@ def test_a_refusal_that_lasts_is_told_as_it_is() -> None:
     app = Moody(100)
     assert answered(app).status_code == 503
     assert len(app.heard) == 3
+
+
+def test_a_refusal_that_took_its_time_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefect_server, "_AT_ONCE_SECONDS", 0.0)
+    app = Moody(1)
+    assert answered(app).status_code == 503
+    assert len(app.heard) == 1
+
+
+@pytest.mark.parametrize("refusals", [2, 3])
+def test_what_the_last_try_raised_is_for_the_log(refusals: int) -> None:
+    async def ask() -> None:
+        patient = Patient(Moody(refusals), pauses_seconds=(0.0, 0.0))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(patient), base_url="http://server") as client:
+            await client.post("/api")
+
+    with pytest.raises(OSError, match="database is locked") if refusals == 3 else nullcontext():
+        anyio.run(ask)
+
+
+@pytest.mark.parametrize(("error", "is_told"), [(asyncio.CancelledError, False), (OSError, True)])
+def test_a_batch_that_the_end_cuts_short_is_no_error_to_tell_of(
+    error: type[BaseException], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        raise error
+    except error:
+        logging.getLogger("recorder").exception("Error flushing 35 events (35 to retry, 0 dropped)")
+    logging.getLogger("recorder").error("without an exception")
+    assert [not is_cut_short(record) for record in caplog.records] == [is_told, True]

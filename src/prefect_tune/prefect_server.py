@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -23,10 +24,12 @@ from urllib.error import URLError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Patient", "PrefectServer", "start_prefect_server"]
+__all__ = ["Patient", "PrefectServer", "is_cut_short", "start_prefect_server"]
 
 _PATIENCE = timedelta(minutes=3)  # the first start on an empty database runs every migration
 _GOODBYE = timedelta(seconds=5)
+_AT_ONCE_SECONDS = 1.0
+_RECORDER = "prefect.server.services.task_run_recorder"
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,18 @@ def _serve(descriptor: int) -> None:
     gc.freeze()
     gc.enable()
     config = uvicorn.Config(lambda: Patient(create_app()), factory=True, log_level="error")
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=descriptor)])
+    server = uvicorn.Server(config)
+    logging.getLogger(_RECORDER).addFilter(lambda record: not (server.should_exit and is_cut_short(record)))
+    server.run(sockets=[socket.socket(fileno=descriptor)])
+
+
+def is_cut_short(record: logging.LogRecord) -> bool:
+    """Whether it tells of a batch that a cancellation has met. At the end it is written a moment later."""
+    return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class Patient:
-    """An ASGI application that does a request again which was refused by 503, before its client hears of it.
+    """An ASGI application that does a request again which was refused at once, by 503, before its client hears of it.
 
     SQLite refuses at once who has read before somebody else wrote, and wants to write now: at a start, while old
     events are being deleted, every fourth flow run. Nothing of the request has been done. Prefect's client would ask
@@ -112,29 +122,43 @@ class Patient:
         asked = await _whole(receive)
         answer = await self._answer(scope, asked, receive)
         for pause_seconds in self._pauses_seconds:
-            if not _is_refusal(answer):
+            if not answer.is_refusal_at_once:
                 break
             await asyncio.sleep(pause_seconds)
             answer = await self._answer(scope, asked, receive)
-        for message in answer:
+        for message in answer.messages:
             await send(message)
+        if answer.error:
+            raise answer.error  # for the log
 
-    async def _answer(self, scope: Scope, asked: Sequence[Message], receive: Receive) -> Sequence[Message]:
-        left = list(asked)
-        answer: list[Message] = []
+    async def _answer(self, scope: Scope, asked: Sequence[Message], receive: Receive) -> _Answer:
+        left, began = list(asked), time.monotonic()
+        messages: list[Message] = []
 
         async def heard() -> Message:
             return left.pop(0) if left else await receive()
 
         async def told(message: Message) -> None:
-            answer.append(message)
+            messages.append(message)
 
+        error = None
         try:
             await self._app(dict(scope), heard, told)
-        except Exception:
-            if not answer:  # otherwise it is logged: Starlette answers, and raises all the same
-                raise
-        return answer
+        except Exception as raised:  # noqa: BLE001  Starlette answers, and raises all the same
+            error = raised
+        return _Answer(messages, error, time.monotonic() - began)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    messages: Sequence[Message]
+    error: Exception | None
+    took_seconds: float
+
+    @property
+    def is_refusal_at_once(self) -> bool:
+        is_refusal = bool(self.messages) and self.messages[0].get("status") == HTTPStatus.SERVICE_UNAVAILABLE
+        return is_refusal and self.took_seconds < _AT_ONCE_SECONDS
 
 
 async def _whole(receive: Receive) -> Sequence[Message]:
@@ -143,10 +167,6 @@ async def _whole(receive: Receive) -> Sequence[Message]:
     while messages[-1].get("more_body"):
         messages.append(await receive())
     return messages
-
-
-def _is_refusal(answer: Sequence[Message]) -> bool:
-    return bool(answer) and answer[0].get("status") == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def _end_with_parent() -> None:

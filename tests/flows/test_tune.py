@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 import prefect_tune as pt
 from prefect_tune.core.trial import Status
-from tests.flows.driver import until
 from tests.trainables.moody import Moody, silent, train
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -57,22 +53,6 @@ def test_a_trial_that_errors_is_told_of_and_stops_no_other(tmp_path: Path) -> No
     mended = {**space, "until": "nowhere"}
     rerun = searched(tmp_path, "tests.trainables.moody:Moody", space=mended, rerun_errored=True)
     assert (statuses(rerun), rerun.trials["00000"].attempt) == (["errored", "finished"], 2)
-
-
-def test_what_a_search_saves_and_deletes_is_part_of_its_trials_task_runs(tmp_path: Path) -> None:
-    name = f"search-{uuid4().hex}"
-    common: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "stop": {"step": 3}, "num_samples": 1}
-    kept = {"checkpoint": pt.Cadence(every_steps=1), "retention": pt.Retention(last=1)}
-    results = pt.tune.with_options(flow_run_name=name)(Moody, {}, **common, **kept)
-    assert len(results.trials["00000"].checkpoints) == 1
-    only = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
-
-    def runs() -> dict[str, str]:
-        with get_client(sync_client=True) as client:
-            return {run.name: str(run.state_name) for run in client.read_task_runs(flow_run_filter=only)}
-
-    until(lambda: runs().get("train 00000") == "Completed", seconds=60, what=lambda: str(runs()))
-    assert {each.split()[0] for each in runs()} == {"check", "open", "train", "publish"}
 
 
 def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

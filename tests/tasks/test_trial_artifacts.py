@@ -121,6 +121,21 @@ def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(
     assert fetched(bucket, tmp_path, TRIAL.artifacts) == {}
 
 
+def test_what_a_deleted_experiment_left_elsewhere_is_not_taken_for_the_trials(tmp_path: Path) -> None:
+    sync = SyncConfig(upload_dir=str(tmp_path / "elsewhere"))
+    deleted = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "deleted")), sync), tmp_path / "0")
+    (tmp_path / "0" / "log").write_text("old")
+    deleted.close()
+    deleted.settle()
+    plan = plan_for(LocalTarget(path=str(tmp_path / "target")), sync)
+    first = attempt_of(plan, tmp_path / "1")
+    first.close()
+    first.settle()
+    second = attempt_of(plan, tmp_path / "2")
+    second.bring_back(2)
+    assert list((tmp_path / "2").iterdir()) == []
+
+
 ASKED: list[tuple[str, list[str] | None]] = []
 
 
