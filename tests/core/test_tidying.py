@@ -237,7 +237,8 @@ def test_maintenance_and_owners_in_many_orders_and_dying_break_no_promise(
     before, acts = MEETINGS[meeting]
     scene = before(SOURCE, CLONE)
     explored = meet_at_random(scene, acts, range(1000, 1400))
-    for more in (meet_dying(scene, acts, range(300)), meet_in_every_order(scene, acts, at_writes, limit=20_000)):
+    points = at_writes if len(acts) == 2 else at_commits  # of three there are too many orders of all they write
+    for more in (meet_dying(scene, acts, range(300)), meet_in_every_order(scene, acts, points, limit=20_000)):
         explored.add(more)
     explored.tell(record_property, "orders of maintenance and owners")
     assert explored.broken == []
@@ -259,6 +260,10 @@ def test_maintenance_failing_in_every_way_or_late_breaks_no_promise(story: str, 
 def at_writes(method: str, path: str) -> bool:
     del path
     return method in {"create", "delete"}
+
+
+def at_commits(method: str, path: str) -> bool:
+    return at_writes(method, path) and ("/journal/" in path or path.endswith("/manifest.json"))
 
 
 # -------------------------------------------------------------------------------------------- what comes of it
