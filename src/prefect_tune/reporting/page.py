@@ -9,7 +9,7 @@ from shlex import quote
 
 from prefect_tune.core.layout import below
 from prefect_tune.core.standing import named
-from prefect_tune.core.values import first_line, flat, metric_in, shown_size
+from prefect_tune.core.values import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.charts_of_time import lineage_chart, timeline
 from prefect_tune.reporting.charts_of_trials import (
@@ -236,9 +236,9 @@ def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
     cost = facts.cost
     ends = {"killed or lost": cost.attempts_lost, "failed": cost.attempts_failed}
     bad = "".join(f", {count} {how}" for how, count in ends.items() if count)
-    steps = f"{cost.wasted_steps} steps done again, about {_span(cost.wasted_seconds)}"
+    steps = f"{plural(cost.wasted_steps, 'step', 'steps')} done again, about {_span(cost.wasted_seconds)}"
     rows: list[tuple[str, Cell]] = [
-        ("training", f"{_span(cost.trained_seconds)} in {cost.attempts} attempts{bad}"),
+        ("training", f"{_span(cost.trained_seconds)} in {plural(cost.attempts, 'attempt', 'attempts')}{bad}"),
         ("wasted", steps if cost.wasted_steps else "nothing: no step was done again"),
     ]
     size, sent, saved = map(shown_size, (cost.committed_bytes, cost.sent_bytes, cost.saved_bytes))
