@@ -114,25 +114,26 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
     slow.search(step_seconds=0, stop={"step": 2})
     trial = stop("e", target=slow.target, trial="00000", wait_seconds=0)
     assert (trial.status, "is finished at step 2" in trial.message) == ("had-ended", True)
-    slow.search(step_seconds=0, stop={"step": 4}, time_budget_seconds=0.001)
+    slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001)
     one = stop("e", target=slow.target, trial="00000", wait_seconds=0)
     whole = stop("e", target=slow.target, wait_seconds=0.3)
     assert (one.status, whole.status) == ("unanswered", "unanswered")
     assert "a run that begins later is not stopped by this" in whole.message
-    results = slow.search(step_seconds=0, stop={"step": 4})
-    assert [(each.status, each.step, each.left) for each in results.trials.values()] == [
-        (Status.FINISHED, 2, True),
-        (Status.FINISHED, 4, False),
-    ]
+    results = slow.search(step_seconds=0, stop={"step": 27})
+    stopped, other = results.trials.values()
+    assert (stopped.status, stopped.left) == (Status.FINISHED, True)
+    assert stopped.step < 27  # the smallest budget may let it step
+    assert (other.status, other.left, other.step) == (Status.FINISHED, False, 27)
     assert (len(results.experiment.heard), results.experiment.ends) == (2, "")
 
 
 def test_what_an_owner_that_died_had_journaled_is_done_by_the_next_one(slow: Slow) -> None:
     slow.search(step_seconds=0, stop={"step": 2})
-    before = slow.search(step_seconds=0, stop={"step": 4}, time_budget_seconds=0.001).experiment
+    before = slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001).experiment
     _journal(slow.target, before, StopAsked(trial="00001", reason="enough", request="w"))
-    results = slow.search(step_seconds=0, stop={"step": 4})
-    assert [(each.step, each.reason) for each in results.trials.values()][1] == (2, "enough")
+    results = slow.search(step_seconds=0, stop={"step": 27})
+    assert results.trials["00001"].reason == "enough"
+    assert results.trials["00001"].step < 27
 
 
 def _journal(target: pt.LocalTarget, experiment: Experiment, event: StopAsked) -> None:
