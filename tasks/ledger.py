@@ -33,7 +33,7 @@ from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, find_leftovers, save_checkpoint
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import as_task_run
+from prefect_tune.tasks.transient import unseen
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 from prefect_tune.tasks.trial_channel import Log
 
@@ -187,11 +187,11 @@ class Ledger:
 
     def _saved(self, handed_over: HandedOver) -> SavedCheckpoint:
         step = handed_over.report.step
-        return as_task_run(save_checkpoint)(
-            self._plan.target,
+        return save_checkpoint(
+            unseen(self._plan.target),
             CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number),
             handed_over.directory,
-            self._about(handed_over.report, self._reports(step)),
+            unseen(self._about(handed_over.report, self._reports(step))),
             parent=parent_of_next(self._plan.trial, self._trial),
             collected_up_to=reused_from(self._trial),
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
@@ -281,7 +281,7 @@ class Ledger:
         if not doomed:
             return
         try:
-            as_task_run(delete_checkpoint)(self._plan.target, self._plan.trial, self._trial, doomed)
+            delete_checkpoint(self._plan.target, self._plan.trial, unseen(self._trial), doomed)
         except TuneError as error:
             self._log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
 

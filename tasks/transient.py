@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import MissingContextError
@@ -14,15 +14,15 @@ from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
-from prefect_tune.tasks.trial_output import Log
 
 if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State, TaskRun
 
-__all__ = ["RETRYING", "as_task_run", "is_transient", "retrying", "unseen"]
+    from prefect_tune.tasks.trial_output import Log
 
-_Parameters = ParamSpec("_Parameters")
+__all__ = ["RETRYING", "is_transient", "retrying", "unseen"]
+
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _RETRIES = 5
@@ -40,11 +40,11 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
 
 def retrying(act: Callable[[], _Result]) -> _Result:
     """Return `act()`, tried again as a task of its own would be: for what is too small to be one."""
-    for pause_seconds in exponential_backoff(backoff_factor=1)(_RETRIES):
+    for seconds in exponential_backoff(backoff_factor=1)(_RETRIES):
         try:
             return act()
         except (StoreUnavailable, CommitUnknown) as error:
-            pause_seconds *= random.uniform(1, 1 + _JITTER)  # noqa: S311,PLW2901  it spreads retries, it keeps no secret
+            pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
             _log().warning("tried again in %.1f s: %s", pause_seconds, error)
             time.sleep(pause_seconds)
     return act()
@@ -61,17 +61,6 @@ def _log() -> Log:
 def unseen(argument: _Argument) -> _Argument:
     """Pass `argument` to a task without Prefect walking through all of it in search of futures."""
     return cast("_Argument", quote(argument))
-
-
-def as_task_run(task: Task[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Return what calls `task`, all of its arguments `unseen`."""
-
-    def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        named: dict[str, Any] = {name: unseen(value) for name, value in kwargs.items()}
-        result: _Result = task(*(unseen(value) for value in args), **named)
-        return result
-
-    return called
 
 
 # What every task that talks to a target is made with. What is read is never cached: the store is the truth.

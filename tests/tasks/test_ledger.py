@@ -28,6 +28,7 @@ from prefect_tune.core.values import Stamp, StepReport
 from prefect_tune.stores.posix import PosixStore, make_root
 from prefect_tune.tasks import ledger as module
 from prefect_tune.tasks.book import Book
+from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import sync_experiment_state
 from prefect_tune.tasks.ledger import HandedOver, Ledger
 from prefect_tune.tasks.plan import TrialPlan
@@ -204,7 +205,9 @@ def ended(cause: Cause, message: str) -> Callable[[Trial], Sequence[Event]]:
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """Tasks are called as the functions that they are: no server, and no retries."""
-    monkeypatch.setattr(module, "as_task_run", lambda task: task.fn)
+    monkeypatch.setattr(module, "save_checkpoint", save_checkpoint.fn)
+    monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
+    monkeypatch.setattr(module, "unseen", lambda argument: argument)
     target = WeatheredTarget(path=str(tmp_path / "target"))
     plan = TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
     yield Desk(plan, tmp_path)
