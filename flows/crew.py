@@ -18,6 +18,7 @@ from prefect_tune.tasks.line import DirectLine, Heard, Line
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.run_trial import AttemptResult, run_trial
+from prefect_tune.tasks.transient import unseen
 
 __all__ = ["Began", "Crew", "LocalCrew", "Message", "Over", "attempt_of", "have_ended"]
 
@@ -127,7 +128,7 @@ class LocalCrew:
         trial = plan.trial.trial
         line = DirectLine(trial, self._inbox.put, self._nursery)
         self._lines[trial] = line
-        self._futures[trial] = attempt_of(plan).submit(plan, self._placed(trial, orders), line)
+        self._futures[trial] = attempt_of(plan).submit(unseen(plan), unseen(self._placed(trial, orders)), unseen(line))
         self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _error_of(future))))
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
@@ -163,7 +164,9 @@ class LocalCrew:
 
 def _error_of(future: PrefectFuture[AttemptResult]) -> BaseException | None:
     try:
-        future.result()
+        future.wait()
+        if not future.state.is_completed():  # the result itself costs a turn of Prefect's event loop
+            future.result()
     except BaseException as error:  # noqa: BLE001  whatever ended it is judged by the driver
         return error
     return None

@@ -14,7 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-__all__ = ["Child", "Forks"]
+__all__ = ["Child", "Expected", "Forks"]
 
 _PATIENCE = timedelta(seconds=30)  # a busy machine's fork takes milliseconds; only a stopped process takes this long
 _GOODBYE = timedelta(seconds=5)
@@ -45,32 +45,19 @@ class Forks:
             )
         return Forks(process, ours)
 
-    def fork(self, home: Path) -> Child | None:
-        """Return a process that waits for its first words; None when the nursery is gone, or does not answer.
+    def fork(self, home: Path) -> Expected:
+        """Ask for a process that waits for its first words, and do not wait for it.
 
         Args:
             home: an empty directory for its temporary files, removed when the process has ended.
-
-        Raises:
-            OSError: the machine has no room for another process.
         """
-        with ExitStack() as undo, ExitStack() as theirs:
-            connection, channel = socket.socketpair()
-            status, says = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            output, prints = os.pipe()
-            for ours in (connection, status):
-                undo.callback(ours.close)
-            undo.callback(os.close, output)
-            theirs.callback(os.close, prints)
-            passed = [theirs.enter_context(channel).fileno(), prints, theirs.enter_context(says).fileno()]
-            with suppress(OSError):  # it is gone: then nobody holds the other side of `status` either
-                socket.send_fds(self._control, [b"fork"], passed)
-            theirs.close()
-            nanny = _born(status)
-            if nanny is None:
-                return None
-            undo.pop_all()
-            return Child(Connection(connection.detach()), status, output, nanny, home)
+        connection, channel = socket.socketpair()
+        status, says = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output, prints = os.pipe()
+        with channel, says, suppress(OSError):  # it is gone: then nobody holds the other side of `status` either
+            socket.send_fds(self._control, [b"fork"], [channel.fileno(), prints, says.fileno()])
+        os.close(prints)
+        return Expected(Connection(connection.detach()), status, output, home)
 
     def end(self) -> None:
         """End it; what it has forked lives on."""
@@ -96,6 +83,43 @@ def _born(status: socket.socket) -> int | None:
             raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
         case _:
             return None
+
+
+class Expected:
+    """A process that was asked for, and may not be there yet."""
+
+    def __init__(self, connection: Connection, status: socket.socket, output: int, home: Path) -> None:
+        self._connection = connection
+        self._status = status
+        self._output = output
+        self._home = home
+
+    def child(self) -> Child | None:
+        """Wait for it; None when the nursery is gone, or does not answer.
+
+        Raises:
+            OSError: the machine has no room for another process.
+        """
+        with ExitStack() as undo:
+            undo.callback(self._close)
+            nanny = _born(self._status)
+            if nanny is None:
+                return None
+            undo.pop_all()
+        return Child(self._connection, self._status, self._output, nanny, self._home)
+
+    def forget(self) -> None:
+        """Have it leave: nobody needs it any more."""
+        self._connection.close()
+        while _heard(self._status, _GOODBYE):
+            pass  # it was born; it has ended
+        self._close()
+
+    def _close(self) -> None:
+        self._connection.close()
+        self._status.close()
+        os.close(self._output)
+        shutil.rmtree(self._home, ignore_errors=True)
 
 
 class Child:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Self
 
 from prefect_tune.core.wire import FromTrial, Start, Surroundings, ToTrial, TrialEnded
 from prefect_tune.stores.scratch import scratch_directory
-from prefect_tune.tasks.forked import Child, Forks
+from prefect_tune.tasks.forked import Child, Expected, Forks
 from prefect_tune.tasks.trial_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.tasks.trial_output import Log, TrialOutput
 
@@ -51,6 +51,7 @@ class Nursery:
     def dismiss(self) -> None:
         """End what waits for a trial, so that it holds nothing any more; the next trials get new processes."""
         self._pool.dismiss_waiting()
+        self._pool.forget_expected()
 
     def prepare(self) -> None:
         """Start what the first trial will need, and do not wait for it."""
@@ -86,6 +87,8 @@ class Nursery:
                 raise
             finally:
                 channel.close()
+        if not channel.keeps:
+            self._pool.expect()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +112,11 @@ class _Pool:
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._used_count = 0
         self._made_count = 0
         self._waiting: list[tuple[_Kind, Child]] = []
+        self._expected: list[Expected] = []
         self._forks: Forks | None = None
         self._started_with: Mapping[str, str] = {}
         self._scratch = ExitStack()
@@ -159,15 +163,35 @@ class _Pool:
         child.end()
         return self.waiting_child(kind)
 
+    def expect(self) -> None:
+        """Have a process forked in place of one that has ended: the next trial need not wait for it."""
+        with self._guard:
+            in_sight = self._used_count + len(self._waiting) + len(self._expected)
+            if self._forks is not None and in_sight < self._slots:
+                self._expected.append(self._forks.fork(self._new_home()))
+
     def new_child(self) -> Child:
         """Return a new process, in place of those that wait for another kind of trial where there are too many."""
         self.dismiss_waiting(slots=self._slots)
+        if (child := self._expected_child()) is not None:
+            return child
         for _ in range(_TRIES):
             forks = self.forks()
-            if (child := forks.fork(self._new_home())) is not None:
+            if (child := forks.fork(self._new_home()).child()) is not None:
                 return child
             self._lose(forks)
         raise OSError(f"a trial's process cannot be had: {_TRIES} nurseries in a row did not answer")
+
+    def _expected_child(self) -> Child | None:
+        """Return one that was forked ahead, and lives; none is missed that could not be."""
+        with self._guard:
+            expected = self._expected.pop(0) if self._expected else None
+        with suppress(OSError):
+            child = expected.child() if expected is not None else None
+            if child is None or child.is_alive():
+                return child
+            child.end()
+        return None
 
     def keep(self, kind: _Kind, child: Child) -> None:
         """Take back a process that waits; where there are enough, it ends."""
@@ -183,6 +207,7 @@ class _Pool:
             self._closed = True
             forks, self._forks = self._forks, None
         self.dismiss_waiting()
+        self.forget_expected()
         if forks is not None:
             forks.end()
         self._clear_away()
@@ -200,12 +225,19 @@ class _Pool:
             leaving, self._waiting = self._waiting[:surplus], self._waiting[surplus:]
         _dismiss([child for _, child in leaving])
 
+    def forget_expected(self) -> None:
+        with self._guard:
+            leaving, self._expected = self._expected, []
+        for each in leaving:
+            each.forget()
+
     def _lose(self, forks: Forks) -> None:
         """Forget a nursery that has died, or is stopped; what it has forked does not need it."""
         with self._guard:
             if self._forks is forks:
                 self._forks = None
         forks.kill()
+        self.forget_expected()
 
     def _new_home(self) -> Path:
         with self._guard:
