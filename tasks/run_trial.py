@@ -26,8 +26,8 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import history
+from prefect_tune.core.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal import Loaded, history
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.schedulers.scheduler import Exploit
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint, newest_key
@@ -158,7 +158,9 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResu
         return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
     owner = this_owner(search_epoch=orders.search_epoch, attempt=orders.attempt)
-    opening = Opening(owner, new_stamp(), first, line.wrote)
+    # Where nothing was ordered before, there is nothing to find: asked for are only entries, for a second run of these.
+    known = Loaded(nothing_yet(plan.journal)) if orders.attempt == 1 else None
+    opening = Opening(owner, new_stamp(), first, line.wrote, known)
     book = Book(plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote)
     if carried_out:
         return _ended(book.experiment, plan) or book

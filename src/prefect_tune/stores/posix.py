@@ -170,21 +170,33 @@ class PosixStore:
 
     def _make(self, opened: ExitStack, root: int, folder: str) -> int:
         """Open `folder`, making what is missing; its name is safe on the disk before anything is in it."""
-        where = root
+        parent, where, is_old = root, root, True
         for name in folder.split("/") if folder else ():
-            parent = where
             try:
-                where = self._calls.open_folder(name, parent)
+                parent, where = where, self._enter(opened, self._calls.open_folder(name, where))
             except FileNotFoundError:
-                with suppress(FileExistsError):
-                    self._calls.mkdir(name, parent)
-                where = self._calls.open_folder(name, parent)
-            self._enter(opened, where)
-            # Whoever put something into a folder has synced its name before. An empty one may have been
-            # made by a writer that died before it could.
-            if self._calls.is_empty(where):
-                self._calls.fsync_folder(parent)
+                if is_old:
+                    self._settle_name(where, parent)
+                is_old = False
+                parent, where = where, self._made(opened, name, where)
+        if is_old:
+            self._settle_name(where, parent)
         return where
+
+    def _made(self, opened: ExitStack, name: str, parent: int) -> int:
+        with suppress(FileExistsError):
+            self._calls.mkdir(name, parent)
+        made = self._enter(opened, self._calls.open_folder(name, parent))
+        self._calls.fsync_folder(parent)
+        return made
+
+    def _settle_name(self, folder: int, parent: int) -> None:
+        """Whoever put something into a folder has synced its name before, and so the names of all above it.
+
+        An empty one may have been made by a writer that died before it could.
+        """
+        if folder != parent and self._calls.is_empty(folder):
+            self._calls.fsync_folder(parent)
 
     def _size(self, root: int, path: str) -> int | None:
         folder, _, name = checked_path(path).rpartition("/")
