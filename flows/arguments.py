@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from inspect import Parameter, signature
 from reprlib import repr as shortened
@@ -17,7 +18,7 @@ from prefect.settings import get_current_settings
 from prefect.utilities.callables import get_call_parameters
 from prefect.utilities.collections import visit_collection
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_json
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.hints import did_you_mean_or_has
@@ -55,6 +56,8 @@ _EXPECTED = {
 }
 _TELLING = {"extra_forbidden": "there is no such field", "missing": "missing", "value_error": "", "unknown_field": ""}
 """Kinds of errors that are not about another kind of value, and what they say; where it is empty, their message."""
+_CLEARLY = 4
+"""How much longer Prefect's JSON of the same may be than ours."""
 _WRITE = {
     "callbacks": "callbacks=[pt.CSVLogger()]",
     "checkpoint": "checkpoint=pt.Cadence(every_steps=5)",
@@ -86,6 +89,8 @@ def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[
 
 
 def _require_storable(flow: Flow[..., Any], bound: Mapping[str, Any], most_bytes: int) -> None:
+    if _are_clearly_small(bound, most_bytes):
+        return
     sizes = {name: _byte_count(flow, name, value) for name, value in bound.items()}
     if not 0 < most_bytes < sum(sizes.values()):
         return
@@ -98,6 +103,20 @@ def _require_storable(flow: Flow[..., Any], bound: Mapping[str, Any], most_bytes
         f"{largest}: {sizes[largest]:,} bytes as JSON, and Prefect takes {most_bytes:,} for all parameters;{hint} give "
         "a path, and read it in the trainable"
     )
+
+
+def _are_clearly_small(bound: Mapping[str, Any], most_bytes: int) -> bool:
+    """Prefect's own way to JSON imports FastAPI: a server's start need not wait for that."""
+    try:
+        return len(to_json(bound, fallback=_parts)) < most_bytes / _CLEARLY
+    except ValueError:  # it goes round in a circle, or is left to Prefect
+        return False
+
+
+def _parts(value: object) -> object:
+    if isinstance(value, type) and is_dataclass(value):
+        raise ValueError(value)  # Prefect cannot store it
+    return str(value) if isinstance(value, type) else getattr(value, "__dict__", str(value))
 
 
 def _byte_count(flow: Flow[..., Any], name: str, value: object) -> int:

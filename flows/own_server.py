@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -42,7 +42,8 @@ class FlowWithServer(Flow[_P, _R]):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Run it, as Prefect does; but first look at the arguments: InvalidInput says what is wrong with them."""
         require_valid(self, args, options)
-        with _heard_by_nobody() if _have_server() else nullcontext():
+        with ExitStack() as settings:
+            _have_server(settings)
             return super().__call__(*args, **options)
 
     def with_options(self, **options: Any) -> Self:
@@ -57,27 +58,38 @@ def flow_with_server(**options: Any) -> Callable[[Callable[_P, _R]], FlowWithSer
     return lambda function: FlowWithServer(function, **options)
 
 
-def _have_server() -> bool:
+def _have_server(settings: ExitStack) -> None:
     """Start a server unless one is set up, none is wanted, or Prefect has loaded its own here already.
 
-    Returns:
-        whether it is one that was started here.
+    Args:
+        settings: what is set while somebody speaks with a server that was started here.
     """
     with _guard:
-        settings = get_current_settings()
-        if settings.api.url or not settings.server.ephemeral.enabled or _PREFECTS_OWN in sys.modules:
-            return settings.api.url is not None and settings.api.url in _started_here
+        current = get_current_settings()
+        if current.api.url or not current.server.ephemeral.enabled or _PREFECTS_OWN in sys.modules:
+            if current.api.url in _started_here:
+                settings.enter_context(_heard_by_nobody())
+            return
         server = start_prefect_server(_surroundings())
         get_logger("prefect_tune").info("Starting a Prefect server for this process at %s", server.url)
         atexit.register(server.end)
+        _started_here.add(server.url)
+        _set_up(server.url)  # it takes its time, as the server does; who is too early is answered later
+        settings.enter_context(_heard_by_nobody())
         _warm_up()
-        if server.answers():
-            os.environ["PREFECT_API_URL"] = server.url  # child processes find it too
-            refresh_global_settings_context()
-            _started_here.add(server.url)
-            return True
-        server.end()  # Prefect starts its own, and says what is wrong
-        return False
+        if not server.answers():  # Prefect starts its own, and says what is wrong
+            settings.close()
+            _set_up(None)
+            server.end()
+
+
+def _set_up(url: str | None) -> None:
+    """Name the API for this process and its children."""
+    if url is None:
+        del os.environ["PREFECT_API_URL"]
+    else:
+        os.environ["PREFECT_API_URL"] = url
+    refresh_global_settings_context()
 
 
 def _heard_by_nobody() -> AbstractContextManager[object]:
@@ -110,6 +122,7 @@ _EPHEMERAL = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREF
 
 
 _WANTED_LATER = (
+    "fastapi.encoders",  # for the parameters of a flow run
     "prefect.flow_engine",
     "prefect.task_engine",
     "prefect_tune.flows.search",

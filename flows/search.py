@@ -95,25 +95,25 @@ def _searched(turn: SearchTurn) -> Results:
     learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name)
 
     def search(stop: threading.Event) -> Experiment:
-        _require_fit(asked, plan, council)
-        state, now, changes = _opened(turn, plan, limits, known or read_known(plan.target, name))
-        turn.reached(state)
-        book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
-        learns = [each for each in learned if each.source not in state.learned]
-        if news := [*unheard(turn.news, state), *changes, *learns]:
-            book.write(news)
-        if book.experiment.questions:
-            return book.experiment  # nothing is begun before they are answered
-        # Another run may have added samples between the reading and the opening.
-        asks = council if now.num_samples == asked.num_samples else _council(now, name, objective, whole)
-        _learn(asks, book)
-        log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, max(_LOOK_EVERY, plan.sync.sync_period))
-        with (
-            StopDesk(plan.target, name, len(state.heard), look_every, stop) as desk,
-            crew as who,
-            audience.listening(book, stop, log) as listener,
-        ):
-            return Driver(plan, limits, asks, who, book, log=log, listener=listener).run(desk)
+        with crew as who:  # first: a process that others are forked from takes a moment to start
+            _require_fit(asked, plan, council)
+            state, now, changes = _opened(turn, plan, limits, known or read_known(plan.target, name))
+            turn.reached(state)
+            book = Book(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
+            learns = [each for each in learned if each.source not in state.learned]
+            if news := [*unheard(turn.news, state), *changes, *learns]:
+                book.write(news)
+            if book.experiment.questions:
+                return book.experiment  # nothing is begun before they are answered
+            # Another run may have added samples between the reading and the opening.
+            asks = council if now.num_samples == asked.num_samples else _council(now, name, objective, whole)
+            _learn(asks, book)
+            log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, max(_LOOK_EVERY, plan.sync.sync_period))
+            with (
+                StopDesk(plan.target, name, len(state.heard), look_every, stop) as desk,
+                audience.listening(book, stop, log) as listener,
+            ):
+                return Driver(plan, limits, asks, who, book, log=log, listener=listener).run(desk)
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
         return Results(interruptible(search, grace=plan.grace), plan.target, objective)

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -116,7 +116,7 @@ class _Pool:
         self._used_count = 0
         self._made_count = 0
         self._waiting: list[tuple[_Kind, Child]] = []
-        self._expected: list[Expected] = []
+        self._expected: list[tuple[Forks, Expected]] = []
         self._forks: Forks | None = None
         self._started_with: Mapping[str, str] = {}
         self._scratch = ExitStack()
@@ -168,13 +168,14 @@ class _Pool:
         with self._guard:
             in_sight = self._used_count + len(self._waiting) + len(self._expected)
             if self._forks is not None and in_sight < self._slots:
-                self._expected.append(self._forks.fork(self._new_home()))
+                self._expected.append((self._forks, self._forks.fork(self._new_home())))
 
     def new_child(self) -> Child:
         """Return a new process, in place of those that wait for another kind of trial where there are too many."""
         self.dismiss_waiting(slots=self._slots)
-        if (child := self._expected_child()) is not None:
-            return child
+        while (expected := self._next_expected()) is not None:
+            if (child := self._child_of(*expected)) is not None:
+                return child
         for _ in range(_TRIES):
             forks = self.forks()
             if (child := forks.fork(self._new_home()).child()) is not None:
@@ -182,14 +183,21 @@ class _Pool:
             self._lose(forks)
         raise OSError(f"a trial's process cannot be had: {_TRIES} nurseries in a row did not answer")
 
-    def _expected_child(self) -> Child | None:
-        """Return one that was forked ahead, and lives; none is missed that could not be."""
+    def _next_expected(self) -> tuple[Forks, Expected] | None:
         with self._guard:
-            expected = self._expected.pop(0) if self._expected else None
-        with suppress(OSError):
-            child = expected.child() if expected is not None else None
-            if child is None or child.is_alive():
-                return child
+            return self._expected.pop(0) if self._expected else None
+
+    def _child_of(self, forks: Forks, expected: Expected) -> Child | None:
+        """Return a process that was forked ahead; None where it died meanwhile, or there was no room for it then."""
+        try:
+            child = expected.child()
+        except OSError:
+            return None
+        if child is None:
+            self._lose(forks)
+        elif child.is_alive():
+            return child
+        else:
             child.end()
         return None
 
@@ -228,7 +236,7 @@ class _Pool:
     def forget_expected(self) -> None:
         with self._guard:
             leaving, self._expected = self._expected, []
-        for each in leaving:
+        for _, each in leaving:
             each.forget()
 
     def _lose(self, forks: Forks) -> None:
@@ -237,7 +245,6 @@ class _Pool:
             if self._forks is forks:
                 self._forks = None
         forks.kill()
-        self.forget_expected()
 
     def _new_home(self) -> Path:
         with self._guard:

@@ -123,10 +123,15 @@ class Family:
         return {_file_of(pid, "comm").decode().strip() for pid in self.pids()}
 
     def one(self, name: str) -> int:
-        """Return the only one of that name."""
-        until(lambda: self.pids(name), what=lambda: f"a process called {name}")
-        (pid,) = self.pids(name)
-        return pid
+        """Return the only one of that name, once there is one: a fork has its parent's for a moment."""
+        found: list[int] = []
+
+        def is_alone() -> bool:
+            found[:] = self.pids(name)
+            return len(found) == 1
+
+        until(is_alone, what=lambda: f"one process called {name}, not {found}")
+        return found[0]
 
     def require_none(self, *, seconds: float = 10) -> None:
         until(lambda: not self.pids(), seconds=seconds, what=lambda: f"the end of {[_shown(p) for p in self.pids()]}")

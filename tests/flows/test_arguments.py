@@ -81,7 +81,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started() -> None:
+    def started(_settings: object) -> None:
         raise AssertionError("a server was started")
 
     monkeypatch.setattr(own_server, "_have_server", started)

@@ -57,6 +57,7 @@ def one_nursery(whole_family: Family) -> Iterator[Nursery]:
 def nursery(one_nursery: Nursery, whole_family: Family) -> Iterator[Nursery]:
     """The same one for many tests; none of them leaves a trial."""
     yield one_nursery
+    one_nursery.dismiss()
     until(lambda: whole_family.names() <= {"trial-nursery"}, what=lambda: f"the end of {whole_family.names()}")
 
 
@@ -256,6 +257,7 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
         train(0)
         with nothing_left(), ThreadPoolExecutor(16) as threads:
             assert list(threads.map(train, range(200))) == list(range(200))
+            room.dismiss()
         alone = [ours.one("trial-nursery")]
         until(lambda: ours.pids() == alone, what=lambda: f"the end of all of {ours.pids()} but {alone}")
         until(lambda: not children_of(*alone), what=lambda: f"the end of {children_of(*alone)}: no zombies either")
@@ -293,6 +295,7 @@ def test_whatever_a_trial_has_started_ends_with_it(nursery: Nursery, ours: Famil
             assert set(left) <= set(ours.pids())
         channel.end()
         assert not set(left) & set(ours.pids())  # only the nanny, who has said so, may still be leaving
+    nursery.dismiss()
     until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
 
 
@@ -330,8 +333,27 @@ def test_a_nursery_that_is_stopped_is_replaced(
     stopped = ours.one("trial-nursery")
     os.kill(stopped, signal.SIGSTOP)
     monkeypatch.setattr(forked, "_PATIENCE", timedelta(seconds=3))
+    found_in(nursery, tmp_path)  # in a process that was forked ahead
     found_in(nursery, tmp_path)
     assert ours.one("trial-nursery") != stopped
+
+
+@pytest.mark.parametrize("dies", ["trial", "trial-nanny"])
+def test_a_process_that_was_forked_ahead_and_died_is_replaced(
+    nursery: Nursery, ours: Family, tmp_path: Path, dies: str
+) -> None:
+    before = found_in(nursery, tmp_path)
+    os.kill(ours.one(dies), signal.SIGKILL)
+    until(lambda: ours.names() == {"trial-nursery"}, what=lambda: f"the end of {ours.names()}")
+    assert found_in(nursery, tmp_path)["pid"] != before["pid"]
+
+
+def test_no_more_is_forked_ahead_than_there_are_slots(tmp_path: Path) -> None:
+    with family() as ours, Nursery(slots=2) as made, ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: found_in(made, tmp_path), range(9)))
+        until(lambda: len(ours.pids("trial")) == 2, what=lambda: f"two that wait, not {ours.names()}")
+        ahead = set(ours.pids("trial"))
+        assert found_in(made, tmp_path)["pid"] in ahead
 
 
 def test_a_nanny_that_is_killed_costs_her_trial_and_nothing_of_it_stays(
@@ -344,6 +366,7 @@ def test_a_nanny_that_is_killed_costs_her_trial_and_nothing_of_it_stays(
         os.kill(ours.one("trial-nanny"), signal.SIGKILL)
         assert isinstance(heard(channel)[-1], Loaded)
         assert channel.end() == "ended by SIGKILL"
+    nursery.dismiss()
     until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
 
 
@@ -357,6 +380,7 @@ def test_a_trial_that_is_stopped_or_whose_nanny_is_can_be_ended(
         until(began(witness), what=lambda: "the trial")
         os.kill(ours.one(stopped), signal.SIGSTOP)
         assert channel.end() == "ended by SIGKILL"
+    nursery.dismiss()
     until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
 
 
