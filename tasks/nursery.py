@@ -32,10 +32,12 @@ class Nursery:
     They are forked from one process that has imported what every trial needs; the first call starts it, or `prepare`.
     A class trainable whose `reset_config` accepts the next trial's configuration serves that trial too, in the same
     process and with the same object, without `cleanup` and `setup`; a function gets a new process each time. A
-    process that failed, was interrupted, or whose trainable has declined serves no other trial.
+    process that failed, was interrupted, or whose trainable has declined serves no other trial: the next one is
+    forked in its place before it is asked for.
 
     Args:
-        slots: no process is kept where there would then be more than so many, those in use among them.
+        slots: no process is kept, or forked ahead, where there would then be more than so many, those in use among
+            them.
     """
 
     def __init__(self, *, slots: int) -> None:
