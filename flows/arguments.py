@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import is_dataclass
 from functools import cache
 from inspect import Parameter, signature
 from reprlib import repr as shortened
+from types import FunctionType
 from typing import Any, get_type_hints
 
 from prefect import Flow
@@ -108,15 +108,16 @@ def _require_storable(flow: Flow[..., Any], bound: Mapping[str, Any], most_bytes
 def _are_clearly_small(bound: Mapping[str, Any], most_bytes: int) -> bool:
     """Prefect's own way to JSON imports FastAPI: a server's start need not wait for that."""
     try:
-        return len(to_json(bound, fallback=_parts)) < most_bytes / _CLEARLY
-    except ValueError:  # it goes round in a circle, or is left to Prefect
+        return len(to_json(bound, fallback=_nothing_much)) < most_bytes / _CLEARLY
+    except ValueError:
         return False
 
 
-def _parts(value: object) -> object:
-    if isinstance(value, type) and is_dataclass(value):
-        raise ValueError(value)  # Prefect cannot store it
-    return str(value) if isinstance(value, type) else getattr(value, "__dict__", str(value))
+def _nothing_much(value: object) -> str:
+    """Prefect writes a function as `{}`; what it makes of other objects and of classes, only it can tell."""
+    if isinstance(value, FunctionType):
+        return ""
+    raise ValueError(value)
 
 
 def _byte_count(flow: Flow[..., Any], name: str, value: object) -> int:

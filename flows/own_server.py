@@ -73,20 +73,25 @@ def _have_server(settings: ExitStack) -> None:
         server = start_prefect_server(_surroundings())
         get_logger("prefect_tune").info("Starting a Prefect server for this process at %s", server.url)
         atexit.register(server.end)
-        _started_here.add(server.url)
-        _set_up(server.url)  # it takes its time, as the server does; who is too early is answered later
-        settings.enter_context(_heard_by_nobody())
-        _warm_up()
-        if not server.answers():  # Prefect starts its own, and says what is wrong
-            settings.close()
-            _set_up(None)
-            server.end()
+        answers = False
+        try:
+            _set_up(server.url)  # it takes its time, as the server does; who is too early is answered later
+            settings.enter_context(_heard_by_nobody())
+            _warm_up()
+            answers = server.answers()
+        finally:
+            if not answers:  # or, without an error, Prefect starts its own, and says what is wrong
+                settings.close()
+                _set_up(None)
+                server.end()
+        if answers:
+            _started_here.add(server.url)
 
 
 def _set_up(url: str | None) -> None:
     """Name the API for this process and its children."""
     if url is None:
-        del os.environ["PREFECT_API_URL"]
+        os.environ.pop("PREFECT_API_URL", None)
     else:
         os.environ["PREFECT_API_URL"] = url
     refresh_global_settings_context()

@@ -109,11 +109,16 @@ class Expected:
         return Child(self._connection, self._status, self._output, nanny, self._home)
 
     def forget(self) -> None:
-        """Have it leave: nobody needs it any more."""
+        """Have it leave: nobody needs it any more. `has_left` is to be called then."""
         self._connection.close()
-        while _heard(self._status, _GOODBYE):
-            pass  # it was born; it has ended
-        self._close()
+
+    def has_left(self, patience: timedelta) -> None:
+        """Give it `patience` to leave by itself; then the nanny, if there is one, ends it."""
+        try:
+            while _heard(self._status, patience):
+                pass  # it was born; it has ended
+        finally:
+            self._close()
 
     def _close(self) -> None:
         self._connection.close()
@@ -140,7 +145,7 @@ class Child:
         """Return a new empty directory; those before it stay as long as the process, which may still use them."""
         self._temporary_count += 1
         directory = self._home / str(self._temporary_count)
-        directory.mkdir()
+        directory.mkdir(parents=True)  # who tidies up may have taken a home that nothing was in
         return directory
 
     def is_alive(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ __all__ = ["Nursery"]
 _READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
 _TRIES = 3
 _MOMENT = timedelta(seconds=0.2)
+_GOODBYE = timedelta(seconds=5)
 
 
 class Nursery:
@@ -167,7 +169,7 @@ class _Pool:
 
     def expect(self) -> None:
         """Have a process forked in place of one that has ended: the next trial need not wait for it."""
-        with self._guard:
+        with self._guard, suppress(OSError):  # no room: whoever needs one will be told
             in_sight = self._used_count + len(self._waiting) + len(self._expected)
             if self._forks is not None and in_sight < self._slots:
                 self._expected.append((self._forks, self._forks.fork(self._new_home())))
@@ -218,8 +220,10 @@ class _Pool:
             forks, self._forks = self._forks, None
         self.dismiss_waiting()
         self.forget_expected()
-        if forks is not None:
+        if forks is not None and self._made_count:
             forks.end()
+        elif forks is not None:
+            forks.kill()  # it may be importing still
         self._clear_away()
 
     def _clear_away(self) -> None:
@@ -240,6 +244,9 @@ class _Pool:
             leaving, self._expected = self._expected, []
         for _, each in leaving:
             each.forget()
+        until = time.monotonic() + _GOODBYE.total_seconds()
+        for _, each in leaving:
+            each.has_left(timedelta(seconds=max(0.0, until - time.monotonic())))
 
     def _lose(self, forks: Forks) -> None:
         """Forget a nursery that has died, or is stopped; what it has forked does not need it."""
@@ -254,7 +261,7 @@ class _Pool:
                 self._room = self._scratch.enter_context(scratch_directory())
             self._made_count += 1
             home = self._room / str(self._made_count)
-        home.mkdir()
+        home.mkdir(parents=True)
         return home
 
 

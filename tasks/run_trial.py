@@ -158,7 +158,7 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResu
         return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
     owner = this_owner(search_epoch=orders.search_epoch, attempt=orders.attempt)
-    # Where nothing was ordered before, there is nothing to find: asked for are only entries, for a second run of these.
+    # Nothing was ordered before, so that all there can be is of an earlier run of these very orders.
     known = Loaded(nothing_yet(plan.journal)) if orders.attempt == 1 else None
     opening = Opening(owner, new_stamp(), first, line.wrote, known)
     book = Book(plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote)

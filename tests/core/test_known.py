@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefect_tune.core import journal
+from prefect_tune.core.experiment import nothing_yet
 from prefect_tune.core.segments import write_due_segment
+from prefect_tune.core.store import Listed
 from tests.core.driver import JOURNAL
 from tests.core.histories import ME, next_state, opened, stamp
 from tests.fakes.memory_store import MemoryStore
@@ -50,3 +54,33 @@ def test_who_opens_what_was_just_read_writes_the_segment_that_its_last_owner_cou
     store.delete([JOURNAL.segment_path(120)])
     journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=read(store))
     assert store.size(JOURNAL.segment_path(120))
+
+
+def empty() -> journal.Loaded:
+    return journal.Loaded(nothing_yet(JOURNAL))
+
+
+def test_a_journal_that_is_thought_to_be_empty_is_opened_by_looking_whether_it_is() -> None:
+    store = MemoryStore()
+    after = journal.take_over(store, JOURNAL, ME, stamp("first"), side_by_side=map, known=empty())
+    assert after.number == 1
+    assert store.operations == {"list": 1, "create": 1}
+
+
+def test_a_journal_that_is_not_empty_after_all_is_read_by_its_segments() -> None:
+    store = some_history(123)
+    whole, before = read(store).experiment, store.operations["read"]
+    after = journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=empty())
+    assert (after.number, after.trials) == (124, whole.trials)
+    assert store.operations["read"] - before <= 20
+
+
+def test_a_first_entry_that_a_listing_hides_is_found() -> None:
+    class Lags(MemoryStore):
+        def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+            return super().list(f"{prefix}/nothing", after=after)
+
+    store = Lags()
+    first = opened(store)
+    after = journal.take_over(store, JOURNAL, ME, stamp("next"), side_by_side=map, known=empty())
+    assert (after.number, after.epoch) == (2, first.epoch + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,6 +129,38 @@ def test_a_class_that_prefect_cannot_store_is_named() -> None:
 
     with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a class that is a dataclass"):
         pt.tune(Model, target="./runs")
+
+
+def test_a_class_within_a_trainable_that_prefect_cannot_store_is_found() -> None:
+    class Model(pt.Trainable):
+        @dataclass
+        class Config:
+            depth: int = 1
+
+    with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a class that is a dataclass"):
+        pt.tune(Model, target="./runs")
+
+
+def test_what_only_prefect_knows_the_length_of_is_measured_by_it() -> None:
+    class Model(pt.Trainable):
+        TABLE = tuple(range(200_000))
+
+    with pytest.raises(InvalidInput, match=r"trainable: 1,\d+,\d+ bytes as JSON"):
+        pt.tune(Model, target="./runs")
+
+
+def test_what_is_small_is_not_measured_twice() -> None:
+    """Prefect's own way imports FastAPI, and a server's start would wait for it."""
+    code = """
+import sys
+import prefect_tune as pt
+from prefect_tune.flows.arguments import require_valid
+space = {"lr": pt.loguniform(1e-4, 0.1), "of": pt.choice([1, "two"]), "n": 3}
+asked = {"target": "./runs", "scheduler": pt.ASHA(max_t=81), "sync": pt.SyncConfig()}
+require_valid(pt.tune, (lambda config: None, space), asked)
+assert "fastapi" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_what_prefect_takes_for_itself_and_what_fits_is_let_through() -> None:

@@ -101,3 +101,39 @@ def test_where_a_server_is_set_up_none_is_started(prefect_server: str, tmp_path:
 
 def test_a_flow_with_other_options_still_brings_its_server() -> None:
     assert type(pt.tune.with_options(name="other")) is type(pt.tune)
+
+
+CUT_SHORT = """
+import os
+import prefect_tune as pt
+from prefect_tune.flows import own_server
+
+class NeverReady:
+    url, has_ended = "http://127.0.0.1:9/api", False
+
+    def answers(self):
+        assert os.environ["PREFECT_API_URL"] == self.url
+        raise KeyboardInterrupt
+
+    def end(self):
+        self.has_ended = True
+
+server = NeverReady()
+own_server.start_prefect_server = lambda surroundings: server
+try:
+    pt.tune(print, target="./runs", metric="loss")
+except KeyboardInterrupt:
+    print(server.has_ended, "PREFECT_API_URL" in os.environ, own_server.get_current_settings().api.url)
+"""
+
+
+def test_a_start_that_is_cut_short_leaves_nothing_set_up(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT],
+        env=without_server(tmp_path / "home", tmp_path / "prefect.db"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "True False None\n", done.stderr

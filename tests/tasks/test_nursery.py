@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -346,6 +347,17 @@ def test_a_process_that_was_forked_ahead_and_died_is_replaced(
     os.kill(ours.one(dies), signal.SIGKILL)
     until(lambda: ours.names() == {"trial-nursery"}, what=lambda: f"the end of {ours.names()}")
     assert found_in(nursery, tmp_path)["pid"] != before["pid"]
+
+
+def test_where_nothing_can_be_forked_ahead_the_trial_has_ended_well_all_the_same(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(_forks: object, _home: Path) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with nursery.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
+        assert isinstance(heard(channel)[-1], TrialEnded)
+        monkeypatch.setattr(forked.Forks, "fork", no_room)
 
 
 def test_no_more_is_forked_ahead_than_there_are_slots(tmp_path: Path) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from prefect_tune.core.commit import Mapper
+from prefect_tune.core.entries import decode_entry, entries_after, read_if_there, read_listed
 from prefect_tune.core.errors import (
     AlreadyExists,
     InvalidInput,
     JournalCorrupt,
-    ObjectNotFound,
     ResumeFailed,
     StoreRefused,
     StoreUnavailable,
@@ -21,8 +21,8 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.events import Event, GuestsEvent, Opened, Owner, RemovalBegun
 from prefect_tune.core.experiment import Entry, Experiment, apply, following, nothing_yet
 from prefect_tune.core.guests import require_room_for_guests
-from prefect_tune.core.layout import JournalKey, journal_key, number_in
-from prefect_tune.core.sealed import seal_and_read_back, unseal
+from prefect_tune.core.layout import JournalKey, journal_key
+from prefect_tune.core.sealed import seal_and_read_back
 from prefect_tune.core.segments import (
     Segment,
     UnusableSegmentError,
@@ -85,7 +85,7 @@ def read(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper)
 
 def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Sequence[Entry]:
     """Return every entry from the first: for curves, timelines, and whoever wants to know why."""
-    return [entry for entry, _ in _entries(store, journal_key(journal), 0, side_by_side)]
+    return [entry for entry, _ in entries_after(store, journal_key(journal), 0, side_by_side)]
 
 
 def as_of(
@@ -104,8 +104,8 @@ def as_of(
         raise InvalidInput(f"{key}: expected an entry from 1 to {last}, found {wanted}")
     paths = (key.entry_path(each) for each in range(1, wanted + 1))
     state, entries = nothing_yet(key), list[Entry]()
-    for path, data in side_by_side(lambda path: (path, _read_listed(store, path)), paths):
-        entries.append(_decode(data, path))
+    for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
+        entries.append(decode_entry(data, path))
         state = apply(state, entries[-1], digest_of(data))
     return state, entries
 
@@ -118,7 +118,7 @@ def entries_beyond(
     Raises:
         JournalCorrupt: an entry is missing or altered.
     """
-    return [entry for entry, _ in _entries(store, journal_key(journal), number, side_by_side)]
+    return [entry for entry, _ in entries_after(store, journal_key(journal), number, side_by_side)]
 
 
 def next_entry(store: ObjectStore, experiment: JournalKey | str, number: int) -> Entry | None:
@@ -128,7 +128,7 @@ def next_entry(store: ObjectStore, experiment: JournalKey | str, number: int) ->
         JournalCorrupt: it is damaged.
     """
     path = journal_key(experiment).entry_path(number + 1)
-    return None if (data := _read_if_there(store, path)) is None else _decode(data, path)
+    return None if (data := read_if_there(store, path)) is None else decode_entry(data, path)
 
 
 def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
@@ -201,7 +201,7 @@ def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Ev
 def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
     """The experiment after the entry that is there; whoever is no guest there has superseded us."""
     path = experiment.key.entry_path(experiment.number + 1)
-    entry = _decode(data := store.read(path), path)
+    entry = decode_entry(data := store.read(path), path)
     is_guests = bool(entry.events) and all(isinstance(event, GuestsEvent) for event in entry.events)
     if not is_guests or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
         raise _superseded(experiment, entry) from exists
@@ -230,7 +230,8 @@ def take_over(  # noqa: PLR0913  the last is for those who have more to say in t
 ) -> Experiment:
     """Open the experiment for `owner`: a new epoch. The same entry holds what `also` says of the state it opens.
 
-    Of what is `known` only the last entry is looked at, and what came after it is read.
+    Of what is `known` only the last entry is looked at, and what came after it is read; of a journal that is known to
+    be empty, whether it is.
 
     Racing with an owner that still writes, or with another opener, it reads on and tries the next
     number: the last to open is the owner, and every other's next write fails.
@@ -271,7 +272,7 @@ def _opened(
 
 def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
     path = found.key.entry_path(found.opened_at)
-    return _decode(store.read(path), path).write_id == stamp.write_id
+    return decode_entry(store.read(path), path).write_id == stamp.write_id
 
 
 def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
@@ -286,10 +287,13 @@ def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded
 
 def _caught_up(store: ObjectStore, known: Loaded, side_by_side: Mapper) -> Loaded:
     """Where the journal does not go on from what is known of it, it is another one now."""
+    key = known.experiment.key
+    if not known.experiment.number:  # what there is all the same is found by its segments, however much it is
+        return _loaded(store, key, side_by_side) if store.list(key.entries) else known
     try:
         return _followed(store, known, side_by_side)
     except JournalCorrupt:
-        return _loaded(store, known.experiment.key, side_by_side)
+        return _loaded(store, key, side_by_side)
 
 
 def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
@@ -321,8 +325,8 @@ def _read_step(store: ObjectStore, key: JournalKey, here: int, there: int) -> Se
     if there > here + 1:
         return read_segment(store, key, there)
     path = key.entry_path(there)
-    data = _read_listed(store, path)
-    return _decode(data, path), data
+    data = read_listed(store, path)
+    return decode_entry(data, path), data
 
 
 def _next(loaded: Loaded, entry: Entry, data: Buffer) -> Loaded:
@@ -337,7 +341,7 @@ def _next(loaded: Loaded, entry: Entry, data: Buffer) -> Loaded:
 def _followed(store: ObjectStore, begun: Loaded, side_by_side: Mapper) -> Loaded:
     """Add the entries that come after the segments."""
     loaded = begun
-    for entry, data in _entries(store, begun.experiment.key, begun.experiment.number, side_by_side):
+    for entry, data in entries_after(store, begun.experiment.key, begun.experiment.number, side_by_side):
         loaded = _next(loaded, entry, data)
     if loaded is begun and begun.experiment.number:
         _require_last(store, begun.experiment)
@@ -347,7 +351,7 @@ def _followed(store: ObjectStore, begun: Loaded, side_by_side: Mapper) -> Loaded
 def _require_last(store: ObjectStore, experiment: Experiment) -> None:
     """Where no entry follows that says which it follows: the journal may be another one than the segments'."""
     path = experiment.key.entry_path(experiment.number)
-    data = _read_if_there(store, path)
+    data = read_if_there(store, path)
     if data is None or digest_of(data) != experiment.digest:
         raise JournalCorrupt(f"{path}: is not the entry that the segments end with")
 
@@ -357,39 +361,6 @@ def _mend(store: ObjectStore, loaded: Loaded, opened: Experiment, side_by_side: 
     with suppress(StoreUnavailable, StoreRefused):  # as `write_due_segment`
         delete_segments(store, opened.key, loaded.unusable)
         list(side_by_side(lambda experiment: write_due_segment(store, experiment), (*loaded.unwritten, opened)))
-
-
-def _entries(store: ObjectStore, key: JournalKey, beyond: int, side_by_side: Mapper) -> Iterable[tuple[Entry, Buffer]]:
-    """Entries are read by number, up to the first that is absent: a listing that lags behind hides none."""
-    folder = key.entries
-    listed = store.list(folder, after=key.entry_path(beyond) if beyond else "")
-    last = max((beyond, *(number_in(folder, each.path) or 0 for each in listed)))
-    # One by one: a foreign file named like the ten-billionth entry must not be believed.
-    paths = (key.entry_path(number) for number in range(beyond + 1, last + 1))
-    for path, data in side_by_side(lambda path: (path, _read_listed(store, path)), paths):
-        yield _decode(data, path), data
-    while (late := _read_if_there(store, path := key.entry_path(last := last + 1))) is not None:
-        yield _decode(late, path), late
-
-
-def _read_listed(store: ObjectStore, path: str) -> Buffer:
-    if (data := _read_if_there(store, path)) is None:
-        raise JournalCorrupt(f"{path}: entries after it exist, and it is missing")
-    return data
-
-
-def _read_if_there(store: ObjectStore, path: str) -> Buffer | None:
-    try:
-        return store.read(path)
-    except ObjectNotFound:
-        return None
-
-
-def _decode(data: Buffer, path: str) -> Entry:
-    entry = unseal(Entry, data, path, JournalCorrupt)
-    if entry.number != number_in(path.rpartition("/")[0], path):
-        raise JournalCorrupt(f"{path}: holds entry {entry.number}")
-    return entry
 
 
 def _superseded(experiment: Experiment, winner: Entry) -> Superseded:

@@ -27,7 +27,7 @@ def scratch_directory() -> Iterator[Path]:
     """Yield a new directory below the system's temporary directory, and remove it at the end."""
     with _home.entered() as home:
         directory = home / uuid4().hex
-        directory.mkdir()
+        directory.mkdir(parents=True)  # who tidies up may have taken what nothing was in
         try:
             yield directory
         finally:
@@ -38,7 +38,7 @@ class _Home:
     """What all scratch directories of this process are in, so that one lock says of all of them that it lives."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._entered_count = 0
         self._undo = ExitStack()
         self._directory = Path()
