@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +83,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.fixture(autouse=True)
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # where `./runs` is, should one of these calls go through
+
     def started(_settings: object) -> None:
         raise AssertionError("a server was started")
 

@@ -130,6 +130,7 @@ except KeyboardInterrupt:
 def test_a_start_that_is_cut_short_leaves_nothing_set_up(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CUT_SHORT],
+        cwd=tmp_path,
         env=without_server(tmp_path / "home", tmp_path / "prefect.db"),
         capture_output=True,
         text=True,
