@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -57,7 +58,7 @@ class Forks:
         with channel, says, suppress(OSError):  # it is gone: then nobody holds the other side of `status` either
             socket.send_fds(self._control, [b"fork"], [channel.fileno(), prints, says.fileno()])
         os.close(prints)
-        return Expected(Connection(connection.detach()), status, output, home)
+        return Expected(_Ends(Connection(connection.detach()), status, output, home))
 
     def end(self) -> None:
         """End it; what it has forked lives on."""
@@ -85,14 +86,27 @@ def _born(status: socket.socket) -> int | None:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """What a supervisor holds of a process, be it there yet or not."""
+
+    connection: Connection
+    status: socket.socket
+    output: int
+    home: Path
+
+    def close(self) -> None:
+        self.connection.close()
+        self.status.close()
+        os.close(self.output)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
 class Expected:
     """A process that was asked for, and may not be there yet."""
 
-    def __init__(self, connection: Connection, status: socket.socket, output: int, home: Path) -> None:
-        self._connection = connection
-        self._status = status
-        self._output = output
-        self._home = home
+    def __init__(self, ends: _Ends) -> None:
+        self._ends = ends
 
     def child(self) -> Child | None:
         """Wait for it; None when the nursery is gone, or does not answer.
@@ -101,42 +115,35 @@ class Expected:
             OSError: the machine has no room for another process.
         """
         with ExitStack() as undo:
-            undo.callback(self._close)
-            nanny = _born(self._status)
+            undo.callback(self._ends.close)
+            nanny = _born(self._ends.status)
             if nanny is None:
                 return None
             undo.pop_all()
-        return Child(self._connection, self._status, self._output, nanny, self._home)
+        return Child(self._ends, nanny)
 
-    def forget(self) -> None:
-        """Have it leave: nobody needs it any more. `has_left` is to be called then."""
-        self._connection.close()
+    def dismiss(self) -> None:
+        """Tell it that nobody needs it any more: it leaves. `end` is to be called then."""
+        self._ends.connection.close()
 
-    def has_left(self, patience: timedelta) -> None:
+    def end(self, patience: timedelta) -> None:
         """Give it `patience` to leave by itself; then the nanny, if there is one, ends it."""
         try:
-            while _heard(self._status, patience):
+            while _heard(self._ends.status, patience):
                 pass  # it was born; it has ended
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        self._connection.close()
-        self._status.close()
-        os.close(self._output)
-        shutil.rmtree(self._home, ignore_errors=True)
+            self._ends.close()
 
 
 class Child:
     """A process that was forked, as its supervisor sees it."""
 
-    def __init__(self, connection: Connection, status: socket.socket, output: int, nanny: int, home: Path) -> None:
-        self.connection = connection
-        self.output = output
+    def __init__(self, ends: _Ends, nanny: int) -> None:
+        self.connection = ends.connection
+        self.output = ends.output
         """What it prints can be read here."""
-        self._status = status
+        self._ends = ends
         self._nanny = nanny
-        self._home = home
         self._temporary_count = 0
         self._code: int | None = None
         self._closed = False
@@ -144,7 +151,7 @@ class Child:
     def new_temporary_directory(self) -> Path:
         """Return a new empty directory; those before it stay as long as the process, which may still use them."""
         self._temporary_count += 1
-        directory = self._home / str(self._temporary_count)
+        directory = self._ends.home / str(self._temporary_count)
         directory.mkdir(parents=True)  # who tidies up may have taken a home that nothing was in
         return directory
 
@@ -163,7 +170,7 @@ class Child:
         code = self._ended_within(patience)
         if code is None:
             with suppress(OSError):  # it has ended this very moment
-                self._status.shutdown(socket.SHUT_WR)
+                self._ends.status.shutdown(socket.SHUT_WR)
             code = self._ended_within(_GOODBYE)
         if code is None:
             # Whoever holds the other side of `status` lives, so the number is still its own.
@@ -174,7 +181,7 @@ class Child:
 
     def _ended_within(self, patience: timedelta) -> int | None:
         if self._code is None and not self._closed:
-            words = _heard(self._status, patience)
+            words = _heard(self._ends.status, patience)
             match (words if words is not None else "no word yet").split():
                 case ["ended", status]:
                     self._code = os.waitstatus_to_exitcode(int(status))
@@ -187,10 +194,7 @@ class Child:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            self.connection.close()
-            self._status.close()
-            os.close(self.output)
-            shutil.rmtree(self._home, ignore_errors=True)
+            self._ends.close()
 
 
 def _heard(status: socket.socket, patience: timedelta) -> str | None:

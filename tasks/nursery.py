@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from prefect_tune.core.wire import FromTrial, Start, Surroundings, ToTrial, TrialEnded
+from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.scratch import scratch_directory
 from prefect_tune.tasks.forked import Child, Expected, Forks
 from prefect_tune.tasks.trial_channel import AS_IT_IS, TrialChannel, became, trial_process
@@ -243,10 +243,10 @@ class _Pool:
         with self._guard:
             leaving, self._expected = self._expected, []
         for _, each in leaving:
-            each.forget()
-        until = time.monotonic() + _GOODBYE.total_seconds()
+            each.dismiss()
+        deadline = Deadline.after(_GOODBYE)
         for _, each in leaving:
-            each.has_left(timedelta(seconds=max(0.0, until - time.monotonic())))
+            each.end(timedelta(seconds=deadline.remaining_seconds))
 
     def _lose(self, forks: Forks) -> None:
         """Forget a nursery that has died, or is stopped; what it has forked does not need it."""
