@@ -67,6 +67,7 @@ def unseen(argument: _Argument) -> _Argument:
 RETRYING: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
+    "refresh_cache": True,  # or Prefect asks its result storage all the same, a request for each run on a remote one
     "retries": _RETRIES,
     "retry_delay_seconds": exponential_backoff(backoff_factor=1),
     "retry_jitter_factor": _JITTER,
