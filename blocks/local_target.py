@@ -17,8 +17,11 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.isolated import IsolatedStore
 from prefect_tune.stores.posix import PosixStore, make_root
+from prefect_tune.stores.posix_leftovers import Sweeps
 
 __all__ = ["LocalTarget"]
+
+_sweeps = Sweeps()
 
 
 class LocalTarget(StorageTarget):
@@ -82,7 +85,7 @@ class LocalTarget(StorageTarget):
         else:
             if not self.must_exist:
                 make_root(Path(self.path))
-            yield PosixStore(Path(self.path), deadline=deadline)
+            yield PosixStore(Path(self.path), deadline=deadline, sweeps=_sweeps)
 
 
 def _expanded(path: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+
+from prefect_tune.stores.scratch import clear_away
 
 __all__ = ["Child", "Expected", "Forks"]
 
@@ -99,7 +100,7 @@ class _Ends:
         self.connection.close()
         self.status.close()
         os.close(self.output)
-        shutil.rmtree(self.home, ignore_errors=True)
+        clear_away(self.home)
 
 
 class Expected:

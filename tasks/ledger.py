@@ -69,6 +69,7 @@ class Ledger:
         self._unsettled: tuple[Sequence[Event], Stamp] | None = None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._synced_at = time.monotonic()
+        self._ending: Sequence[Event] = ()
         self.code = ""
         """The digest of the trainable's source, once the trial has told it."""
         self.asks_at: int | None = None
@@ -101,33 +102,37 @@ class Ledger:
         """As `save`, of a step that was noted before."""
         self._work.put(lambda: self._save(handed_over, committed))
 
-    def close(self, events: Callable[[Trial], Sequence[Event]]) -> None:
-        """Finish what was asked for, write the reports that are left and `events` of the trial as it is then.
+    def end(self, events: Sequence[Event]) -> None:
+        """Have what was asked for finished, then the reports that are left and `events` journaled."""
+        self._ending = events
+        self._work.put(lambda: self._write(events))
 
-        A checkpoint that could not be saved for what is in it is a failure of the trial, which `events` tell.
+    def close(self) -> None:
+        """Wait for the end to be written, and have the artifacts synced, which nobody writes to any more.
+
+        A checkpoint that could not be saved for what is in it is a failure of the trial, which its end tells.
 
         Raises:
             TuneError: the target failed, or belongs to somebody else; how the attempt ended is journaled if
                 that is still possible.
         """
-        self._work.put(lambda: self._write(events(self._trial)))
         self._work.put(self._artifacts.close)
         self._work.put(None)
         self._thread.join()
         error = self.error
         if error is not None and not isinstance(error, Superseded):
-            self._end_all_the_same(events)
+            self._end_all_the_same()
         self._artifacts.settle()
         if error is not None and not isinstance(error, USERS_FAULT):
             raise error
 
-    def _end_all_the_same(self, events: Callable[[Trial], Sequence[Event]]) -> None:
+    def _end_all_the_same(self) -> None:
         """What could not be written may be there, or be written now: the end itself among it."""
         try:
             with suppress(SaveOvertaken):  # a save that nobody was told of
                 self._settle()
             if self._trial.status is Status.RUNNING:
-                self._write(events(self._trial))
+                self._write(self._ending)
         except TuneError as error:
             self._log.error("how the attempt ended is not journaled: %s", error)
 

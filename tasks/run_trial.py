@@ -95,7 +95,7 @@ def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptRe
     if line.stop.is_set() and book.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
         return AttemptResult(Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), book.experiment)
     with scratch_directory() as scratch:
-        for folder in ("staging", "artifacts", "temporary"):
+        for folder in ("staging", "artifacts"):
             (scratch / folder).mkdir()
         artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
         restored = _restore_newest(plan, book, scratch / "restored", log)
@@ -107,9 +107,15 @@ def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptRe
         alone = plan.isolation == "thread"
         with trial_in_place(start, log) if alone else line.process(start, log, orders.environment) as channel:
             outcome = supervise(channel, ledger, plan, line)
-            channel.end()
+            ending = events_of(plan.trial.trial, outcome)
+            if isinstance(outcome, Done):  # it leaves by itself, while its end is written
+                ledger.end(ending)
+                channel.end()
+            else:
+                channel.end()
+                ledger.end(ending)
             # Before the channel closes: a save that is under way still tells the trial, dead or not.
-            ledger.close(lambda trial: events_of(trial.trial, outcome))
+            ledger.close()
     return AttemptResult(outcome, ledger.experiment)
 
 
@@ -158,8 +164,8 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResu
         return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
     owner = this_owner(search_epoch=orders.search_epoch, attempt=orders.attempt)
-    # Nothing was ordered before, so that all there can be is of an earlier run of these very orders.
-    known = Loaded(nothing_yet(plan.journal)) if orders.attempt == 1 else None
+    # Nothing was ordered before; but orders that wait elsewhere may be run twice, and outlive their experiment.
+    known = Loaded(nothing_yet(plan.journal)) if orders.attempt == 1 and not orders.experiment_id else None
     opening = Opening(owner, new_stamp(), first, line.wrote, known)
     book = Book(plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote)
     if carried_out:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
@@ -95,6 +96,7 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
     ours, theirs = socket.socketpair()
     hold, lifeline = _pipe()
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.trial_process"]
+    Path(start.temporary).mkdir(exist_ok=True)
     child = subprocess.Popen(
         [*command, str(theirs.fileno()), str(lifeline)],
         stdin=subprocess.DEVNULL,

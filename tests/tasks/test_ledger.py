@@ -189,17 +189,17 @@ def before_last_words(ledger: Ledger, act: Callable[[], None]) -> Iterator[None]
     """Have it done between the death of the ledger's thread and its last words."""
     last_words = ledger._end_all_the_same
 
-    def after(events: Callable[[Trial], Sequence[Event]]) -> None:
+    def after() -> None:
         act()
-        last_words(events)
+        last_words()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger, "_end_all_the_same", after)
         yield
 
 
-def ended(cause: Cause, message: str) -> Callable[[Trial], Sequence[Event]]:
-    return lambda trial: [AttemptEnded(trial=trial.trial, cause=cause, message=message)]
+def ended(cause: Cause, message: str) -> Sequence[Event]:
+    return [AttemptEnded(trial=TRIAL.trial, cause=cause, message=message)]
 
 
 @pytest.fixture
@@ -234,7 +234,8 @@ def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the
     ledger.save(HandedOver(report(2), directory, ours=False), desk.committed.append)
     until(lambda: ledger.error)
     assert isinstance(ledger.error, InvalidInput)
-    ledger.close(ended(Cause.USER, "its checkpoint cannot be saved"))
+    ledger.end(ended(Cause.USER, "its checkpoint cannot be saved"))
+    ledger.close()
     state = desk.state()
     assert (state.status, state.user_failures, state.machine_failures) == (Status.PENDING, 1, 0)
     assert state.reason == "its checkpoint cannot be saved"
@@ -246,8 +247,9 @@ def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_rai
     ledger = desk.attempt()
     WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
     desk.save(ledger, 1)
+    ledger.end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
-        ledger.close(ended(Cause.MACHINE, "not written"))
+        ledger.close()
     assert (desk.state().status, desk.state().reason) == (Status.PENDING, "not written")
 
 
@@ -255,8 +257,9 @@ def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_rais
     ledger = desk.attempt()
     WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
     desk.save(ledger, 1)
+    ledger.end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
-        ledger.close(ended(Cause.MACHINE, "not written"))
+        ledger.close()
     WEATHER.wrong = lambda _path: None
     assert desk.state().status is Status.RUNNING
 
@@ -277,8 +280,9 @@ def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothin
     WEATHER.hidden = tries
     ledger.note(report(1))
     done = Finished(trial=TRIAL.trial, reason="enough", returned=False)
+    ledger.end([done])
     with pytest.raises(CommitUnknown), before_last_words(ledger, lambda: setattr(WEATHER, "hidden", ())):
-        ledger.close(lambda _trial: [done])
+        ledger.close()
     assert (desk.state().status, desk.reported()) == (Status.FINISHED, [1])
     assert "not journaled" not in caplog.text
 
@@ -304,7 +308,8 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
         put_aside(store, TRIAL, {desk.live()[0]: "damaged"}, new_stamp(), side_by_side=map)
     for step in (4, 5, 6):
         desk.save(ledger, step, backbone=b"frozen")
-    ledger.close(ended(Cause.MACHINE, "away"))
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
     assert (ledger.error, desk.committed) == (None, [1, 2, 3, 4, 5, 6])
     assert [key.step for key in desk.live()] == [5, 6]
     assert damaged(desk) == []
@@ -321,13 +326,16 @@ def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(desk:
     ledger = desk.attempt()
     for step in (1, 2, 3):
         desk.save(ledger, step)
-    ledger.close(ended(Cause.MACHINE, "away"))
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
     assert ledger.error is None
     assert desk.committed == [1, 2, 3]
     assert [each.step for each in desk.state().checkpoints] == [3]
     assert desk.blobs() == 3
     WEATHER.wrong = lambda _path: None
-    desk.attempt().close(ended(Cause.MACHINE, "away"))
+    again = desk.attempt()
+    again.end(ended(Cause.MACHINE, "away"))
+    again.close()
     assert desk.blobs() == 1
 
 
@@ -338,7 +346,8 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(desk: Desk, mo
     monkeypatch.setattr(module, "find_leftovers", refuse)
     ledger = desk.attempt()
     desk.save(ledger, 1)
-    ledger.close(ended(Cause.MACHINE, "away"))
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
     assert (ledger.error, desk.committed) == (None, [1])
 
 
@@ -356,7 +365,8 @@ def test_reports_are_journaled_after_the_period_without_another_one(desk: Desk) 
     ledger.note(report(2))
     until(lambda: desk.reported() == [1, 2])
     assert desk.state().status is Status.RUNNING
-    ledger.close(ended(Cause.MACHINE, "away"))
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
 
 
 def test_reports_wait_for_a_target_that_is_away(desk: Desk) -> None:
@@ -374,7 +384,8 @@ def test_reports_wait_for_a_target_that_is_away(desk: Desk) -> None:
     ledger.note(report(2))
     WEATHER.wrong = lambda _path: None
     desk.save(ledger, 3)
-    ledger.close(ended(Cause.MACHINE, "away"))
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
     assert ledger.error is None
     assert desk.reported() == [1, 2, 3]
 
@@ -396,7 +407,8 @@ def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once
     time.sleep(0.2)  # by now it has been tried again, as often as the period says
     WEATHER.hidden = ()
     desk.save(ledger, 2)
-    ledger.close(ended(Cause.MACHINE, "away"))
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
     assert ledger.error is None
     assert desk.reported() == [1, 2]
 
@@ -407,7 +419,8 @@ def test_the_report_at_which_a_trial_asks_says_so(desk: Desk) -> None:
     ledger.asks_at = 2
     desk.save(ledger, 2)
     ledger.note(report(3))
-    ledger.close(ended(Cause.MACHINE, "enough"))
+    ledger.end(ended(Cause.MACHINE, "enough"))
+    ledger.close()
     events = [event for entry in desk.entries() for event in entry.events]
     asks = {event.report.step: event.asks for event in events if isinstance(event, Reported)}
     assert asks == {1: False, 2: True, 3: False}

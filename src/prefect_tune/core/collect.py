@@ -95,6 +95,8 @@ def leftover(store: ObjectStore, trial: TrialKey, state: Trial, settled_from: in
     Those that clones need are among them: they are looked at again until they are not needed any more.
     `settled_from` is the experiment's: manifests from there on may belong to a save that is under way.
     """
+    if settled_from <= 1:
+        return []  # no save is settled yet, and the first one's number is 1
     keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in store.list(trial.checkpoints))
     return [
         key

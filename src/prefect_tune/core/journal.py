@@ -230,8 +230,8 @@ def take_over(  # noqa: PLR0913  the last is for those who have more to say in t
 ) -> Experiment:
     """Open the experiment for `owner`: a new epoch. The same entry holds what `also` says of the state it opens.
 
-    Of what is `known` only the last entry is looked at, and what came after it is read; of a journal that is known to
-    be empty, whether it is.
+    Of what is `known` only the last entry is looked at, and what came after it is read; one that is known to be empty
+    is not looked at, unless it turns out that somebody has opened it.
 
     Racing with an owner that still writes, or with another opener, it reads on and tries the next
     number: the last to open is the owner, and every other's next write fails.
@@ -288,8 +288,8 @@ def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded
 def _caught_up(store: ObjectStore, known: Loaded, side_by_side: Mapper) -> Loaded:
     """Where the journal does not go on from what is known of it, it is another one now."""
     key = known.experiment.key
-    if not known.experiment.number:  # what there is all the same is found by its segments, however much it is
-        return _loaded(store, key, side_by_side) if store.list(key.entries) else known
+    if not known.experiment.number:
+        return known  # its first entry cannot be written where there is one, and then all of it is read
     try:
         return _followed(store, known, side_by_side)
     except JournalCorrupt:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +23,7 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.paths import TEMPORARY, checked_folder, checked_path
 from prefect_tune.stores.posix_calls import FileStatus, FileSystemCalls, OsCalls
 from prefect_tune.stores.posix_errors import NOT_DONE, as_store_error
-from prefect_tune.stores.posix_leftovers import LEFTOVER_AFTER, remove_leftovers
+from prefect_tune.stores.posix_leftovers import LEFTOVER_AFTER, Sweeps, remove_leftovers
 from prefect_tune.stores.posix_root import make_root
 
 __all__ = ["PosixStore", "make_root"]
@@ -55,13 +54,19 @@ class PosixStore:
     outside, by `IsolatedStore`. Symbolic links below the root are refused, never followed.
     """
 
-    def __init__(self, root: Path, *, deadline: Deadline | None = None, calls: FileSystemCalls | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        deadline: Deadline | None = None,
+        calls: FileSystemCalls | None = None,
+        sweeps: Sweeps | None = None,
+    ) -> None:
         self.root = root
         self._deadline = deadline or Deadline.never()
         self._calls = calls or OsCalls()
+        self._sweeps = sweeps or Sweeps()
         self._identity: tuple[int, int] | None = None
-        self._lock = threading.Lock()
-        self._has_swept = False
 
     @property
     def conditional_create(self) -> bool:
@@ -265,8 +270,9 @@ class PosixStore:
             try:
                 self._calls.try_lock(file)  # tells those who sweep that this writer is alive
                 self._write(file, data)
-                self._sweep(folder, self._calls.status(file).modified_ns)
-                yield _Temporary(name, folder, self._calls.status(file))
+                status = self._calls.status(file)
+                self._sweep(folder, status.modified_ns)
+                yield _Temporary(name, folder, status)
             except BaseException:
                 # Once it is published, the second link is what tells the next reader to sync.
                 if not self._may_be_published(file):
@@ -275,10 +281,12 @@ class PosixStore:
             self._discard(name, folder)
 
     def _open_temporary(self, opened: ExitStack, root: int) -> int:
-        if self._status(root, TEMPORARY) is None:
+        try:
+            return self._enter(opened, self._calls.open_folder(TEMPORARY, root))
+        except FileNotFoundError:
             with suppress(FileExistsError):
                 self._calls.mkdir(TEMPORARY, root)
-        return self._enter(opened, self._calls.open_folder(TEMPORARY, root))
+            return self._enter(opened, self._calls.open_folder(TEMPORARY, root))
 
     def _write(self, file: int, data: Buffer) -> None:
         left = memoryview(data).cast("B")
@@ -386,9 +394,6 @@ class PosixStore:
             folder = parent
 
     def _sweep(self, folder: int, now_ns: int) -> None:
-        """Remove, once per open store, what killed writers left; `now_ns` is the file system's own clock."""
-        with self._lock:
-            if self._has_swept:
-                return
-            self._has_swept = True
-        remove_leftovers(self._calls, folder, now_ns, older_than=LEFTOVER_AFTER)
+        """Remove what killed writers left; `now_ns` is the file system's own clock."""
+        if self._sweeps.is_due(os.fspath(self.root)):
+            remove_leftovers(self._calls, folder, now_ns, older_than=LEFTOVER_AFTER)

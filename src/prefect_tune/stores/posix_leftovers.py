@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from datetime import timedelta
 
 from prefect_tune.stores.posix_calls import FileSystemCalls
 
-__all__ = ["LEFTOVER_AFTER", "remove_leftovers"]
+__all__ = ["LEFTOVER_AFTER", "Sweeps", "remove_leftovers"]
 
 LEFTOVER_AFTER = timedelta(minutes=15)
 _THOUGH_LOCKED = timedelta(days=7)  # for file systems that grant no locks, or keep those of the dead
+_EVERY = timedelta(minutes=1)
+
+
+class Sweeps:
+    """When leftovers were looked for, so that not every store that is opened for a moment does it again."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, float] = {}
+
+    def is_due(self, root: str) -> bool:
+        """Say so once a minute. Two at once do no harm."""
+        now = time.monotonic()
+        if now < self._next.get(root, 0.0):
+            return False
+        self._next[root] = now + _EVERY.total_seconds()
+        return True
 
 
 def remove_leftovers(calls: FileSystemCalls, folder: int, now_ns: int, *, older_than: timedelta) -> int:

@@ -17,7 +17,7 @@ from uuid import uuid4
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.file_lock import FileLock, Share
 
-__all__ = ["scratch_directory"]
+__all__ = ["clear_away", "scratch_directory"]
 
 _LOCK = ".alive"
 
@@ -31,7 +31,17 @@ def scratch_directory() -> Iterator[Path]:
         try:
             yield directory
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
+            clear_away(directory)
+
+
+def clear_away(directory: Path) -> None:
+    """Remove a directory and what is in it, as far as that can be: cheaply where that is empty directories."""
+    with suppress(OSError):
+        for each in directory.iterdir():
+            each.rmdir()
+        directory.rmdir()
+        return
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 class _Home:
