@@ -194,10 +194,10 @@ class Ledger:
         step = handed_over.report.step
         return save_checkpoint(
             unseen(self._plan.target),
-            CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number),
+            unseen(CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number)),
             handed_over.directory,
             unseen(self._about(handed_over.report, self._reports(step))),
-            parent=parent_of_next(self._plan.trial, self._trial),
+            parent=unseen(parent_of_next(self._plan.trial, self._trial)),
             collected_up_to=reused_from(self._trial),
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
