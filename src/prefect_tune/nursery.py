@@ -6,7 +6,8 @@ whole whatever the supervisor is doing. Between it and each trial's process stan
     supervisor <- nursery <- nanny <- trial's process <- whatever that starts
 
 The nanny ends the trial's process when the supervisor says so or is gone, kills what it has left running, in
-sessions of its own too, and says how it ended. A nursery that dies takes nobody along.
+sessions of its own too, and says how it ended. Then she may look after another one. A nursery that dies takes nobody
+along.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ _NOT_FOR_US = (
     signal.SIGXCPU,
 )
 _STRAYS_DIE_WITHIN = timedelta(seconds=2)
+_NANNIES_STAY = timedelta(seconds=0.2)  # where another trial follows, its process is asked for at once
+_FREE = b"free"
 _libc = ctypes.CDLL(None)
 _Handlers = Mapping[signal.Signals, Any]
 _Life: TypeAlias = "Callable[[], _Life | None]"
@@ -66,8 +69,12 @@ class _Asked:
     status: int
     """A socket on which the nanny says `born <nanny> <trial>`, then `ended <wait status>`; or else `failed <errno>`."""
 
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.channel, self.output, self.status]
+
     def close(self) -> None:
-        for descriptor in (self.channel, self.output, self.status):
+        for descriptor in self.descriptors:
             os.close(descriptor)
 
 
@@ -96,21 +103,48 @@ def nursery(control_fd: int, supervisor: int) -> _Life | None:
     if os.getppid() != supervisor:
         return None  # it died before the line above
     control = socket.socket(fileno=control_fd)
-    nannies: set[int] = set()
+    nannies: dict[int, socket.socket] = {}
     copy_context().run(_rehearse)
     gc.freeze()  # what all children share is not touched, and so not copied, by their collections
     while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
         if deaths in rung:
             _bury(deaths, nannies)
         if control_fd in rung:
-            message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
-            if not message:
+            if (asked := _next_asked(control)) is None:
                 return None
-            asked = _Asked(*descriptors)
-            if (nanny := _fork(asked)) == 0:
-                return partial(_nanny, asked, alive, before)
-            nannies.add(nanny)
+            if not _is_given(nannies.values(), asked) and (line := _new_nannys_line(nannies, asked)) is not None:
+                return partial(_nanny, line, asked, alive, before)
             asked.close()
+    return None
+
+
+def _next_asked(control: socket.socket, *flags: int) -> _Asked | None:
+    """Return what is asked for next; None when nothing will be."""
+    message, descriptors, _, _ = socket.recv_fds(control, 16, 3, *flags)
+    return _Asked(*descriptors) if message else None
+
+
+def _is_given(nannies: Collection[socket.socket], asked: _Asked) -> bool:
+    """Whether a nanny who has said that she is free has it."""
+    for nanny in nannies:
+        with suppress(OSError):  # she is busy, or has just left
+            if nanny.recv(16, socket.MSG_DONTWAIT) == _FREE:
+                socket.send_fds(nanny, [b"fork"], asked.descriptors)
+                return True
+    return False
+
+
+def _new_nannys_line(nannies: dict[int, socket.socket], asked: _Asked) -> socket.socket | None:
+    """Fork a nanny; return, in her process, what she hears the nursery on."""
+    hers, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (nanny := _fork(asked)) == 0:
+        ours.close()
+        return hers
+    hers.close()
+    if nanny > 0:
+        nannies[nanny] = ours
+    else:
+        ours.close()
     return None
 
 
@@ -146,34 +180,64 @@ _REHEARSAL = Start(
 )
 
 
-def _bury(deaths: int, nannies: set[int]) -> None:
+def _bury(deaths: int, nannies: dict[int, socket.socket]) -> None:
     """Forget the nannies that have ended; where one did not end in order, kill what it was to look after."""
     os.read(deaths, 4096)
     with suppress(ChildProcessError):
         while (death := os.waitpid(-1, os.WNOHANG))[0]:
-            nannies.discard(death[0])
+            if (nanny := nannies.pop(death[0], None)) is not None:
+                nanny.close()
             if death[1] != 0:
-                _kill(_children() - nannies)
+                _kill(_children() - nannies.keys())
 
 
 # ---------------------------------------------------------------------------------------------------- the nanny
 
 
-def _nanny(asked: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
-    """Fork the trial's process, see to it that it and all it has started end, and say how."""
-    _keep_only(asked.channel, asked.output, asked.status, *alive)
+def _nanny(nursery: socket.socket, first: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
+    """Look after one trial's process, and then after the next that she is asked for."""
+    _keep_only(nursery.fileno(), *first.descriptors, *alive)
     _be_called(b"trial-nanny")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    deaths = _bell_for_deaths()
-    nanny = os.getpid()
-    if (trial := _fork(asked)) == 0:
-        return partial(_trial, asked, nanny, before)
-    if trial > 0:
+    deaths, nanny = _bell_for_deaths(), os.getpid()
+    asked: _Asked | None = first
+    while asked is not None:
+        if (trial := _fork(asked)) == 0:
+            return partial(_trial, asked, nanny, before)
         os.close(asked.channel)
         os.close(asked.output)
-        _say(asked.status, f"born {nanny} {trial}")
-        _wait_for_the_end(trial, deaths, [asked.status, *alive])
-        _say(asked.status, f"ended {_end(trial)}")
+        if trial > 0:
+            _look_after(trial, asked.status, deaths, alive)
+        os.close(asked.status)
+        asked = _next_when_free(nursery, alive) if _has_nobody_left() else None
+    return None
+
+
+def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) -> None:
+    """See to it that the trial's process and all it has started end, and say how."""
+    _say(status, f"born {os.getpid()} {trial}")
+    _wait_for_the_end(trial, deaths, [status, *alive])
+    _say(status, f"ended {_end(trial)}")
+
+
+def _has_nobody_left() -> bool:
+    """What could not be killed must not be taken for what the next trial has started."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _next_when_free(nursery: socket.socket, alive: Collection[int]) -> _Asked | None:
+    """Be free for a moment; return what is asked for meanwhile."""
+    with suppress(OSError):  # nothing is, or the nursery has gone
+        nursery.send(_FREE)
+        rung = _rung([nursery.fileno(), *alive], _NANNIES_STAY)
+        if not rung:
+            nursery.shutdown(socket.SHUT_RD)  # nothing is sent from here on; it may have been just before
+        if not rung.intersection(alive):
+            return _next_asked(nursery, socket.MSG_DONTWAIT)
     return None
 
 
@@ -259,12 +323,12 @@ def _while_alive(pid: int) -> list[int]:
         return []
 
 
-def _rung(bells: Collection[int]) -> set[int]:
-    """Wait until one rings; return those that do."""
+def _rung(bells: Collection[int], patience: timedelta | None = None) -> set[int]:
+    """Wait until one rings, or `patience` is over; return those that do."""
     poll = select.poll()
     for bell in bells:
         poll.register(bell, select.POLLIN)
-    return {bell for bell, _ in poll.poll()}
+    return {bell for bell, _ in poll.poll(patience and patience.total_seconds() * 1000)}
 
 
 def _keep_only(*descriptors: int) -> None:
