@@ -4,7 +4,8 @@
 
 PYTHON is an interpreter with `ray[tune]` and nothing of ours. Each search is a process of its own
 (`peers_ours.py`, `peers_ray.py`), on a local directory, two trials at a time, with what each has for defaults, but
-for Ray's `reuse_actors=True`, without which each of its trials costs a process.
+for Ray's `reuse_actors=True`, without which each of its trials costs a process. What they leave is removed at the
+end: ext4 looks past every inode that was freed in the last minutes, and would make each search slower than the last.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ _FIGURES: Sequence[tuple[str, Callable[[Measured], float], str, bool]] = (
 )
 
 
-def _searched(peer: Peer, work: Workload) -> Measured:
-    with tempfile.TemporaryDirectory() as folder, cpu_group() as group, (Path(folder) / "log").open("w+") as log:
+def _searched(peer: Peer, work: Workload, room: Path) -> Measured:
+    folder = tempfile.mkdtemp(dir=room)
+    with cpu_group() as group, (Path(folder) / "log").open("w+") as log:
         served = peer.server.cpu_seconds() if peer.server else 0.0
         command = [peer.python, str(_REPOSITORY / "benchmarks" / peer.script), work.kind]
         began = time.monotonic()
@@ -189,12 +191,12 @@ def _wait_for(port: int) -> None:
 # ------------------------------------------------------------------------------------------------------- the tables
 
 
-def _compared(ours: Peer, ray: Peer, work: Workload, rounds: int) -> list[list[str]]:
+def _compared(ours: Peer, ray: Peer, work: Workload, rounds: int, room: Path) -> list[list[str]]:
     """One row for each figure: medians, and the median of the rounds' ratios."""
     mine, theirs = [], []
     for _ in range(rounds):
-        mine.append(_searched(ours, work))
-        theirs.append(_searched(ray, work))
+        mine.append(_searched(ours, work, room))
+        theirs.append(_searched(ray, work, room))
         print(work.name, mine[-1], theirs[-1], sep="\n", file=sys.stderr, flush=True)
     rows = []
     for name, figure, form, more_is_better in _FIGURES:
@@ -246,15 +248,16 @@ def _main() -> None:
     )
     asked = parser.parse_args()
     works = [WORKLOADS[number] for number in asked.only]
-    with tempfile.TemporaryDirectory() as home:
-        environment = surroundings(Path(home))
+    with tempfile.TemporaryDirectory() as folder:
+        room = Path(folder)
+        environment = surroundings(room / "prefect")
         ours = Peer("ours", sys.executable, "peers_ours.py", environment)
         ray = Peer("Ray", asked.ray, "peers_ray.py", environment)
         for peer in (ours, ray):
-            _searched(peer, Workload("once, so that databases and compiled modules are there", "function", 2, 1))
-        parts = [_section(work.name, _compared(ours, ray, work, asked.rounds)) for work in works]
+            _searched(peer, Workload("once, so that databases and compiled modules are there", "function", 2, 1), room)
+        parts = [_section(work.name, _compared(ours, ray, work, asked.rounds, room)) for work in works]
         with prefect_server(sys.executable, environment) as served, _ray_cluster(asked.ray, environment) as cluster:
-            rows = _compared(served, cluster, works[0], asked.rounds)
+            rows = _compared(served, cluster, works[0], asked.rounds, room)
         parts.append(_section(f"{works[0].name}; a Prefect server and a Ray cluster are running already", rows))
         parts.append(_imports(sys.executable, asked.ray, environment))
     version = subprocess.run(

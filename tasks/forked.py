@@ -14,13 +14,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from prefect_tune.stores.scratch import clear_away
+from prefect_tune.stores.scratch import ScratchDirectory
 
 __all__ = ["Child", "Expected", "Forks"]
 
 _PATIENCE = timedelta(seconds=30)  # a busy machine's fork takes milliseconds; only a stopped process takes this long
 _GOODBYE = timedelta(seconds=5)
 _WORDS_BYTES = 64
+_FIRST = "1"  # a process's first temporary directory
 
 
 class Forks:
@@ -47,15 +48,15 @@ class Forks:
             )
         return Forks(process, ours)
 
-    def fork(self, home: Path) -> Expected:
-        """Ask for a process that waits for its first words, and do not wait for it.
-
-        Args:
-            home: an empty directory for its temporary files, removed when the process has ended.
-        """
-        connection, channel = socket.socketpair()
-        status, says = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output, prints = os.pipe()
+    def fork(self) -> Expected:
+        """Ask for a process that waits for its first words, and do not wait for it."""
+        with ExitStack() as undo:
+            home = ScratchDirectory(_FIRST)
+            undo.callback(home.close)
+            connection, channel = socket.socketpair()
+            status, says = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            output, prints = os.pipe()
+            undo.pop_all()
         with channel, says, suppress(OSError):  # it is gone: then nobody holds the other side of `status` either
             socket.send_fds(self._control, [b"fork"], [channel.fileno(), prints, says.fileno()])
         os.close(prints)
@@ -94,13 +95,14 @@ class _Ends:
     connection: Connection
     status: socket.socket
     output: int
-    home: Path
+    home: ScratchDirectory
+    """Where its temporary files go."""
 
     def close(self) -> None:
         self.connection.close()
         self.status.close()
         os.close(self.output)
-        clear_away(self.home)
+        self.home.close()
 
 
 class Expected:
@@ -152,8 +154,8 @@ class Child:
     def new_temporary_directory(self) -> Path:
         """Return a new empty directory; those before it stay as long as the process, which may still use them."""
         self._temporary_count += 1
-        directory = self._ends.home / str(self._temporary_count)
-        directory.mkdir(parents=True)  # who tidies up may have taken a home that nothing was in
+        directory = self._ends.home.path / str(self._temporary_count)
+        directory.mkdir(parents=True, exist_ok=True)  # who tidies up may have taken what nothing was in
         return directory
 
     def is_alive(self) -> bool:

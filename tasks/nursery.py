@@ -6,15 +6,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Self
 
 from prefect_tune.core.wire import FromTrial, Start, Surroundings, ToTrial, TrialEnded
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.scratch import scratch_directory
 from prefect_tune.tasks.forked import Child, Expected, Forks
 from prefect_tune.tasks.trial_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.tasks.trial_output import Log, TrialOutput
@@ -118,13 +116,11 @@ class _Pool:
         self._slots = slots
         self._guard = threading.RLock()
         self._used_count = 0
-        self._made_count = 0
+        self._has_forked = False
         self._waiting: list[tuple[_Kind, Child]] = []
         self._expected: list[tuple[Forks, Expected]] = []
         self._forks: Forks | None = None
         self._started_with: Mapping[str, str] = {}
-        self._scratch = ExitStack()
-        self._room: Path | None = None
         self._closed = False
 
     def can_give(self, environment: Mapping[str, str]) -> bool:
@@ -152,7 +148,6 @@ class _Pool:
         finally:
             with self._guard:
                 self._used_count -= 1
-            self._clear_away()
 
     def waiting_child(self, kind: _Kind) -> Child | None:
         """Return a process that has served such a trial before; None where none waits."""
@@ -172,7 +167,7 @@ class _Pool:
         with self._guard, suppress(OSError):  # no room: whoever needs one will be told
             in_sight = self._used_count + len(self._waiting) + len(self._expected)
             if self._forks is not None and in_sight < self._slots:
-                self._expected.append((self._forks, self._forks.fork(self._new_home())))
+                self._expected.append((self._forks, self._forks.fork()))
 
     def new_child(self) -> Child:
         """Return a new process, in place of those that wait for another kind of trial where there are too many."""
@@ -182,7 +177,8 @@ class _Pool:
                 return child
         for _ in range(_TRIES):
             forks = self.forks()
-            if (child := forks.fork(self._new_home()).child()) is not None:
+            self._has_forked = True
+            if (child := forks.fork().child()) is not None:
                 return child
             self._lose(forks)
         raise OSError(f"a trial's process cannot be had: {_TRIES} nurseries in a row did not answer")
@@ -220,17 +216,10 @@ class _Pool:
             forks, self._forks = self._forks, None
         self.dismiss_waiting()
         self.forget_expected()
-        if forks is not None and self._made_count:
+        if forks is not None and self._has_forked:
             forks.end()
         elif forks is not None:
             forks.kill()  # it may be importing still
-        self._clear_away()
-
-    def _clear_away(self) -> None:
-        with self._guard:
-            is_over = self._closed and self._used_count == 0
-        if is_over:
-            self._scratch.close()
 
     def dismiss_waiting(self, *, slots: int = 0) -> None:
         """End those that have waited longest, down to as many as there are slots."""
@@ -254,15 +243,6 @@ class _Pool:
             if self._forks is forks:
                 self._forks = None
         forks.kill()
-
-    def _new_home(self) -> Path:
-        with self._guard:
-            if self._room is None:
-                self._room = self._scratch.enter_context(scratch_directory())
-            self._made_count += 1
-            home = self._room / str(self._made_count)
-        home.mkdir(parents=True)
-        return home
 
 
 def _dismiss(children: list[Child]) -> None:

@@ -33,7 +33,7 @@ from prefect_tune.core.schedulers.scheduler import Exploit
 from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint, newest_key
 from prefect_tune.core.values import StepReport, plural
 from prefect_tune.core.wire import Start
-from prefect_tune.stores.scratch import scratch_directory
+from prefect_tune.stores.scratch import ScratchDirectory
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.attempt import Done, Failed, Outcome, Yielded, events_of, supervise
 from prefect_tune.tasks.book import Book
@@ -94,9 +94,7 @@ def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptRe
         return book
     if line.stop.is_set() and book.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
         return AttemptResult(Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), book.experiment)
-    with scratch_directory() as scratch:
-        for folder in ("staging", "artifacts"):
-            (scratch / folder).mkdir()
+    with ScratchDirectory("staging", "artifacts") as scratch:
         artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
         restored = _restore_newest(plan, book, scratch / "restored", log)
         _say_what_is_lost(book.experiment.trial(plan.trial.trial), log)

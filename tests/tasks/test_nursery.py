@@ -352,7 +352,7 @@ def test_a_process_that_was_forked_ahead_and_died_is_replaced(
 def test_where_nothing_can_be_forked_ahead_the_trial_has_ended_well_all_the_same(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(_forks: object, _home: Path) -> None:
+    def no_room(_forks: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with nursery.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:

@@ -12,36 +12,40 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 from uuid import uuid4
 
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.file_lock import FileLock, Share
 
-__all__ = ["clear_away", "scratch_directory"]
+__all__ = ["ScratchDirectory"]
 
 _LOCK = ".alive"
+_Modes: TypeAlias = tuple[int, ...]
+"""Of a directory and what is in it: what they are, and who may do what."""
 
 
-@contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """Yield a new directory below the system's temporary directory, and remove it at the end."""
-    with _home.entered() as home:
-        directory = home / uuid4().hex
-        directory.mkdir(parents=True)  # who tidies up may have taken what nothing was in
-        try:
-            yield directory
-        finally:
-            clear_away(directory)
+class ScratchDirectory:
+    """A new directory below the system's temporary directory, with empty `folders` in it, until it is closed.
 
+    One that is as it was made goes on under another name, as a new one: a file system looks past every inode that was
+    freed in the last minutes (ext4), and so takes longer and longer over new files where many were removed.
+    """
 
-def clear_away(directory: Path) -> None:
-    """Remove a directory and what is in it, as far as that can be: cheaply where that is empty directories."""
-    with suppress(OSError):
-        for each in directory.iterdir():
-            each.rmdir()
-        directory.rmdir()
-        return
-    shutil.rmtree(directory, ignore_errors=True)
+    def __init__(self, *folders: str) -> None:
+        self._made_of = _home  # in a forked child there will be another
+        self._folders = folders
+        self.path, self._modes = self._made_of.take(folders)
+
+    def close(self) -> None:
+        """Remove it, and all that is in it."""
+        self._made_of.take_back(self.path, self._folders, self._modes)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Home:
@@ -49,23 +53,69 @@ class _Home:
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
-        self._entered_count = 0
+        self._taken_count = 0
         self._undo = ExitStack()
         self._directory = Path()
+        self._spare: dict[tuple[str, ...], list[tuple[Path, _Modes]]] = {}
 
-    @contextmanager
-    def entered(self) -> Iterator[Path]:
+    def take(self, folders: tuple[str, ...]) -> tuple[Path, _Modes]:
         with self._guard:
-            if not self._entered_count:
+            if not self._taken_count:
                 self._directory = self._undo.enter_context(_locked_directory())
-            self._entered_count += 1
+            self._taken_count += 1
+            if spare := self._spare.get(folders):
+                return spare.pop()
         try:
-            yield self._directory
+            return _made_with(self._directory / uuid4().hex, folders)
+        except BaseException:
+            self._leave()
+            raise
+
+    def take_back(self, directory: Path, folders: tuple[str, ...], modes: _Modes) -> None:
+        try:
+            other = self._directory / uuid4().hex
+            if folders and _is_as_made(directory, folders, modes) and _is_renamed(directory, other):
+                with self._guard:
+                    self._spare.setdefault(folders, []).append((other, modes))
+            else:
+                shutil.rmtree(directory, ignore_errors=True)
         finally:
-            with self._guard:
-                self._entered_count -= 1
-                if not self._entered_count:
-                    self._undo.close()
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._guard:
+            self._taken_count -= 1
+            if not self._taken_count:
+                self._spare.clear()
+                self._undo.close()
+
+
+def _made_with(directory: Path, folders: tuple[str, ...]) -> tuple[Path, _Modes]:
+    directory.mkdir(parents=True)  # who tidies up may have taken what nothing was in
+    for name in folders:
+        (directory / name).mkdir()
+    return directory, _modes(directory, folders)
+
+
+def _is_as_made(directory: Path, folders: tuple[str, ...], modes: _Modes) -> bool:
+    """Whether whoever had it has left nothing, and has locked nobody out."""
+    try:
+        inside = {name: os.listdir(directory / name) for name in folders}  # noqa: PTH208 - names, not paths
+        left = set(os.listdir(directory)) - inside.keys()  # noqa: PTH208
+        return not left and not any(inside.values()) and _modes(directory, folders) == modes
+    except OSError:
+        return False
+
+
+def _modes(directory: Path, folders: tuple[str, ...]) -> _Modes:
+    return tuple(each.lstat().st_mode for each in (directory, *(directory / name for name in folders)))
+
+
+def _is_renamed(directory: Path, other: Path) -> bool:
+    with suppress(OSError):
+        directory.rename(other)
+        return True
+    return False
 
 
 _home = _Home()
