@@ -165,7 +165,7 @@ class _Supervisor:
             self._ledger.note(done.report)
         else:
             self._handed_over += 1
-            self._ledger.save(HandedOver(done.report, Path(done.checkpoint), done.handed_over), self._saved)
+            self._ledger.save(HandedOver(done.report, Path(done.checkpoint), done.handed_over, done.over), self._saved)
         if is_read:
             self._ledger.flush()
         self._asks = done.asks

@@ -22,7 +22,7 @@ from prefect_tune.core.errors import (
     Superseded,
     TuneError,
 )
-from prefect_tune.core.events import CheckpointRef, Committed, Event, Reported, Retired
+from prefect_tune.core.events import CheckpointRef, Committed, Event, Finished, Reported, Retired
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import About
@@ -51,6 +51,8 @@ class HandedOver:
     directory: Path
     ours: bool
     """Whether it is to be removed once it is committed."""
+    over: str = ""
+    """Why the trial is done once it is committed, if it is."""
 
 
 class Ledger:
@@ -103,9 +105,12 @@ class Ledger:
         self._work.put(lambda: self._save(handed_over, committed))
 
     def end(self, events: Sequence[Event]) -> None:
-        """Have what was asked for finished, then the reports that are left and `events` journaled."""
+        """Have what was asked for finished, then the reports that are left and `events` journaled.
+
+        Unless a checkpoint was committed that the trial was done with.
+        """
         self._ending = events
-        self._work.put(lambda: self._write(events))
+        self._work.put(self._write_end)
 
     def close(self) -> None:
         """Wait for the end to be written, and have the artifacts synced, which nobody writes to any more.
@@ -131,10 +136,13 @@ class Ledger:
         try:
             with suppress(SaveOvertaken):  # a save that nobody was told of
                 self._settle()
-            if self._trial.status is Status.RUNNING:
-                self._write(self._ending)
+            self._write_end()
         except TuneError as error:
             self._log.error("how the attempt ended is not journaled: %s", error)
+
+    def _write_end(self) -> None:
+        if self._trial.status is Status.RUNNING:
+            self._write(self._ending)
 
     def _run(self) -> None:
         try:
@@ -181,7 +189,7 @@ class Ledger:
             began = time.monotonic()
             saved = self._saved(handed_over)
             try:
-                doomed = self._commit(saved, handed_over.report, time.monotonic() - began)
+                doomed = self._commit(saved, handed_over, time.monotonic() - began)
             except SaveOvertaken as error:
                 self._log.warning("%s", error)
                 # Nobody is to adopt or reuse it from here on, so that it can be deleted.
@@ -202,9 +210,11 @@ class Ledger:
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
 
-    def _commit(self, saved: SavedCheckpoint, report: StepReport, upload_seconds: float) -> Sequence[CheckpointKey]:
+    def _commit(
+        self, saved: SavedCheckpoint, handed_over: HandedOver, upload_seconds: float
+    ) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
-        key = saved.key
+        key, report = saved.key, handed_over.report
         new = CheckpointRef(
             step=key.step,
             sequence=key.sequence,
@@ -223,7 +233,8 @@ class Ledger:
             sent_bytes=saved.sent_bytes,
             upload_seconds=round(upload_seconds, 3),
         )
-        self._write((committed,), up_to=key.step)
+        done = [Finished(trial=trial, reason=handed_over.over, returned=False)] if handed_over.over else []
+        self._write((committed, *done), up_to=key.step)
         known = {each.sequence: each for each in (*live, *aside)}
         return [key.trial.checkpoint_key(known[sequence]) for sequence in going]
 

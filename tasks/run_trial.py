@@ -114,7 +114,15 @@ def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptRe
                 ledger.end(ending)
             # Before the channel closes: a save that is under way still tells the trial, dead or not.
             ledger.close()
-    return AttemptResult(outcome, ledger.experiment)
+    return _as_journaled(AttemptResult(outcome, ledger.experiment), plan, log)
+
+
+def _as_journaled(result: AttemptResult, plan: TrialPlan, log: Log) -> AttemptResult:
+    """What becomes of a process whose trial is done, and committed, is its own affair (a `cleanup` that raises)."""
+    ended = _ended(result.experiment, plan) if isinstance(result.outcome, Failed) else None
+    if ended is not None and isinstance(result.outcome, Failed):
+        log.warning("the trial was done, and committed, when %s", result.outcome.message)
+    return ended or result
 
 
 def _book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResult:

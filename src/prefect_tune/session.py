@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,6 +28,7 @@ from prefect_tune.core.wire import (
     StopAndSave,
     to_trial,
 )
+from prefect_tune.snapshot import snapshot
 from prefect_tune.trainable import TrialInfo
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class TrialSession:
             self.hand_over(told, directory, "moved")
         elif self._start.overlap:
             self._wait_for_upload()
-            self.hand_over(told, _copied(directory, self.new_directory()), "moved")
+            self.hand_over(told, snapshot(directory, self.new_directory()), "moved")
         else:
             self.hand_over(told, directory, "lent")
         self.heed_milestone()
@@ -119,7 +118,8 @@ class TrialSession:
         told = self.count(metrics)
         if saves := self._is_save_due():
             self._saved_step, self._saved_at = self.step, time.monotonic()
-            self.hand_over(told, self._written_by(save), "moved")
+            over = "" if self._asking else self.why_stop() or ""
+            self.hand_over(told, self._written_by(save), "moved", over)
         else:
             self.tell(told)
         self.heed_milestone()
@@ -196,11 +196,11 @@ class TrialSession:
     def tell(self, report: StepReport) -> None:
         send(self._channel, StepDone(report=report, asks=self._asking))
 
-    def hand_over(self, report: StepReport, directory: Path, how: Literal["moved", "lent"]) -> None:
+    def hand_over(self, report: StepReport, directory: Path, how: Literal["moved", "lent"], over: str = "") -> None:
         """Have `directory` committed. A lent one is waited for; a moved one is the supervisor's from now on."""
         self._wait_for_upload()
         moved = how == "moved"
-        handed = StepDone(report=report, checkpoint=str(directory), handed_over=moved, asks=self._asking)
+        handed = StepDone(report=report, checkpoint=str(directory), handed_over=moved, asks=self._asking, over=over)
         send(self._channel, handed)
         self._uploading = report.step
         if not (moved and self._start.overlap):
@@ -379,22 +379,3 @@ def _local_directory(checkpoint: Checkpoint) -> Path:
             "pt.Checkpoint.from_directory(path); what is on a target already need not be reported"
         )
     return Path(str(path))
-
-
-def _copied(source: Path, destination: Path) -> Path:
-    """A snapshot: the user may change or remove the directory as soon as `report` returns."""
-    shutil.copytree(source, destination, dirs_exist_ok=True, copy_function=_copy_file)
-    return destination
-
-
-def _copy_file(source: str, destination: str) -> str:
-    """Clone where the file system can share the bytes until one side writes; copy inside the kernel elsewhere."""
-    with Path(source).open("rb") as reading, Path(destination).open("wb") as writing:
-        size = os.fstat(reading.fileno()).st_size
-        done = 0
-        while done < size and (sent := os.sendfile(writing.fileno(), reading.fileno(), done, size - done)):
-            done += sent
-    if done != size:
-        raise InvalidInput(f"{source}: expected {size} bytes, found {done}: it was cut while it was being copied")
-    shutil.copymode(source, destination)
-    return destination

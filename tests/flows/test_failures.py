@@ -176,6 +176,14 @@ def test_cleanup_is_called_when_a_trial_ends_in_order_and_when_it_raises(trouble
     assert trouble.acts("cleanup") == [7, 20]
 
 
+@pytest.mark.parametrize("way", ["raise", "kill"])
+def test_a_trial_that_is_done_and_committed_stays_so_whatever_its_cleanup_does(trouble: Trouble, way: str) -> None:
+    trouble.config |= {"place": "cleanup", "fails": way, "at": 20}
+    assert trouble.run().step == 20
+    assert (trouble.trial.status, trouble.trial.attempt) == (Status.FINISHED, 1)
+    assert "the trial was done, and committed, when" in trouble.loudly()
+
+
 def test_a_trial_in_a_thread_fails_and_is_resumed_like_any_other(trouble: Trouble) -> None:
     trouble.config |= {"fails": "raise", "at": 13}
     with pytest.raises(TrialFailed, match="the user's own trouble"):

@@ -25,6 +25,7 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.posix import PosixStore, make_root
 from prefect_tune.stores.posix_calls import OsCalls
+from prefect_tune.stores.posix_leftovers import Sweeps
 from tests.stores.contract import StoreContract
 
 NOT_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own, which takes root")
@@ -226,6 +227,24 @@ def test_a_dead_writers_file_is_swept_and_a_living_ones_and_a_fresh_one_stay(tmp
     assert sorted(found.name for found in hidden.iterdir()) == ["alive", "fresh"]
     calls.close(living)
     calls.close(folder)
+
+
+def test_stores_that_are_opened_one_after_the_other_look_for_the_dead_once(tmp_path: Path) -> None:
+    class Counts(OsCalls):
+        looked = 0
+
+        def names(self, folder: int) -> list[str]:
+            self.looked += 1
+            return super().names(folder)
+
+    calls, sweeps = Counts(), Sweeps()
+    for number in range(3):
+        PosixStore(tmp_path, calls=calls, sweeps=sweeps).create(f"object-{number}", b"1")
+    assert calls.looked == 1
+    other = tmp_path / "other"
+    other.mkdir()
+    PosixStore(other, calls=calls, sweeps=sweeps).create("object", b"1")
+    assert calls.looked == 2
 
 
 class _SlowWrite(OsCalls):

@@ -16,7 +16,18 @@ import pytest
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.aside import put_aside
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.events import Adopted, AttemptEnded, Cause, Event, Finished, Owner, Reported, Started, TrialAdded
+from prefect_tune.core.events import (
+    Adopted,
+    AttemptEnded,
+    Cause,
+    Committed,
+    Event,
+    Finished,
+    Owner,
+    Reported,
+    Started,
+    TrialAdded,
+)
 from prefect_tune.core.experiment import Entry, Experiment
 from prefect_tune.core.inspection import read_one
 from prefect_tune.core.journal import append, history, load, take_over
@@ -220,6 +231,32 @@ def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_that_commits_it(desk: Desk) -> None:
+    ledger = desk.attempt()
+    before = len(desk.entries())
+    directory = desk.folder / "last"
+    directory.mkdir()
+    (directory / "weights").write_bytes(b"1")
+    ledger.save(HandedOver(report(1), directory, ours=False, over="enough"), desk.committed.append)
+    ledger.end([Finished(trial=TRIAL.trial, reason="enough", returned=False)])
+    ledger.close()
+    assert (desk.state().status, desk.state().reason, desk.committed) == (Status.FINISHED, "enough", [1])
+    assert [type(event) for event in desk.entries()[-1].events] == [Reported, Committed, Finished]
+    assert len(desk.entries()) == before + 1
+
+
+def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(desk: Desk) -> None:
+    ledger = desk.attempt()
+    directory = desk.folder / "last"
+    directory.mkdir()
+    (directory / "latest").symlink_to("nothing")
+    ledger.save(HandedOver(report(1), directory, ours=False, over="enough"), desk.committed.append)
+    until(lambda: ledger.error)
+    ledger.end(ended(Cause.USER, "its checkpoint cannot be saved"))
+    ledger.close()
+    assert (desk.state().status, desk.state().user_failures) == (Status.PENDING, 1)
 
 
 # ------------------------------------------------------------------------- what is wrong with what was handed over

@@ -65,7 +65,10 @@ _WAYS: Mapping[str, Callable[[], None]] = {
 
 
 class Counter(pt.Trainable):
-    """Counts. Fails `config["times"]` times in `config["place"]` (step, setup, save or load) at step `config["at"]`."""
+    """Counts. Fails `config["times"]` times in `config["place"]` at step `config["at"]`.
+
+    A place is "step", "setup", "save", "load" or "cleanup".
+    """
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -94,6 +97,7 @@ class Counter(pt.Trainable):
 
     def cleanup(self) -> None:
         tell(self.config.get("witness"), "cleanup", self.count)
+        self._maybe_fail("cleanup")
 
     def _metrics(self) -> Mapping[str, Any]:
         if self.config.get("not_a_number_at") == self.count:

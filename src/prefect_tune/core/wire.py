@@ -126,6 +126,8 @@ class StepDone(Value):
     """Whether the directory is the supervisor's now, to be removed once it is committed."""
     asks: bool = False
     """Whether the trial waits to be told whether to go on."""
+    over: str = ""
+    """Why the trial is done with this step, where nobody has to be asked: it can be journaled with the checkpoint."""
 
 
 class Asked(Value):

@@ -63,8 +63,11 @@ class _Home:
             if not self._taken_count:
                 self._directory = self._undo.enter_context(_locked_directory())
             self._taken_count += 1
-            if spare := self._spare.get(folders):
-                return spare.pop()
+            spare = self._spare.get(folders, [])
+            while spare:
+                directory, modes = spare.pop()
+                if _is_there(directory, folders, modes):  # nobody has tidied it away
+                    return directory, modes
         try:
             return _made_with(self._directory / uuid4().hex, folders)
         except BaseException:
@@ -99,12 +102,17 @@ def _made_with(directory: Path, folders: tuple[str, ...]) -> tuple[Path, _Modes]
 
 def _is_as_made(directory: Path, folders: tuple[str, ...], modes: _Modes) -> bool:
     """Whether whoever had it has left nothing, and has locked nobody out."""
-    try:
+    with suppress(OSError):
         inside = {name: os.listdir(directory / name) for name in folders}  # noqa: PTH208 - names, not paths
         left = set(os.listdir(directory)) - inside.keys()  # noqa: PTH208
-        return not left and not any(inside.values()) and _modes(directory, folders) == modes
-    except OSError:
-        return False
+        return not left and not any(inside.values()) and _is_there(directory, folders, modes)
+    return False
+
+
+def _is_there(directory: Path, folders: tuple[str, ...], modes: _Modes) -> bool:
+    with suppress(OSError):
+        return _modes(directory, folders) == modes
+    return False
 
 
 def _modes(directory: Path, folders: tuple[str, ...]) -> _Modes:
