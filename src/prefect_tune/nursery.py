@@ -328,7 +328,7 @@ def _rung(bells: Collection[int], patience: timedelta | None = None) -> set[int]
     poll = select.poll()
     for bell in bells:
         poll.register(bell, select.POLLIN)
-    return {bell for bell, _ in poll.poll(patience and patience.total_seconds() * 1000)}
+    return {bell for bell, _ in poll.poll(None if patience is None else patience.total_seconds() * 1000)}
 
 
 def _keep_only(*descriptors: int) -> None:

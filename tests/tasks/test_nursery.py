@@ -383,44 +383,6 @@ def test_a_nanny_that_is_killed_costs_her_trial_and_nothing_of_it_stays(
     until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
 
 
-def test_a_nanny_looks_after_the_next_trial_too_and_leaves_where_none_comes(tmp_path: Path) -> None:
-    with family() as ours, Nursery(slots=1) as made:
-        found = [found_in(made, tmp_path)["pid"]]
-        nanny = ours.one("trial-nanny")
-        found += [found_in(made, tmp_path)["pid"] for _ in range(3)]
-        assert (len(set(found)), ours.one("trial-nanny")) == (4, nanny)
-        made.dismiss()
-        until(lambda: ours.names() == {"trial-nursery"}, what=lambda: f"the end of {ours.names()}")
-        found_in(made, tmp_path)
-        assert ours.one("trial-nanny") != nanny
-
-
-def test_what_an_earlier_trial_of_a_nanny_has_started_does_not_outlive_it(tmp_path: Path) -> None:
-    witness = tmp_path / "witness"
-    with family() as ours, Nursery(slots=1) as made:
-        for each in range(2):
-            config = {"witness": str(witness), "gate": ""}
-            with made.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
-                heard(channel)
-                left = [each.step for each in told(witness) if each.act in ("child", "orphan")]
-                assert len(left) == 3 * (each + 1)
-                channel.end()
-                assert not set(left) & set(ours.pids())
-
-
-def test_trials_that_follow_each_other_as_a_nanny_leaves_all_have_one(tmp_path: Path) -> None:
-    with family(), Nursery(slots=1) as made:
-        began = []
-        for number in range(30):
-            found_in(made, tmp_path)
-            made.dismiss()  # what was forked ahead: its nanny is free from now on, for a fifth of a second
-            time.sleep(0.19 + number * 0.001)
-            before = time.monotonic()
-            found_in(made, tmp_path)
-            began.append(time.monotonic() - before)
-        assert max(began) < forked._PATIENCE.total_seconds()
-
-
 @pytest.mark.parametrize("stopped", ["trial", "trial-nanny"])
 def test_a_trial_that_is_stopped_or_whose_nanny_is_can_be_ended(
     nursery: Nursery, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str

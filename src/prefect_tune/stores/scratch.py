@@ -103,9 +103,9 @@ def _made_with(directory: Path, folders: tuple[str, ...]) -> tuple[Path, _Modes]
 def _is_as_made(directory: Path, folders: tuple[str, ...], modes: _Modes) -> bool:
     """Whether whoever had it has left nothing, and has locked nobody out."""
     with suppress(OSError):
-        inside = {name: os.listdir(directory / name) for name in folders}  # noqa: PTH208 - names, not paths
-        left = set(os.listdir(directory)) - inside.keys()  # noqa: PTH208
-        return not left and not any(inside.values()) and _is_there(directory, folders, modes)
+        is_empty = not any(any((directory / name).iterdir()) for name in folders)
+        nothing_more = {each.name for each in directory.iterdir()} == set(folders)
+        return is_empty and nothing_more and _is_there(directory, folders, modes)
     return False
 
 
