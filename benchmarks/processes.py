@@ -33,6 +33,7 @@ from tests.fakes.nurseries import start_of
 FEW = 5
 _LOG = logging.getLogger("benchmarks.processes")
 _PATIENCE = timedelta(seconds=60)
+_NANNIES_LEAVE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class _Attempts:
         return self._seconds
 
     def __exit__(self, *_: object) -> None:
+        time.sleep(_NANNIES_LEAVE_SECONDS)  # and what they used is counted
         self._nursery.__exit__()
 
     def _seconds(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from prefect_tune.core.events import Event
-from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.experiment import Experiment, after_event
 from prefect_tune.tasks.line import Told
 
 __all__ = ["Listener", "Listeners", "SoloListener"]
@@ -58,7 +58,10 @@ class SoloListener:
         self._listener.told(told, self._experiment)
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        self._experiment = experiment
-        for each in events:
+        for each in events[:-1]:
+            self._experiment = after_event(self._experiment, each, experiment.number)
+            self._listener.happened(each, self._experiment)
+        self._experiment = experiment  # and what guests have written meanwhile
+        for each in events[-1:]:
             self._listener.happened(each, experiment)
         self._listener.wrote(experiment)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from prefect import task
@@ -159,11 +159,14 @@ def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Ex
     It is part of the task that runs the trial, and raises what that one raises: `Superseded` without writing
     anything where it was opened for newer orders than `opening.owner` was given.
     """
+    tries = iter([opening])
 
     def open_it() -> Experiment:
+        # What was known is true of the first try only: it may have written more than it heard of.
+        this_time = next(tries, replace(opening, known=None))
         timeout = timedelta(seconds=_TIMEOUT_SECONDS)
         with target.open(timeout=timeout) as store, side_by_side() as transfers:
-            return _opened(store, key, target, opening, transfers)
+            return _opened(store, key, target, this_time, transfers)
 
     return retrying(open_it)
 

@@ -176,7 +176,8 @@ class Child:
                 self._ends.status.shutdown(socket.SHUT_WR)
             code = self._ended_within(_GOODBYE)
         if code is None:
-            # Whoever holds the other side of `status` lives, so the number is still its own.
+            # Whoever holds the other side of `status` lives, so the number is still its own; and who was told to end
+            # a trial looks after no other one.
             os.kill(self._nanny, signal.SIGKILL)
             code = -signal.SIGKILL
         self._close()

@@ -93,10 +93,10 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
     Args:
         environment: variables of this trial, beside or in place of this process's own.
     """
+    Path(start.temporary).mkdir(exist_ok=True)
     ours, theirs = socket.socketpair()
     hold, lifeline = _pipe()
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.trial_process"]
-    Path(start.temporary).mkdir(exist_ok=True)
     child = subprocess.Popen(
         [*command, str(theirs.fileno()), str(lifeline)],
         stdin=subprocess.DEVNULL,

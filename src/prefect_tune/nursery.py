@@ -118,9 +118,9 @@ def nursery(control_fd: int, supervisor: int) -> _Life | None:
     return None
 
 
-def _next_asked(control: socket.socket, *flags: int) -> _Asked | None:
+def _next_asked(control: socket.socket) -> _Asked | None:
     """Return what is asked for next; None when nothing will be."""
-    message, descriptors, _, _ = socket.recv_fds(control, 16, 3, *flags)
+    message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
     return _Asked(*descriptors) if message else None
 
 
@@ -206,18 +206,21 @@ def _nanny(nursery: socket.socket, first: _Asked, alive: Collection[int], before
             return partial(_trial, asked, nanny, before)
         os.close(asked.channel)
         os.close(asked.output)
-        if trial > 0:
-            _look_after(trial, asked.status, deaths, alive)
+        is_done = trial < 0 or _look_after(trial, asked.status, deaths, alive)
         os.close(asked.status)
-        asked = _next_when_free(nursery, alive) if _has_nobody_left() else None
+        asked = _next_when_free(nursery, alive) if is_done and _has_nobody_left() else None
     return None
 
 
-def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) -> None:
-    """See to it that the trial's process and all it has started end, and say how."""
+def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) -> bool:
+    """See to it that the trial's process and all it has started end, and say how; return whether by itself.
+
+    Who was told to end it may be killed for not having done so in time, and then must have nobody else.
+    """
     _say(status, f"born {os.getpid()} {trial}")
-    _wait_for_the_end(trial, deaths, [status, *alive])
+    by_itself = _ends_by_itself(trial, deaths, [status, *alive])
     _say(status, f"ended {_end(trial)}")
+    return by_itself
 
 
 def _has_nobody_left() -> bool:
@@ -237,19 +240,20 @@ def _next_when_free(nursery: socket.socket, alive: Collection[int]) -> _Asked | 
         if not rung:
             nursery.shutdown(socket.SHUT_RD)  # nothing is sent from here on; it may have been just before
         if not rung.intersection(alive):
-            return _next_asked(nursery, socket.MSG_DONTWAIT)
+            return _next_asked(nursery)
     return None
 
 
-def _wait_for_the_end(trial: int, deaths: int, ends: Collection[int]) -> None:
+def _ends_by_itself(trial: int, deaths: int, ends: Collection[int]) -> bool:
     """Return when the trial's process is dead, or one of `ends` rings: no word ever comes on them."""
     while (dead := _first_dead()) != trial:
         if dead is not None:
             os.waitpid(dead, 0)  # an orphan of the trial's
         elif _rung([deaths, *ends]).intersection(ends):
-            return
+            return False
         else:
             os.read(deaths, 4096)
+    return True
 
 
 def _first_dead() -> int | None:

@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,6 +72,8 @@ class TrialSession:
         self._uploading: int | None = None
         self._want_save = False
         self._over: TrialOver | None = None
+        self._judged: str | None = None
+        self._judged_count = 0
         self._milestone = start.milestone
         self._asking = False
         self._leave: Leave | None = None
@@ -118,8 +121,7 @@ class TrialSession:
         told = self.count(metrics)
         if saves := self._is_save_due():
             self._saved_step, self._saved_at = self.step, time.monotonic()
-            over = "" if self._asking else self.why_stop() or ""
-            self.hand_over(told, self._written_by(save), "moved", over)
+            self.hand_over(told, self._written_by(save), "moved", self._over_already())
         else:
             self.tell(told)
         self.heed_milestone()
@@ -186,12 +188,26 @@ class TrialSession:
         return self._want_save or self.asked_to_stop or (self._asking and self._start.saves_first)
 
     def why_stop(self) -> str | None:
-        """Return why the trial is over after the last step, be it one before a resume; None to go on."""
+        """Return why the trial is over after the last step, be it one before a resume; None to go on.
+
+        The stopper is asked once a step: what it said may have been journaled.
+        """
+        if self._judged_count != len(self._curve):
+            self._judged, self._judged_count = self._judgement(), len(self._curve)
+        return self._judged
+
+    def _judgement(self) -> str | None:
         if not self._curve:
             return None
         if self._curve[-1].metrics.get("done") is True:
             return "the trainable said it is done"
         return self._stopper.why_stop(self._curve)
+
+    def _over_already(self) -> str:
+        """Why the trial is over whatever becomes of it; a stopper that fails does so once the state is saved."""
+        with suppress(Exception):
+            return "" if self._asking else self.why_stop() or ""
+        return ""
 
     def tell(self, report: StepReport) -> None:
         send(self._channel, StepDone(report=report, asks=self._asking))

@@ -61,6 +61,11 @@ def test_one_that_is_not_as_it_was_made_is_removed(act: Callable[[Path], object]
     assert not goes_on_after(act)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away, which takes root")
+def test_one_that_was_given_to_somebody_else_is_removed() -> None:
+    assert not goes_on_after(lambda directory: os.chown(directory / "artifacts", 1234, 1234))
+
+
 def test_two_at_once_are_two() -> None:
     with ScratchDirectory(*FOLDERS):
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from prefect_tune.core.events import (
     Paused,
     Quarantined,
     Reported,
+    Requeued,
     Started,
     TrialAdded,
 )
@@ -52,6 +53,8 @@ from prefect_tune.tasks.run_trial import AttemptResult
 from prefect_tune.tasks.stamp import new_stamp
 
 module = importlib.import_module("prefect_tune.tasks.run_trial")
+experiment_state = importlib.import_module("prefect_tune.tasks.experiment_state")
+transient = importlib.import_module("prefect_tune.tasks.transient")
 
 TRIAL, SOURCE = "00000", "00001"
 EXPLOIT = Exploit(source=SOURCE, config={"x": 2}, reason="better")
@@ -195,6 +198,38 @@ def test_a_trial_that_has_finished_is_not_trained_again_by_a_second_run_of_its_o
     book.write([Finished(trial=TRIAL, reason="enough", returned=True)])
     assert desk.run(told).outcome == Done("enough", returned=True)
     assert (desk.trial().status, desk.trial().attempt) == (Status.FINISHED, 1)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["finished", "running"])
+def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is_written(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    adopt, tries = experiment_state.adopt, iter([StoreUnavailable("a moment")])
+
+    def breaks_off(*arguments: object, **more: object) -> Sequence[Event]:
+        for error in tries:
+            raise error
+        adopted: Sequence[Event] = adopt(*arguments, **more)
+        return adopted
+
+    told = orders(1)
+    book = desk.begun(told)
+    desk.saves(book, 1)
+    if ends:
+        book.write([Finished(trial=TRIAL, reason="enough", returned=True)])
+    heard: dict[int, Sequence[Event]] = {}
+
+    def hear(events: Sequence[Event], state: Experiment) -> None:
+        heard[state.number] = tuple(events)
+
+    desk.line = cast("Line", SimpleNamespace(stop=desk.line.stop, wrote=hear))
+    monkeypatch.setattr(experiment_state, "adopt", breaks_off)
+    monkeypatch.setattr(transient.time, "sleep", lambda _seconds: None)
+    assert isinstance(desk.given(told), AttemptResult if ends else Book)
+    assert desk.count(Requeued) == 0
+    with desk.target.open(timeout=_MINUTE) as store:
+        written = {each.number: each.events for each in history(store, desk.plan.journal, side_by_side=map)}
+    assert heard == {number: written[number] for number in heard}
 
 
 def test_a_trial_that_has_paused_stays_so_in_a_second_run_of_its_orders(desk: Desk) -> None:

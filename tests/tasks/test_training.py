@@ -20,7 +20,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.events import Cause
-from prefect_tune.core.stoppers import MaxSteps, Never, Stopper
+from prefect_tune.core.stoppers import MaxSteps, Never, Stopper, as_stopper
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import (
     Broke,
@@ -153,6 +153,45 @@ def test_a_trial_that_is_kept_says_what_is_true_now(trained: Callable[..., Seque
 
     told = [each.report.metrics for each in trained(looks, StopAndSave()) if isinstance(each, StepDone)]
     assert told[-1] == {"before": 0, "step": 1, "asked": True}
+
+
+class _Saves(pt.Trainable):
+    """Has a state of nothing much; its third step reports something else."""
+
+    def setup(self, _config: Config) -> None:
+        self.steps = 0
+
+    def step(self) -> Mapping[str, object]:
+        self.steps += 1
+        return {"other": 1.0} if self.steps == 3 else {"loss": 1.0}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "state").write_text("1")
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None: ...
+
+
+def test_a_stopper_is_asked_once_a_step_and_what_it_says_with_a_checkpoint_holds(
+    trained: Callable[..., Sequence[FromTrial]], tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+
+    def says_so_once(_metrics: Config) -> bool:
+        with asked.open("a") as file:
+            file.write("x")
+        return asked.stat().st_size == 2
+
+    said = trained(_Saves, stopper=as_stopper(says_so_once), cadence=Cadence(every_steps=1))
+    steps = [(each.report.step, bool(each.over)) for each in said if isinstance(each, StepDone)]
+    assert steps == [(1, False), (2, True)]
+    assert isinstance(said[-1], TrialEnded)
+    assert asked.read_text() == "xx"
+
+
+def test_a_stopper_that_fails_does_so_once_the_state_is_saved(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    said = trained(_Saves, stopper=as_stopper({"loss": 5}), cadence=Cadence(every_steps=1))
+    assert [each.report.step for each in said if isinstance(each, StepDone) and each.checkpoint] == [1, 2, 3]
+    assert isinstance(said[-1], Broke)
 
 
 def test_nobody_asked_to_stop_who_was_not(trained: Callable[..., Sequence[FromTrial]]) -> None:

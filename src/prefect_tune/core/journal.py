@@ -289,7 +289,7 @@ def _caught_up(store: ObjectStore, known: Loaded, side_by_side: Mapper) -> Loade
     """Where the journal does not go on from what is known of it, it is another one now."""
     key = known.experiment.key
     if not known.experiment.number:
-        return known  # its first entry cannot be written where there is one, and then all of it is read
+        return known  # its first entry cannot be written where there is one, and then what there is is read
     try:
         return _followed(store, known, side_by_side)
     except JournalCorrupt:

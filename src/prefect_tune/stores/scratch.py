@@ -21,8 +21,8 @@ from prefect_tune.stores.file_lock import FileLock, Share
 __all__ = ["ScratchDirectory"]
 
 _LOCK = ".alive"
-_Modes: TypeAlias = tuple[int, ...]
-"""Of a directory and what is in it: what they are, and who may do what."""
+_Modes: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Of a directory and what is in it: what each is, and whose, and who may do what."""
 
 
 class ScratchDirectory:
@@ -38,7 +38,7 @@ class ScratchDirectory:
         self.path, self._modes = self._made_of.take(folders)
 
     def close(self) -> None:
-        """Remove it, and all that is in it."""
+        """Remove it and all that is in it, or keep it for the next where nobody can tell it from a new one."""
         self._made_of.take_back(self.path, self._folders, self._modes)
 
     def __enter__(self) -> Path:
@@ -116,7 +116,8 @@ def _is_there(directory: Path, folders: tuple[str, ...], modes: _Modes) -> bool:
 
 
 def _modes(directory: Path, folders: tuple[str, ...]) -> _Modes:
-    return tuple(each.lstat().st_mode for each in (directory, *(directory / name for name in folders)))
+    found = [each.lstat() for each in (directory, *(directory / name for name in folders))]
+    return tuple((each.st_mode, each.st_uid, each.st_gid) for each in found)
 
 
 def _is_renamed(directory: Path, other: Path) -> bool:
