@@ -129,6 +129,7 @@ class _Attempts:
         return self._seconds
 
     def __exit__(self, *_: object) -> None:
+        self._nursery.dismiss()
         time.sleep(_NANNIES_LEAVE_SECONDS)  # and what they used is counted
         self._nursery.__exit__()
 

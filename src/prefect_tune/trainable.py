@@ -60,7 +60,10 @@ class Trainable:
         return False
 
     def cleanup(self) -> None:
-        """Let go of what `setup` took. Called when the trial ends in order, not when its process dies."""
+        """Let go of what `setup` took. Called when the trial ends in order, not when its process dies.
+
+        What it raises once the trial is done, and its last checkpoint committed, is only said in the log.
+        """
 
 
 def require_trainable(kind: type) -> type[Trainable]:
