@@ -17,6 +17,8 @@ _CONTROL = "textarea, input, [role=switch], .cm-content"
 _CLICKS = 30
 _BETWEEN_CLICKS_MS = 1_000
 _HEARD_MS = 20_000
+_LOOKS = 12
+_LISTED_MS = 5_000
 _REDRAWN_MS = 500
 """Until what is drawn on a canvas is drawn again; nothing says when."""
 
@@ -140,9 +142,15 @@ class RunPage:
         self.page.locator("main").get_by_text(text).first.wait_for()
 
     def report(self, key: str) -> Locator:
-        """Open the artifact of this key; return what it says."""
+        """Open the artifact of this key, once there is one; return what it says."""
         self.page.get_by_role("tab", name="Artifacts").click()
-        self.page.get_by_text(key, exact=True).first.click()
+        listed = self.page.get_by_text(key, exact=True).first
+        for _ in range(_LOOKS):
+            with suppress(Error):
+                listed.wait_for(timeout=_LISTED_MS)
+                break
+            self.page.reload()  # it does not look again by itself
+        listed.click()
         self.page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()
         return self.page.locator("main")
 

@@ -96,7 +96,7 @@ import sys, prefect_tune as pt
 from tests.trainables.digits_table import DigitsTable
 print("begun", flush=True)
 results = pt.tune(
-    DigitsTable, {"row": pt.grid_search([1, 2, 3]), "step_seconds": 0.2}, target=sys.argv[1], experiment="digits",
+    DigitsTable, {"row": pt.grid_search([1, 2, 3]), "step_seconds": 0.4}, target=sys.argv[1], experiment="digits",
     metric="error", num_samples=1, stop={"step": 9}, scheduler=pt.ASHA(max_t=9), max_concurrent_trials=2,
 )
 print("best", results.best.trial, flush=True)
