@@ -119,10 +119,10 @@ def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptRe
 
 def _as_journaled(result: AttemptResult, plan: TrialPlan, log: Log) -> AttemptResult:
     """What becomes of a process whose trial is done, and committed, is its own affair (a `cleanup` that raises)."""
-    ended = _ended(result.experiment, plan) if isinstance(result.outcome, Failed) else None
-    if ended is not None and isinstance(result.outcome, Failed):
-        log.warning("the trial was done, and committed, when %s", result.outcome.message)
-    return ended or result
+    if not isinstance(result.outcome, Failed) or (ended := _ended(result.experiment, plan)) is None:
+        return result
+    log.warning("the trial was done, and committed, when %s", result.outcome.message)
+    return ended
 
 
 def _book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResult:

@@ -10,9 +10,9 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
 from uuid import uuid4
 
 from prefect_tune.stores.deadline import Deadline
@@ -21,8 +21,6 @@ from prefect_tune.stores.file_lock import FileLock, Share
 __all__ = ["ScratchDirectory"]
 
 _LOCK = ".alive"
-_Modes: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Of a directory and what is in it: what each is, and whose, and who may do what."""
 
 
 class ScratchDirectory:
@@ -34,18 +32,54 @@ class ScratchDirectory:
 
     def __init__(self, *folders: str) -> None:
         self._made_of = _home  # in a forked child there will be another
-        self._folders = folders
-        self.path, self._modes = self._made_of.take(folders)
+        self._tree = self._made_of.take(folders)
+        self.path = self._tree.path
 
     def close(self) -> None:
         """Remove it and all that is in it, or keep it for the next where nobody can tell it from a new one."""
-        self._made_of.take_back(self.path, self._folders, self._modes)
+        self._made_of.take_back(self._tree)
 
     def __enter__(self) -> Path:
         return self.path
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """A directory, the folders in it, and as what they were made: what each is, whose, and who may do what."""
+
+    path: Path
+    folders: tuple[str, ...]
+    modes: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def made(path: Path, folders: tuple[str, ...]) -> _Tree:
+        path.mkdir(parents=True)  # who tidies up may have taken what nothing was in
+        for name in folders:
+            (path / name).mkdir()
+        return _Tree(path, folders, _modes(path, folders))
+
+    def is_there(self) -> bool:
+        """Whether nobody has tidied it away, or locked anybody out."""
+        with suppress(OSError):
+            return _modes(self.path, self.folders) == self.modes
+        return False
+
+    def renamed(self, path: Path) -> _Tree | None:
+        """Return it under another name, where whoever had it has left nothing."""
+        with suppress(OSError):
+            is_empty = not any(any((self.path / name).iterdir()) for name in self.folders)
+            nothing_more = {each.name for each in self.path.iterdir()} == set(self.folders)
+            if is_empty and nothing_more and self.is_there():
+                return replace(self, path=self.path.rename(path))
+        return None
+
+
+def _modes(path: Path, folders: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
+    found = [each.lstat() for each in (path, *(path / name for name in folders))]
+    return tuple((each.st_mode, each.st_uid, each.st_gid) for each in found)
 
 
 class _Home:
@@ -56,32 +90,30 @@ class _Home:
         self._taken_count = 0
         self._undo = ExitStack()
         self._directory = Path()
-        self._spare: dict[tuple[str, ...], list[tuple[Path, _Modes]]] = {}
+        self._spare: dict[tuple[str, ...], list[_Tree]] = {}
 
-    def take(self, folders: tuple[str, ...]) -> tuple[Path, _Modes]:
+    def take(self, folders: tuple[str, ...]) -> _Tree:
         with self._guard:
             if not self._taken_count:
                 self._directory = self._undo.enter_context(_locked_directory())
             self._taken_count += 1
             spare = self._spare.get(folders, [])
             while spare:
-                directory, modes = spare.pop()
-                if _is_there(directory, folders, modes):  # nobody has tidied it away
-                    return directory, modes
+                if (tree := spare.pop()).is_there():
+                    return tree
         try:
-            return _made_with(self._directory / uuid4().hex, folders)
+            return _Tree.made(self._directory / uuid4().hex, folders)
         except BaseException:
             self._leave()
             raise
 
-    def take_back(self, directory: Path, folders: tuple[str, ...], modes: _Modes) -> None:
+    def take_back(self, tree: _Tree) -> None:
         try:
-            other = self._directory / uuid4().hex
-            if folders and _is_as_made(directory, folders, modes) and _is_renamed(directory, other):
+            if tree.folders and (other := tree.renamed(self._directory / uuid4().hex)) is not None:
                 with self._guard:
-                    self._spare.setdefault(folders, []).append((other, modes))
+                    self._spare.setdefault(tree.folders, []).append(other)
             else:
-                shutil.rmtree(directory, ignore_errors=True)
+                shutil.rmtree(tree.path, ignore_errors=True)
         finally:
             self._leave()
 
@@ -91,40 +123,6 @@ class _Home:
             if not self._taken_count:
                 self._spare.clear()
                 self._undo.close()
-
-
-def _made_with(directory: Path, folders: tuple[str, ...]) -> tuple[Path, _Modes]:
-    directory.mkdir(parents=True)  # who tidies up may have taken what nothing was in
-    for name in folders:
-        (directory / name).mkdir()
-    return directory, _modes(directory, folders)
-
-
-def _is_as_made(directory: Path, folders: tuple[str, ...], modes: _Modes) -> bool:
-    """Whether whoever had it has left nothing, and has locked nobody out."""
-    with suppress(OSError):
-        is_empty = not any(any((directory / name).iterdir()) for name in folders)
-        nothing_more = {each.name for each in directory.iterdir()} == set(folders)
-        return is_empty and nothing_more and _is_there(directory, folders, modes)
-    return False
-
-
-def _is_there(directory: Path, folders: tuple[str, ...], modes: _Modes) -> bool:
-    with suppress(OSError):
-        return _modes(directory, folders) == modes
-    return False
-
-
-def _modes(directory: Path, folders: tuple[str, ...]) -> _Modes:
-    found = [each.lstat() for each in (directory, *(directory / name for name in folders))]
-    return tuple((each.st_mode, each.st_uid, each.st_gid) for each in found)
-
-
-def _is_renamed(directory: Path, other: Path) -> bool:
-    with suppress(OSError):
-        directory.rename(other)
-        return True
-    return False
 
 
 _home = _Home()
