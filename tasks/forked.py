@@ -30,6 +30,7 @@ class Forks:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process = process
         self._control = control
+        self._was_asked = False
 
     @staticmethod
     def start(environment: Mapping[str, str]) -> Forks:
@@ -50,6 +51,7 @@ class Forks:
 
     def fork(self) -> Expected:
         """Ask for a process that waits for its first words, and do not wait for it."""
+        self._was_asked = True
         with ExitStack() as undo:
             home = ScratchDirectory(_FIRST)
             undo.callback(home.close)
@@ -64,6 +66,8 @@ class Forks:
 
     def end(self) -> None:
         """End it; what it has forked lives on."""
+        if not self._was_asked:
+            self._process.kill()  # it may be importing still
         self._control.close()
         try:
             self._process.wait(_GOODBYE.total_seconds())

@@ -116,7 +116,6 @@ class _Pool:
         self._slots = slots
         self._guard = threading.RLock()
         self._used_count = 0
-        self._has_forked = False
         self._waiting: list[tuple[_Kind, Child]] = []
         self._expected: list[tuple[Forks, Expected]] = []
         self._forks: Forks | None = None
@@ -177,7 +176,6 @@ class _Pool:
                 return child
         for _ in range(_TRIES):
             forks = self.forks()
-            self._has_forked = True
             if (child := forks.fork().child()) is not None:
                 return child
             self._lose(forks)
@@ -216,10 +214,8 @@ class _Pool:
             forks, self._forks = self._forks, None
         self.dismiss_waiting()
         self.forget_expected()
-        if forks is not None and self._has_forked:
+        if forks is not None:
             forks.end()
-        elif forks is not None:
-            forks.kill()  # it may be importing still
 
     def dismiss_waiting(self, *, slots: int = 0) -> None:
         """End those that have waited longest, down to as many as there are slots."""
