@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NoReturn
 from uuid import UUID, uuid4
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
-from prefect.input import RunInput
-from prefect.input.run_input import keyset_from_base_key
-from prefect.states import Suspended
+from prefect.input import RunInput, keyset_from_base_key, keyset_from_paused_state
+from prefect.states import Paused, Suspended
 
-__all__ = ["Shown", "can_be_suspended", "last_form", "leave_with", "leave_without"]
+__all__ = ["Shown", "can_be_suspended", "last_form", "leave_with", "leave_without", "pause_with"]
 
 _PREFIX = "prefect-tune-"
+_POLL_INTERVAL = timedelta(seconds=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,41 @@ def leave_with(form: type[RunInput], about: str) -> NoReturn:
         # A run that was suspended by somebody else has no form: Prefect's rules would not let it have one any more.
         client.set_flow_run_state(run_id, state, force=True)
     raise Pause(state=state)
+
+
+def pause_with(form: type[RunInput], timeout: timedelta) -> Mapping[str, object]:
+    """Set the flow run Paused with `form`, wait in this process for *Resume*, and return the answer.
+
+    Prefect's own `pause_flow_run` saves the form after the run is Paused, and its server rejects a Resume in between.
+
+    Returns:
+        What was typed, by field; empty where the form was left as it was.
+
+    Raises:
+        Abort: the run cannot be paused, or was cancelled or ended while it waited.
+    """
+    state: State[Any] = Paused(timeout_seconds=int(timeout.total_seconds()), pause_key=uuid4().hex)
+    keyset = keyset_from_paused_state(state)
+    state.state_details.run_input_keyset = {str(name): key for name, key in keyset.items()}
+    run_id = _run_id()
+    form.save(keyset, run_id)
+    with get_client(sync_client=True) as client:
+        paused = client.set_flow_run_state(run_id, state)
+        if paused.status is not SetStateStatus.ACCEPT:
+            raise Abort(f"The flow run cannot be paused: {paused.details}")
+        resumed = _state_after_pause(client, run_id)
+        if not resumed.is_running():
+            raise Abort(f"The flow run waited for an answer, and is {resumed.name} now: its process ends.")
+        return _answer(client, run_id, state.state_details.run_input_keyset)
+
+
+def _state_after_pause(client: SyncPrefectClient, run_id: UUID) -> State[Any]:
+    while True:
+        with suppress(httpx.TransportError):  # the API is away: the run is still Paused there
+            now = client.read_flow_run(run_id).state
+            if now is not None and not now.is_paused():
+                return now
+        time.sleep(_POLL_INTERVAL.total_seconds())
 
 
 def leave_without() -> NoReturn:

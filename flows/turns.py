@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from uuid import uuid4
+from datetime import timedelta
 
 from prefect.exceptions import Abort, TerminationSignal
-from prefect.flow_runs import pause_flow_run
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
@@ -21,7 +20,7 @@ from prefect_tune.core.questions import answer_to
 from prefect_tune.core.trial import ENDED, newest_checkpoint
 from prefect_tune.flows.going_on import HOW_TO_GO_ON, about
 from prefect_tune.flows.resume_forms import Form, form_of_question
-from prefect_tune.flows.suspension import can_be_suspended, leave_with, leave_without
+from prefect_tune.flows.suspension import can_be_suspended, leave_with, leave_without, pause_with
 from prefect_tune.flows.terminal_form import asked_in_terminal
 from prefect_tune.tasks.experiment_state import read_experiment
 from prefect_tune.tasks.suspension import is_suspended
@@ -29,7 +28,7 @@ from prefect_tune.tasks.suspension import is_suspended
 __all__ = ["STOPPED_HERE", "Turn", "answers_of_persons", "as_one_owner", "say_what_is_resumable"]
 
 STOPPED_HERE = "stopped here, as was chosen when the run was resumed"
-_PATIENCE_SECONDS = 30 * 24 * 3600
+_PATIENCE = timedelta(days=30)
 
 
 @dataclass(kw_only=True)
@@ -78,9 +77,8 @@ def _asked_here(question: Questioned, experiment: str) -> Answered:
     while True:
         get_run_logger().warning("trial %s asks a person, and waits for Resume: %s", question.trial, question.question)
         form = form_of_question(question, experiment, why)
-        given = pause_flow_run(form, timeout=_PATIENCE_SECONDS, poll_interval=2, key=uuid4().hex)
         try:
-            answer = answer_to(question.fields, given.model_dump())
+            answer = answer_to(question.fields, pause_with(form, _PATIENCE))
         except InvalidInput as bad:
             why = str(bad)
         else:

@@ -6,10 +6,14 @@ import io
 import sys
 from collections.abc import Mapping
 from typing import Any
+from uuid import UUID
 
 import pytest
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.exceptions import Abort
+from prefect.states import Cancelled
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
@@ -38,10 +42,50 @@ def test_a_script_waits_for_the_answer_and_goes_on(drivers: Drivers, local_targe
 
     with get_client(sync_client=True) as client:
         until(waits, seconds=90, what=lambda: driver.log[-3000:])
-        client.resume_flow_run(found[0].id, run_input={"by": 5, "why": "or so"})
+        resumed = client.resume_flow_run(found[0].id, run_input={"by": 5, "why": "or so"})
+    assert resumed.status is SetStateStatus.ACCEPT, resumed.details
     outcome = driver.wait(seconds=120)
     assert (outcome.get("step"), outcome.get("metrics")) == (4, {"count": 2 + 2 * 5}), outcome
     assert [dict(each.answer) for each in experiment_at(local_target, _NAME).answers] == [{"by": 5, "why": "or so"}]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_resume_in_the_instant_of_pausing_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    set_state, answers = SyncPrefectClient.set_flow_run_state, [{"go_on": False}, {}]
+
+    def set_and_resume(client: SyncPrefectClient, run_id: UUID, state: State[Any], **options: Any) -> object:
+        done = set_state(client, run_id, state, **options)
+        if state.is_paused():
+            resumed = client.resume_flow_run(run_id, run_input=answers.pop(0))
+            assert resumed.status is SetStateStatus.ACCEPT, resumed.details
+        return done
+
+    monkeypatch.setattr(SyncPrefectClient, "set_flow_run_state", set_and_resume)
+    done = pt.durable_trainable(inquisitor, {"questions": 2}, target=local_target, experiment=_NAME, isolation="thread")
+    assert done.metrics == {"loss": 0.0}
+    given = [dict(each.answer) for each in experiment_at(local_target, _NAME).answers]
+    assert given == [{"go_on": False}, {"go_on": True}]  # an untouched form means its defaults
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_that_is_cancelled_while_it_waits_for_an_answer_ends(
+    monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    set_state = SyncPrefectClient.set_flow_run_state
+
+    def set_and_cancel(client: SyncPrefectClient, run_id: UUID, state: State[Any], **options: Any) -> object:
+        done = set_state(client, run_id, state, **options)
+        if state.is_paused():
+            set_state(client, run_id, Cancelled(), force=True)
+        return done
+
+    monkeypatch.setattr(SyncPrefectClient, "set_flow_run_state", set_and_cancel)
+    with pytest.raises(Abort, match="is Cancelled now"):
+        pt.durable_trainable(inquisitor, {"questions": 1}, target=local_target, experiment=_NAME, isolation="thread")
 
 
 def test_what_is_typed_is_asked_for_again_until_it_can_be_meant(
