@@ -79,7 +79,7 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def prefect_server(pytestconfig: pytest.Config) -> Iterator[str]:
     """Return the API address of a Prefect server on an empty database, shared by the session's tests.
 
     Started when first asked for. Flows and tasks called in the test use it without being told; give the
@@ -88,12 +88,12 @@ def prefect_server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPat
     from prefect.settings import get_current_settings
     from prefect.testing import utilities
 
-    from tests.fakes.prefect_database import migrated_database
+    from tests.fakes.prefect_database import IN_MEMORY, migrated_database
 
-    folder = tmp_path_factory.mktemp("prefect")
-    shutil.copy(migrated_database(pytestconfig), folder / "prefect-test.db")
+    folder = tempfile.mkdtemp(dir=IN_MEMORY)  # the harness removes it when this process ends
+    shutil.copy(migrated_database(pytestconfig), Path(folder, "prefect-test.db"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utilities, "mkdtemp", lambda: str(folder))
+        patch.setattr(utilities, "mkdtemp", lambda: folder)
         with utilities.prefect_test_harness(server_startup_timeout=180):
             yield str(get_current_settings().api.url)
 

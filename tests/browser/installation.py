@@ -20,13 +20,12 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
 
 from prefect_tune.prefect_server import PrefectServer, start_prefect_server
+from tests.fakes.prefect_database import IN_MEMORY
 
 __all__ = ["Installation", "installed"]
 
 _POOL = "training"
 _MARK = "PREFECT_TUNE_TEST_INSTALLATION"
-_MEMORY = Path("/dev/shm")
-"""On a disk that is busy with other tests SQLite is locked for so long that clicks are refused."""
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -75,28 +74,26 @@ class Installation:
 def installed(folder: Path, migrated: Path) -> Iterator[Installation]:
     """Install it below `folder`, on a copy of a database that has its tables, and end all of it with the block."""
     mark = uuid4().hex
-    memory = TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
-    database = Path(memory.name) / "prefect.db"
-    settings = {
-        **os.environ,
-        _MARK: mark,
-        "PREFECT_HOME": str(folder),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
-        "PREFECT_API_LOG_RETRYABLE_ERRORS": "true",  # why it was too busy
-        "PREFECT_WORKER_QUERY_SECONDS": "1",
-        "PYTHONPATH": str(_REPOSITORY),
-    }
-    shutil.copy(migrated, database)
-    with _server_log(folder).open("wb") as log:
+    with TemporaryDirectory(dir=IN_MEMORY) as memory, _server_log(folder).open("wb") as log:
+        database = Path(memory, "prefect.db")
+        settings = {
+            **os.environ,
+            _MARK: mark,
+            "PREFECT_HOME": str(folder),
+            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
+            "PREFECT_API_LOG_RETRYABLE_ERRORS": "true",  # why it was too busy
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PYTHONPATH": str(_REPOSITORY),
+        }
+        shutil.copy(migrated, database)
         server = start_prefect_server(settings, log)
-    try:
-        assert server.answers(), _server_log(folder).read_text()
-        with _deployed(server, settings, folder) as installation:
-            yield installation
-    finally:
-        server.end()
-        _end_all(mark)
-        memory.cleanup()
+        try:
+            assert server.answers(), _server_log(folder).read_text()
+            with _deployed(server, settings, folder) as installation:
+                yield installation
+        finally:
+            server.end()
+            _end_all(mark)
 
 
 def _server_log(folder: Path) -> Path:
