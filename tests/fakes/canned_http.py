@@ -12,11 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 __all__ = ["Canned", "answering", "s3_error"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Canned:
-    """Where the server is, and the headers of every request so far."""
+    """Where the server is, the headers of every request so far, and the answer, which may be changed."""
 
-    url: str
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+    url: str = ""
     asked: list[Mapping[str, str]] = field(default_factory=list)
 
 
@@ -34,17 +37,19 @@ def answering(
     *,
     tls: ssl.SSLContext | None = None,
 ) -> Iterator[Canned]:
-    """Yield a server that answers every request the same."""
-    asked: list[Mapping[str, str]] = []
+    """Yield a server that answers every request the same, until the answer is changed."""
+    canned = Canned(status, body, headers or {})
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def _answer(self) -> None:
-            asked.append({name.lower(): value for name, value in self.headers.items()})
+            canned.asked.append({name.lower(): value for name, value in self.headers.items()})
             self.rfile.read(int(self.headers.get("content-length") or 0))
+            status, body, sent = canned.status, canned.body, canned.headers  # they may be changed from here on
             self.send_response(status)
-            for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
+            for name, value in {"content-length": str(len(body)), **sent}.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":
@@ -61,7 +66,8 @@ def answering(
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
-        yield Canned(f"{'https' if tls else 'http'}://localhost:{server.server_port}", asked)
+        canned.url = f"{'https' if tls else 'http'}://localhost:{server.server_port}"
+        yield canned
     finally:
         server.shutdown()
         server.server_close()

@@ -114,7 +114,7 @@ def test_a_refusal_is_final(sink: S3Sink, act: str) -> None:
     sink.fault = lambda _request: Fault.REFUSE_403
     with pytest.raises(StoreRefused, match="permission"):
         _calls(object_store(sink.endpoint))[act]()
-    assert len(sink.log) == 1
+    assert len(sink.log) == (2 if act == "size" else 1)  # the answer to a HEAD has no body: a listing says why
 
 
 @pytest.mark.parametrize("act", _ACTS)

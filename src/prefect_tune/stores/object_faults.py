@@ -8,37 +8,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.stores.object_codes import CODES, ErrorCode, Meaning
 
 __all__ = ["Fault"]
 
 # The client tells status and kind nowhere but in its text, which ends with a dump of the error's fields.
-_STATUS = re.compile(r"\bstatus: (\d{3})\b")
+_STATUS = re.compile(r"\bstatus: (\d{3})\b|DeleteFailed \{[^}]*\bcode: \"(\d{3})\"")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
-_CODE = re.compile(r"<Code>(\w+)</Code>|\"reason\": ?\"(\w+)\"")
+# XML of S3, Google and Azure, of an entry of a batch delete too; JSON of Google; JSON of OAuth.
+_CODE = re.compile(r"<Code>([\w.]+)</Code>|\"reason\": ?\"(\w+)\"|\"error\": ?\"(\w+)\"")
 _BEFORE_ASKING = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client itself would not ask
 _INSTANCE_METADATA = re.compile(r"https?://(169\.254\.\d+\.\d+|\[fd00:ec2::254\]|metadata\.google)")
-_CONFLICTS = frozenset({"ConditionalRequestConflict", "OperationAborted"})
-_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
-_ADVICE: Mapping[str, str] = MappingProxyType(
-    {
-        "NoSuchBucket": "there is no such bucket: create it, or correct the bucket's name or the endpoint",
-        "ContainerNotFound": "there is no such container: create it, or correct its name or the account",
-        "InvalidAccessKeyId": "the server does not know this access key: correct the credentials",
-        "SignatureDoesNotMatch": "the secret does not belong to the access key: correct the credentials",
-        "AuthenticationFailed": "the server does not accept the credentials: correct them",
-        "ExpiredToken": "the credentials have expired: give fresh ones",
-        "InvalidToken": "the session token is not valid: give fresh credentials",
-        "TokenRefreshRequired": "the credentials have expired: give fresh ones",
-        "AccessDenied": "the credentials lack the permission: allow get, put, list and delete there",
-        "AllAccessDisabled": "all access to this bucket is switched off",
-        "AuthorizationHeaderMalformed": "the bucket lies in another region: set the region",
-        "IllegalLocationConstraintException": "the bucket lies in another region: set the region",
-        "PermanentRedirect": "the bucket lies in another region: set the region or the endpoint",
-        "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
-        "InvalidCertificate": "the server's certificate is not trusted: trust its authority, or correct the endpoint",
-        "BadScheme": "the endpoint has no TLS: allow http, or correct the endpoint",
-    }
-)
+_PASSING_STATUSES = frozenset({408, 409, 423, 425, 429, 499})
+_FINAL_STATUSES = frozenset({501, 505})
+_UNKNOWN_STATUSES = frozenset({499})
 _ADVICE_BY_STATUS: Mapping[int, str] = MappingProxyType(
     {
         301: "the bucket lies in another region: set the region or the endpoint",
@@ -64,33 +47,56 @@ class Fault:
     def of(cls, error: Exception) -> Fault:
         """Read the fault out of the client's error."""
         text = str(error)
-        status, kind = _STATUS.search(text), _KIND.search(text)
-        code = _CODE.search(text) if status else _BEFORE_ASKING.search(text)
-        return cls(
-            int(status[1]) if status else None,
-            kind[1] if kind else None,
-            next(filter(None, code.groups()), None) if code else None,
-            text.partition("\n")[0] + (f" ({kind[1]})" if kind else ""),
-        )
+        status, kind = _first(_STATUS, text), _first(_KIND, text)
+        code = _first(_CODE if status else _BEFORE_ASKING, text)
+        said = text.partition("\n")[0]
+        details = [part for part in (kind, code) if part and f">{part}<" not in said]
+        return cls(int(status) if status else None, kind, code, f"{said} ({', '.join(details)})" if details else said)
+
+    @property
+    def meaning(self) -> Meaning:
+        """What the code means where a vendor documents it, or else the status, or how the connection failed."""
+        if row := self._row:
+            return row.meaning
+        if self.status is None:
+            return Meaning.REFUSED if self.kind is None else self._of_connection()
+        if self.status in _UNKNOWN_STATUSES or (self.status >= 500 and self.status not in _FINAL_STATUSES):
+            return Meaning.UNKNOWN
+        if self.status == 412:
+            return Meaning.PRESENT
+        return Meaning.PASSING if self.status in _PASSING_STATUSES else Meaning.REFUSED
+
+    def _of_connection(self) -> Meaning:
+        return Meaning.PASSING if self.kind == "Connect" else Meaning.UNKNOWN
+
+    @property
+    def _row(self) -> ErrorCode | None:
+        return CODES.get(self.code or "")
 
     @property
     def transient(self) -> bool:
         """Whether the same request may succeed in a moment."""
-        if self.status is not None:
-            return self.status in (408, 429) or (self.status >= 500 and self.status != 501) or self.conflict
-        return self.kind is not None and not self.code
-
-    @property
-    def conflict(self) -> bool:
-        """Whether the server was busy with another write of the same object, and says nothing about ours."""
-        return self.status == 409 and self.code in _CONFLICTS
+        return self.meaning in (Meaning.PASSING, Meaning.UNKNOWN)
 
     @property
     def perhaps_done(self) -> bool:
         """Whether the server may have done what was asked."""
-        if self.status is not None:
-            return self.status >= 500
-        return self.kind != "Connect" and not self.code
+        return self.meaning is Meaning.UNKNOWN or (self.transient and (self.status or 0) >= 500)
+
+    @property
+    def is_present(self) -> bool:
+        """Whether a create was refused since something is there; a conflict without a code is taken for that."""
+        return self.meaning is Meaning.PRESENT or (self.status == 409 and self._row is None)
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether an entry of a batch that was answered says that its object is not there."""
+        return self.meaning is Meaning.ABSENT and self.status == 200
+
+    @property
+    def says_no_reason(self) -> bool:
+        """Whether the server refused without a body that says why, as in every answer to a HEAD."""
+        return self.status is not None and self.code is None and not self.transient
 
     @property
     def beyond_the_end(self) -> bool:
@@ -100,7 +106,7 @@ class Fault:
     @property
     def no_bucket(self) -> bool:
         """Whether it is the bucket that is missing, not the object."""
-        return self.code in _NO_BUCKET
+        return self.meaning is Meaning.NO_BUCKET
 
     def error(self, doing: str) -> TuneError:
         """Return what to raise when `doing` failed for good."""
@@ -109,9 +115,14 @@ class Fault:
                 f"{doing}: no credentials were given and this machine has none of its own: give keys, a "
                 f"credentials block or a profile ({self.said})"
             )
+        advice = self._row.advice if self._row else _ADVICE_BY_STATUS.get(self.status or 0, "")
         if self.transient:
-            return StoreUnavailable(f"{doing}: {self.said}")
-        advice = _ADVICE.get(self.code or "") or _ADVICE_BY_STATUS.get(self.status or 0)
+            return StoreUnavailable(f"{doing}: {advice} ({self.said})" if advice else f"{doing}: {self.said}")
         if self.status is None and "redirect" in self.said:
             advice = _ADVICE_BY_STATUS[301]
         return StoreRefused(f"{doing}: {advice or 'the client or the server will not do it'} ({self.said})")
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.search(text)
+    return next(filter(None, found.groups()), None) if found else None

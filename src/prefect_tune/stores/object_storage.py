@@ -104,7 +104,7 @@ class ObstoreStore:
             try:
                 obstore.put(client, checked_path(path), data, mode="create", use_multipart=False)
             except AlreadyExistsError as error:
-                if Fault.of(error).conflict:
+                if not Fault.of(error).is_present:
                     raise
                 raise AlreadyExists(f"{path}: something is there already") from error
 
@@ -157,8 +157,17 @@ class ObstoreStore:
 
     def size(self, path: str) -> int | None:
         checked = checked_path(path)
+
+        def look_up(client: Client) -> int:
+            try:
+                return obstore.head(client, checked)["size"]
+            except BaseError as error:
+                if Fault.of(error).says_no_reason:
+                    _page(client, count=1)  # the answer to a HEAD has no body that says why: this one does, or passes
+                raise
+
         try:
-            return self._ask(f"look up {path}", lambda client: obstore.head(client, checked)["size"])
+            return self._ask(f"look up {path}", look_up)
         except ObjectNotFound:
             return None
 
@@ -216,6 +225,8 @@ class ObstoreStore:
                 raise self._absence(doing, Fault.of(absent)) from absent
             except BaseError as error:
                 faults.append(Fault.of(error))
+                if faults[-1].is_absent:
+                    raise self._absence(doing, faults[-1]) from error
                 if not faults[-1].transient:
                     raise faults[-1].error(doing) from error
             else:
