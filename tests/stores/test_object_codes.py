@@ -164,7 +164,9 @@ def _deleted(failed: Sequence[tuple[str, str]]) -> bytes:
 def test_a_batch_that_failed_for_one_object_says_why(server: Canned, code: str, kind: type[TuneError]) -> None:
     with _store("s3", server) as store:
         server.status, server.body, server.headers = 200, _deleted([("b", code)]), {"content-type": "application/xml"}
-        assert type(_raised(lambda: store.delete(["a", "b"]))) is kind
+        error = _raised(lambda: store.delete(["a", "b"]))
+    assert type(error) is kind
+    assert CODES[code].advice in str(error)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, StoreUnavailable), (500, StoreUnavailable), (403, StoreRefused)])

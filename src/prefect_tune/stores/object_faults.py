@@ -15,8 +15,10 @@ __all__ = ["Fault"]
 # The client tells status and kind nowhere but in its text, which ends with a dump of the error's fields.
 _STATUS = re.compile(r"\bstatus: (\d{3})\b|DeleteFailed \{[^}]*\bcode: \"(\d{3})\"")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
-# XML of S3, Google and Azure, of an entry of a batch delete too; JSON of Google; JSON of OAuth.
-_CODE = re.compile(r"<Code>([\w.]+)</Code>|\"reason\": ?\"(\w+)\"|\"error\": ?\"(\w+)\"")
+# XML of S3, Google and Azure; an entry of a batch delete; JSON of Google; JSON of OAuth.
+_CODE = re.compile(
+    r"<Code>([\w.]+)</Code>|DeleteFailed \{[^}]*\bcode: \"([A-Za-z]\w+)\"|\"reason\": ?\"(\w+)\"|\"error\": ?\"(\w+)\""
+)
 _BEFORE_ASKING = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client itself would not ask
 _INSTANCE_METADATA = re.compile(r"https?://(169\.254\.\d+\.\d+|\[fd00:ec2::254\]|metadata\.google)")
 _PASSING_STATUSES = frozenset({408, 409, 423, 425, 429, 499})
@@ -48,7 +50,7 @@ class Fault:
         """Read the fault out of the client's error."""
         text = str(error)
         status, kind = _first(_STATUS, text), _first(_KIND, text)
-        code = _first(_CODE if status else _BEFORE_ASKING, text)
+        code = _first(_CODE, text) or (None if status else _first(_BEFORE_ASKING, text))
         said = text.partition("\n")[0]
         details = [part for part in (kind, code) if part and f">{part}<" not in said]
         return cls(int(status) if status else None, kind, code, f"{said} ({', '.join(details)})" if details else said)
@@ -91,7 +93,7 @@ class Fault:
     @property
     def is_absent(self) -> bool:
         """Whether an entry of a batch that was answered says that its object is not there."""
-        return self.meaning is Meaning.ABSENT and self.status == 200
+        return self.meaning is Meaning.ABSENT and self.status in (None, 200)
 
     @property
     def says_no_reason(self) -> bool:
