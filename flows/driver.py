@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import assert_never
 
-from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, StoreRefused, TuneError
+from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, TuneError
 from prefect_tune.core.events import (
     Cause,
     Decided,
@@ -281,7 +281,7 @@ class Driver:
         began = trial.attempt > self._attempts.pop(over.trial)
         if over.trial in self._broken:
             self._judge.give_up(trial.trial, Cause.BAD_METRIC, self._broken.pop(trial.trial))
-        elif isinstance(over.error, ResumeFailed | StoreRefused | InvalidInput):
+        elif isinstance(over.error, ResumeFailed | InvalidInput):
             self._judge.give_up(trial.trial, Cause.USER, str(over.error))
         elif over.error is not None and not isinstance(over.error, Exception):
             raise over.error  # nobody is to go on after a Ctrl-C
@@ -290,7 +290,7 @@ class Driver:
         elif trial.trial in self._state.questions:
             self._stopping.end(f"trial {trial.trial} asks a person")
         elif trial.status is Status.PENDING and trial.cause is not None and began:
-            self._judge.failed(trial, trial.cause)
+            self._judge.failed(trial, trial.cause, over.error)
         elif trial.status is Status.PENDING and self._stopping.ends:
             self._startable.append(trial.trial)  # it was stopped before it began
         elif trial.status in (Status.PENDING, Status.RUNNING):
@@ -351,7 +351,7 @@ class Driver:
         trial = self._state.trial(name)
         self._let_go_on(trial)
         if trial.status is Status.PENDING and trial.cause is not None and trial.attempt:
-            self._judge.judge(name, trial.cause)
+            self._judge.resumed(trial, trial.cause)
         elif trial.status is Status.PENDING:
             self._startable.append(name)
 

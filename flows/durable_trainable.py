@@ -19,7 +19,7 @@ from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.experiment_stoppers import of_experiment
-from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, verdict
+from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, machines_spent, verdict
 from prefect_tune.core.journal import Loaded
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.retention import Retention
@@ -47,7 +47,7 @@ from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.line import SoloLine
 from prefect_tune.tasks.plan import Orders, TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import unseen
+from prefect_tune.tasks.transient import retrying_refusals, unseen
 from prefect_tune.terminal.watch import Outlook
 
 __all__ = ["TrialResult", "durable_trainable"]
@@ -128,7 +128,8 @@ def durable_trainable(
         ResumeFailed: the experiment exists and cannot be read.
         CrashLoop: automations started this run again and again, and nothing came of it.
         StoreUnavailable: the target did not answer for too long. Running it again goes on.
-        StoreRefused: the target refuses, for its credentials say.
+        StoreRefused: the target refuses, for its credentials say: from the start, or for too long. Running it again
+            goes on.
     """
     where, name = resolve_target(target), experiment_name(experiment)
     turn: TrainingTurn | None = (first := first_turn(where, name, stop, trainable))
@@ -185,7 +186,7 @@ def _train(task: _Task, turn: TrainingTurn) -> Experiment:
         outlook = Outlook(state.name, trial_count=1, step_count=task.stopper.step_count)
         reporter = Reporter(plan.target, state, outlook, get_run_logger())
         news = SoloListener(Listeners([herald, reporter]), state)
-        with reported(reporter, stop):
+        with retrying_refusals(), reported(reporter, stop):
             state = _ready(task, news, followed(plan, state, turn))
             turn.reached(state)
             _say_where_it_stands(task, state)
@@ -257,6 +258,8 @@ def _ready(task: _Task, news: SoloListener, state: Experiment) -> Experiment:
         return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
     if trial.status is Status.FINISHED and not has_had_enough(plan, trial, task.stopper):
         return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"extended beyond step {trial.step}"))
+    if trial.status is Status.PENDING and machines_spent(trial, task.policy):
+        return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
     if trial.status is Status.PENDING and trial.cause is not None:
         return _judge(task, news, state, trial.cause)
     return state

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import assert_never
 
-from prefect_tune.core.events import Cause, GaveUp, Quarantined
-from prefect_tune.core.failures import GiveUp, Quarantine, Resumable, TryAgain, verdict
+from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
+from prefect_tune.core.events import Cause, GaveUp, Quarantined, Requeued
+from prefect_tune.core.failures import GiveUp, Quarantine, Resumable, TryAgain, machines_spent, verdict
 from prefect_tune.core.trial import Trial, newest_checkpoint
 from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.page import Page
@@ -14,6 +15,8 @@ from prefect_tune.flows.stopping import Stopping
 from prefect_tune.tasks.trial_channel import Log
 
 __all__ = ["Judge"]
+
+_TARGET_FAILS = (StoreUnavailable, StoreRefused, CommitUnknown)
 
 
 class Judge:
@@ -29,8 +32,15 @@ class Judge:
         self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
         """What the next attempt of a trial is to put aside."""
 
-    def failed(self, trial: Trial, cause: Cause) -> None:
-        """Say what an attempt died of, and judge it."""
+    def failed(self, trial: Trial, cause: Cause, error: BaseException | None = None) -> None:
+        """Say what an attempt died of, and judge it.
+
+        Raises:
+            StoreUnavailable, StoreRefused, CommitUnknown: that is what it died of, and its machine budget is spent.
+                The other trials share the target: the search ends, and its next run goes on with this trial too.
+        """
+        if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.failures):
+            raise error
         if not (self._stopping.ends and cause is Cause.PREEMPTED):
             self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
         self.judge(trial.trial, cause)
@@ -51,8 +61,19 @@ class Judge:
             case never:
                 assert_never(never)
 
+    def resumed(self, trial: Trial, cause: Cause) -> None:
+        """Judge a trial that an earlier run left; what its machines did is forgiven."""
+        if machines_spent(trial, self._limits.failures):
+            self._page.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
+            self._startable.append(trial.trial)
+        else:
+            self.judge(trial.trial, cause)
+
     def lost(self, trial: str, error: BaseException | None) -> None:
-        """An attempt that could not write how it ended is a failure of the machine that no journal counts."""
+        """An attempt that could not write how it ended is a failure of the machine that no journal counts.
+
+        Raises what `failed` raises.
+        """
         why = f"{type(error).__name__}: {error}" if error else "it ended without a word"
         newest = newest_checkpoint(self._page.state.trial(trial))
         saved = newest.sequence if newest else 0
@@ -61,6 +82,8 @@ class Judge:
         self._lost[trial] = (count, saved)
         self._log.warning("trial %s: attempt lost: %s", trial, why)
         if count > self._limits.failures.max_machine_failures:
+            if isinstance(error, _TARGET_FAILS):
+                raise error
             self.give_up(trial, Cause.MACHINE, f"{count} attempts were lost without a commit: {why}")
         else:
             self._startable.append(trial)

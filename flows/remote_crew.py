@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.answers import UNASKED, answer, take_back
-from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.events import Reported, Started
 from prefect_tune.core.experiment import Entry
 from prefect_tune.core.journal import next_entry
@@ -30,6 +31,8 @@ from prefect_tune.tasks.transient import retrying
 __all__ = ["Elsewhere", "RemoteCrew"]
 
 _REQUEST = timedelta(seconds=60)
+_UNREAD = timedelta(minutes=10)
+"""How long the target may fail before the search ends for it."""
 
 
 class Elsewhere(Protocol):
@@ -73,6 +76,7 @@ class RemoteCrew:
         self._attempts: dict[str, _Attempt] = {}
         self._experiment_id: str | None = None
         self._stopped = False
+        self._unread_since: float | None = None
 
     @property
     def outlives(self) -> bool:
@@ -147,13 +151,27 @@ class RemoteCrew:
             return found
 
     def _read(self, attempt: _Attempt) -> list[Message]:
-        """What its journal says that is new. Where the target goes away, the rest is read later."""
+        """What its journal says that is new. Where the target goes away, or refuses, the rest is read later."""
         entries: list[Entry] = []
-        with suppress(StoreUnavailable), self._target.open(timeout=_REQUEST) as store:
+        with self._read_later(), self._target.open(timeout=_REQUEST) as store:
             while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
                 attempt.read = entry.number
                 entries.append(entry)
         return [message for entry in entries for message in self._said_in(entry, attempt)]
+
+    @contextmanager
+    def _read_later(self) -> Iterator[None]:
+        """Let the target fail for a while: nothing is lost that a later look does not find."""
+        try:
+            yield
+        except (StoreUnavailable, StoreRefused) as error:
+            if self._unread_since is None:
+                logging.getLogger("prefect_tune").warning("what trials elsewhere have done is read later: %s", error)
+                self._unread_since = time.monotonic()
+            if time.monotonic() - self._unread_since > _UNREAD.total_seconds():
+                raise
+        else:
+            self._unread_since = None
 
     def _said_in(self, entry: Entry, attempt: _Attempt) -> list[Message]:
         trial = attempt.plan.trial.trial

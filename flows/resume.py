@@ -101,7 +101,8 @@ def resume(
         Superseded: another run has taken the experiment over.
         CrashLoop: automations started this run again and again, and nothing came of it.
         StoreUnavailable: the target did not answer for too long. Running it again goes on.
-        StoreRefused: the target refuses, for its credentials say.
+        StoreRefused: the target refuses, for its credentials say: from the start, or for too long. Running it again
+            goes on.
     """
     given = dict(locals())  # the parameters: `Asked` names them alike
     require_one_count(num_samples, samples_per_run)

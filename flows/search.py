@@ -62,7 +62,7 @@ from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import unseen
+from prefect_tune.tasks.transient import retrying_refusals, unseen
 from prefect_tune.terminal.watch import Outlook
 
 __all__ = ["begun", "searched"]
@@ -95,7 +95,7 @@ def _searched(turn: SearchTurn) -> Results:
     learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name)
 
     def search(stop: threading.Event) -> Experiment:
-        with crew as who:  # first: a process that others are forked from takes a moment to start
+        with crew as who, retrying_refusals():  # the crew first: what others are forked from takes a moment to start
             _require_fit(asked, plan, council)
             state, now, changes = _opened(turn, plan, limits, known or read_known(plan.target, name))
             turn.reached(state)

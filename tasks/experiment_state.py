@@ -31,7 +31,7 @@ from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.book import Listener
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING, retrying, unseen
+from prefect_tune.tasks.transient import RETRYING, is_unavailable, retrying, unseen
 
 __all__ = [
     "Opening",
@@ -49,7 +49,7 @@ __all__ = [
 _TIMEOUT_SECONDS = 120.0
 
 
-@task(name="check-target", task_run_name="check {target.uri}", **RETRYING)
+@task(name="check-target", task_run_name="check {target.uri}", **{**RETRYING, "retry_condition_fn": is_unavailable})
 def check_target(target: StorageTarget, *, timeout_seconds: float = 30.0) -> TargetCheck:
     """Find out, by using it, whether `target` can be trusted with checkpoints; says in one line what is wrong.
 
@@ -93,6 +93,7 @@ def restore_experiment_state(  # noqa: PLR0913 - the fifth saves reading again w
     Raises:
         ResumeFailed: it exists and cannot be read, whatever the number of tries. Nothing is started afresh.
         Superseded: others kept opening it first.
+        StoreRefused: the target refuses it; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: the retries are spent.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
@@ -141,7 +142,7 @@ def _opened(
         after = _appended(store, opened, adopted, _second(opening.stamp))
     except _BehindError as behind:
         raise Superseded(str(behind)) from behind
-    except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
+    except (JournalCorrupt, UnknownVersion) as error:
         raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started afresh, nothing is lost") from error
     opening.listener(adopted, after)
     return after

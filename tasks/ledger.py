@@ -18,6 +18,7 @@ from prefect_tune.core.errors import (
     InvalidInput,
     SaveOvertaken,
     StagedFilesChanged,
+    StoreRefused,
     StoreUnavailable,
     Superseded,
     TuneError,
@@ -164,12 +165,12 @@ class Ledger:
         return self.experiment.trial(self._plan.trial.trial)
 
     def _sync(self) -> None:
-        """Journal the reports that wait. A target that is away now is written to at the next occasion."""
+        """Journal the reports that wait. A target that is away, or refuses, is written to at the next occasion."""
         self._synced_at = time.monotonic()
         if self._waiting or self._unsettled:
             try:
                 self._write(())
-            except (StoreUnavailable, CommitUnknown) as error:
+            except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
                 self._log.warning("reports are journaled later: %s", error)
         self._artifacts.after_report()
 

@@ -51,7 +51,7 @@ from prefect_tune.tasks.ledger import Ledger
 from prefect_tune.tasks.line import Line
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.stamp import new_stamp, this_owner
-from prefect_tune.tasks.transient import RETRYING, unseen
+from prefect_tune.tasks.transient import RETRYING, retrying_refusals, unseen
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
 from prefect_tune.tasks.trial_channel import Log, trial_in_place
 
@@ -82,9 +82,9 @@ def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
         Superseded: the journal belongs to somebody else, and the trial's process is gone; or the experiment that
             gave the orders was deleted.
         ResumeFailed: there are checkpoints, and none of them can be used.
-        StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    with closing(line), place_held(plan.concurrency_limits, line.stop):
+    with retrying_refusals(), closing(line), place_held(plan.concurrency_limits, line.stop):
         return _attempt(plan, orders, line, get_run_logger())
 
 

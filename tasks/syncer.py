@@ -23,6 +23,7 @@ from prefect_tune.core.errors import (
     TuneError,
     UnknownVersion,
 )
+from prefect_tune.tasks.transient import may_pass
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget, SyncConfig
@@ -123,12 +124,11 @@ class Syncer(ABC):
                 self.retry()
             try:
                 return self.wait()
-            except HOPELESS:
-                self.reset()
-                raise
             except Exception as error:  # noqa: BLE001  a user's syncer may raise anything; the last is raised below
                 self.reset()
                 last = error
+            if isinstance(last, HOPELESS) and not may_pass(last):
+                raise last
         raise TuneError(f"sync failed, and {max_retries} retries too: {last}") from last
 
     def _pause(self, seconds: float) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_logger, get_run_logger
-from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
-from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
+from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
 
 if TYPE_CHECKING:
     from prefect import Task
@@ -21,12 +22,42 @@ if TYPE_CHECKING:
 
     from prefect_tune.tasks.trial_output import Log
 
-__all__ = ["RETRYING", "is_transient", "retrying", "unseen"]
+__all__ = [
+    "RETRYING",
+    "is_transient",
+    "is_unavailable",
+    "may_pass",
+    "retrying",
+    "retrying_refusals",
+    "unseen",
+]
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
-_RETRIES = 5
+_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
+"""Between the tries: a minute and a half together, for what replaces expired credentials needs about one."""
 _JITTER = 0.5
+_retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
+
+
+@contextmanager
+def retrying_refusals() -> Iterator[None]:
+    """Retry what the target refuses too, within this context: for a run whose target has passed `check_target`.
+
+    A target that has served a run refuses it later for what has changed meanwhile: credentials that expired, a policy,
+    a file system that was mounted again. Such a refusal passes, and the trial is not to blame for it.
+    """
+    token = _retries_refusals.set(True)
+    try:
+        yield
+    finally:
+        _retries_refusals.reset(token)
+
+
+def may_pass(error: object) -> bool:
+    """Return whether `error` says that the target failed in a way that may pass."""
+    refused = isinstance(error, StoreRefused) and _retries_refusals.get()
+    return refused or isinstance(error, StoreUnavailable | CommitUnknown)
 
 
 def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
@@ -34,16 +65,22 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
 
     A plain function on purpose: Prefect takes any other callable to mean "do not retry".
     """
-    error = state.result(raise_on_failure=False)
-    return isinstance(error, StoreUnavailable | CommitUnknown)
+    return may_pass(state.result(raise_on_failure=False))
+
+
+def is_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+    """As `is_transient`, for the task that a run begins with: a target that refuses it has never served the run."""
+    return isinstance(state.result(raise_on_failure=False), StoreUnavailable)
 
 
 def retrying(act: Callable[[], _Result]) -> _Result:
     """Return `act()`, tried again as a task of its own would be: for what is too small to be one."""
-    for seconds in exponential_backoff(backoff_factor=1)(_RETRIES):
+    for seconds in _PAUSES_SECONDS:
         try:
             return act()
-        except (StoreUnavailable, CommitUnknown) as error:
+        except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
+            if not may_pass(error):
+                raise
             pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
             _log().warning("tried again in %.1f s: %s", pause_seconds, error)
             time.sleep(pause_seconds)
@@ -68,8 +105,8 @@ RETRYING: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
     "refresh_cache": True,  # or Prefect asks its result storage all the same, a request for each run on a remote one
-    "retries": _RETRIES,
-    "retry_delay_seconds": exponential_backoff(backoff_factor=1),
+    "retries": len(_PAUSES_SECONDS),
+    "retry_delay_seconds": list(_PAUSES_SECONDS),
     "retry_jitter_factor": _JITTER,
     "retry_condition_fn": is_transient,
 }

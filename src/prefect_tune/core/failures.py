@@ -11,7 +11,7 @@ from prefect_tune.core.events import Cause
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import Value
 
-__all__ = ["FailurePolicy", "GiveUp", "Quarantine", "Resumable", "TryAgain", "Verdict", "verdict"]
+__all__ = ["FailurePolicy", "GiveUp", "Quarantine", "Resumable", "TryAgain", "Verdict", "machines_spent", "verdict"]
 
 _Count = Annotated[int, Field(ge=0)]
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC})
@@ -85,6 +85,14 @@ def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
     if trial.blamed_checkpoints:
         return GiveUp(f"{died}, from the checkpoint before too, so it is not the checkpoints: {trial.reason}")
     return Quarantine(trial.started_from, f"{died}: {trial.reason}")
+
+
+def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
+    """Return whether a trial that waits has met more machine failures than `policy` allows in one run.
+
+    Such a run ended before the trial was given up, its target failing for one. The next run begins with a fresh budget.
+    """
+    return trial.cause is Cause.MACHINE and bool(_spent(trial, Cause.MACHINE, policy))
 
 
 def _spent(trial: Trial, cause: Cause, policy: FailurePolicy) -> str:

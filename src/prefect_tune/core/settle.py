@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreUnavailable
+from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreRefused, StoreUnavailable
 from prefect_tune.core.store import Buffer, ObjectStore
 
 __all__ = ["create_or_recognize"]
@@ -30,5 +30,5 @@ def _is_there(store: ObjectStore, path: str, outcome: Exception) -> Buffer:
         return bytes(store.read(path))
     except ObjectNotFound as absent:
         raise CommitUnknown(f"{path}: {outcome}; nothing is there yet, but the write may still arrive") from absent
-    except StoreUnavailable as unreadable:
+    except (StoreUnavailable, StoreRefused) as unreadable:
         raise CommitUnknown(f"{path}: {outcome}; and it could not be read back: {unreadable}") from unreadable
