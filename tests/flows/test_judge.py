@@ -11,6 +11,7 @@ from functools import reduce
 import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
 from prefect_tune.core.events import (
     AttemptEnded,
     Cause,
@@ -62,6 +63,7 @@ class Court:
         self.page.put(Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1)))
         self.page.put(TrialAdded(trial=_TRIAL, config={}))
         self.sequence = 0
+        self.error: BaseException | None = None
 
     def loses_an_attempt(self, *, saves: bool = False) -> Status:
         """Return how the trial is when an attempt has vanished, and the next one was begun if it is to."""
@@ -78,7 +80,7 @@ class Court:
         if saves:
             self.sequence += 1
             self.page.put(Committed(trial=_TRIAL, checkpoint=CheckpointRef(step=self.sequence, sequence=self.sequence)))
-        self.judge.lost(_TRIAL, None)
+        self.judge.lost(_TRIAL, self.error)
         if self.startable:
             self.startable.clear()
             self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="its owner vanished"))
@@ -105,3 +107,44 @@ def test_a_checkpoint_that_is_put_aside_is_no_commit() -> None:
     court.loses_an_attempt()
     court.page.put(Quarantined(trial=_TRIAL, sequence=1, reason="damaged"))
     assert court.loses_an_attempt() is Status.ERRORED
+
+
+@pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
+def test_a_target_that_fails_for_too_long_ends_the_search_and_not_the_trial(kind: type[Exception]) -> None:
+    court = Court()
+    court.error = kind("the credentials have expired")
+    assert [court.loses_an_attempt() for _ in range(2)] == [Status.PENDING] * 2
+    with pytest.raises(kind, match="expired"):
+        court.loses_an_attempt()
+    assert court.page.state.trial(_TRIAL).status is Status.RUNNING, "whoever runs it again goes on with it"
+
+
+@pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
+def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not_the_trial(
+    kind: type[Exception],
+) -> None:
+    court = Court()
+    court.error = kind("the credentials have expired")
+    for _ in range(2):
+        court.loses_an_attempt()
+    state = court.page.state.trial(_TRIAL)
+    court.page.put(Started(trial=_TRIAL, attempt=state.attempt + 1, from_step=0, from_sequence=None))
+    court.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="not written"))
+    with pytest.raises(kind, match="expired"):
+        court.judge.failed(court.page.state.trial(_TRIAL), Cause.MACHINE, court.error)
+    assert court.page.state.trial(_TRIAL).status is Status.PENDING
+
+
+def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_with_a_fresh_one() -> None:
+    court = Court()
+    for _ in range(2):
+        court.loses_an_attempt()
+    state = court.page.state.trial(_TRIAL)
+    court.page.put(Started(trial=_TRIAL, attempt=state.attempt + 1, from_step=0, from_sequence=None))
+    court.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="not written"))
+    court.judge.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
+    assert list(court.startable) == [_TRIAL]
+    assert (court.page.state.trial(_TRIAL).status, court.page.state.trial(_TRIAL).machine_failures) == (
+        Status.PENDING,
+        0,
+    )
