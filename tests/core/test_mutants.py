@@ -16,6 +16,7 @@ from prefect_tune.core.store import Buffer
 from prefect_tune.core.trial import newest_checkpoint
 from prefect_tune.core.trials import Trials
 from prefect_tune.stores.posix import PosixStore
+from prefect_tune.stores.posix_publishing import Publisher
 from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness
 from tests.core.histories import base, fold, next_state, opened
 from tests.core.invariants import after_recovery
@@ -207,7 +208,7 @@ MUTANTS = {
         {settle.create_or_recognize: {"if _is_there(store, path, outcome) != data:": "if True:"}},
     ),
     "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._write: {"self._calls.fsync(file)": "pass"}}),
-    "no fsync of the name": Mutant(every_power_cut, {PosixStore._link: {"self._calls.fsync_folder(folder)": "pass"}}),
+    "no fsync of the name": Mutant(every_power_cut, {Publisher.link: {"self._calls.fsync_folder(folder)": "pass"}}),
     "no epoch check": Mutant(
         meeting_owners,
         {

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["free_port", "running"]
+__all__ = ["free_port", "running", "until_mounted"]
 
 _START_SECONDS = 60
 
@@ -42,3 +42,11 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
                 return
         time.sleep(0.05)
     raise RuntimeError(f"{process.args!r} did not listen on {port}: {log.read_text()[-2000:]}")
+
+
+def until_mounted(folder: Path, process: subprocess.Popen[bytes], *, seconds: float = 30) -> bool:
+    """Wait until something is mounted at `folder`; False where `process`, which mounts it, ends instead."""
+    end = time.monotonic() + seconds
+    while not folder.is_mount() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return folder.is_mount()

@@ -146,3 +146,25 @@ def test_a_system_call_that_fails_is_told_and_leaves_whole_objects(tmp_path: Pat
         assert done.returncode in allowed, label
         _check_survivors(root, act, label, acknowledged=done.returncode == 0)
     print(f"{act}: {number} at {len(points)} system calls")
+
+
+@pytest.mark.parametrize(
+    ("act", "call"),
+    [
+        ("create", "linkat"),
+        pytest.param("put", "linkat", marks=pytest.mark.deep),
+        pytest.param("create", "openat", marks=pytest.mark.deep),
+        pytest.param("create", "write", marks=pytest.mark.deep),
+    ],
+)
+@pytest.mark.parametrize("number", ["ENOSYS", pytest.param("EOPNOTSUPP", marks=pytest.mark.deep)])
+def test_a_system_call_that_the_file_system_lacks_is_a_refusal(
+    tmp_path: Path, act: str, call: str, number: str
+) -> None:
+    for place, nth in enumerate(nth for name, nth in _ordinals(tmp_path, act) if name == call):
+        root = _furnished(tmp_path / f"lacking {place}")
+        done = _traced(
+            root, act, "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:error={number}:when={nth}+"
+        )
+        assert done.returncode == EXIT_REFUSED, f"{number} at {call} {nth}: exit {done.returncode} {done.stderr}"
+        _check_survivors(root, act, f"{number} at {call} {nth}", acknowledged=False)

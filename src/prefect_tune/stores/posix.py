@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from prefect_tune.core.errors import (
-    AlreadyExists,
-    CommitUnknown,
     ObjectNotFound,
     StoreRefused,
     StoreUnavailable,
@@ -21,9 +17,10 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.store import Buffer, Listed
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.paths import TEMPORARY, checked_folder, checked_path
-from prefect_tune.stores.posix_calls import FileStatus, FileSystemCalls, OsCalls
-from prefect_tune.stores.posix_errors import NOT_DONE, as_store_error
+from prefect_tune.stores.posix_calls import FileSystemCalls, OsCalls, named
+from prefect_tune.stores.posix_errors import as_store_error
 from prefect_tune.stores.posix_leftovers import LEFTOVER_AFTER, Sweeps, remove_leftovers
+from prefect_tune.stores.posix_publishing import Publisher, Temporary, discard, settle, status_at
 from prefect_tune.stores.posix_root import make_root
 
 __all__ = ["PosixStore", "make_root"]
@@ -31,15 +28,6 @@ __all__ = ["PosixStore", "make_root"]
 _WRITE_BYTES = 16 << 20  # between two looks at the clock
 _READ_BYTES = 64 << 20
 _RACES = 100  # a folder is pruned under a writer again and again only if something is badly wrong
-
-
-@dataclass(frozen=True, slots=True)
-class _Temporary:
-    """Whole, synced, unpublished bytes."""
-
-    name: str
-    folder: int
-    status: FileStatus
 
 
 class PosixStore:
@@ -64,7 +52,8 @@ class PosixStore:
     ) -> None:
         self.root = root
         self._deadline = deadline or Deadline.never()
-        self._calls = calls or OsCalls()
+        self._calls = named(calls or OsCalls())
+        self._publisher = Publisher(self._calls, root)
         self._sweeps = sweeps or Sweeps()
         self._identity: tuple[int, int] | None = None
 
@@ -76,7 +65,7 @@ class PosixStore:
         """See `ObjectStore.create`."""
         folder, _, name = checked_path(path).rpartition("/")
         with self._told("create", path) as root, self._temporary(root, data) as fresh:
-            self._publish(root, folder, fresh, lambda target: self._link(fresh, target, name, path))
+            self._publish(root, folder, fresh, lambda target: self._publisher.link(fresh, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
         """See `ObjectStore.put`. What is there with the same size is left alone."""
@@ -85,7 +74,7 @@ class PosixStore:
             if self._size(root, path) == memoryview(data).nbytes:
                 return
             with self._temporary(root, data) as fresh:
-                self._publish(root, folder, fresh, lambda target: self._replace(fresh, target, name))
+                self._publish(root, folder, fresh, lambda target: self._publisher.replace(fresh, target, name))
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         """See `ObjectStore.read`."""
@@ -132,12 +121,11 @@ class PosixStore:
         """Open the root for one operation, and tell its system errors as the store's."""
         what = f"{doing} of {path!r} in {self.root}"
         self._deadline.check(what)
-        with ExitStack() as opened:
-            root = self._open_root(opened, what)
-            try:
-                yield root
-            except OSError as error:
-                raise as_store_error(error, what) from error
+        try:
+            with ExitStack() as opened:
+                yield self._open_root(opened, what)
+        except OSError as error:
+            raise as_store_error(error, what) from error
 
     def _open_root(self, opened: ExitStack, what: str) -> int:
         try:
@@ -147,8 +135,6 @@ class PosixStore:
             raise StoreUnavailable(
                 f"{what}: the root itself is not there, so nothing is known; make it, or mount what holds it"
             ) from error
-        except OSError as error:
-            raise as_store_error(error, what) from error
         identity = (status.device, status.inode)
         if identity != (self._identity or identity):
             raise StoreUnavailable(f"{what}: the root is another directory than before; was it unmounted or replaced?")
@@ -207,24 +193,11 @@ class PosixStore:
         folder, _, name = checked_path(path).rpartition("/")
         with ExitStack() as opened:
             where = self._walk(opened, root, folder)
-            status = None if where is None else self._status(where, name)
+            status = None if where is None else status_at(self._calls, where, name)
             if where is None or status is None or status.is_folder:
                 return None
-            self._settle(where, status)
+            settle(self._calls, where, status)
             return status.size_bytes
-
-    def _status(self, folder: int, name: str) -> FileStatus | None:
-        try:
-            return self._calls.status_of(name, folder)
-        except FileNotFoundError:
-            return None
-
-    def _settle(self, folder: int, status: FileStatus) -> None:
-        """Make sure that an object which is believed in is also there after a power cut."""
-        if status.is_link:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        if status.links > 1:
-            self._calls.fsync_folder(folder)
 
     @contextmanager
     def _opened_file(self, root: int, path: str) -> Iterator[tuple[int, int]]:
@@ -240,14 +213,14 @@ class PosixStore:
                 raise ObjectNotFound(f"{path}: nothing there in {self.root}")
             if not status.is_file:
                 raise StoreRefused(f"{path} in {self.root}: not a plain file")
-            self._settle(where, status)
+            settle(self._calls, where, status)
             yield file, status.size_bytes
 
     def _below(self, folder: int, prefix: str, after: str) -> Iterator[Listed]:
         """Yield the objects below an open folder, in no order; what vanishes meanwhile is left out."""
         for name in self._calls.names(folder):
             path = prefix + name
-            status = None if path == TEMPORARY else self._status(folder, name)
+            status = None if path == TEMPORARY else status_at(self._calls, folder, name)
             if status is None:
                 continue
             if status.is_file and path > after:
@@ -261,7 +234,7 @@ class PosixStore:
     # ---------------------------------------------------------------------------------------------- writing
 
     @contextmanager
-    def _temporary(self, root: int, data: Buffer) -> Iterator[_Temporary]:
+    def _temporary(self, root: int, data: Buffer) -> Iterator[Temporary]:
         """Write and sync `data` under a hidden name, which goes once the object is safe or was not made."""
         with ExitStack() as opened:
             folder = self._open_temporary(opened, root)
@@ -272,13 +245,13 @@ class PosixStore:
                 self._write(file, data)
                 status = self._calls.status(file)
                 self._sweep(folder, status.modified_ns)
-                yield _Temporary(name, folder, status)
+                yield Temporary(name, folder, status)
             except BaseException:
                 # Once it is published, the second link is what tells the next reader to sync.
                 if not self._may_be_published(file):
-                    self._discard(name, folder)
+                    discard(self._calls, name, folder)
                 raise
-            self._discard(name, folder)
+            discard(self._calls, name, folder)
 
     def _open_temporary(self, opened: ExitStack, root: int) -> int:
         try:
@@ -301,11 +274,7 @@ class PosixStore:
         except OSError:
             return True
 
-    def _discard(self, name: str, folder: int) -> None:
-        with suppress(OSError):  # the outcome stands whatever becomes of the hidden name; it is swept later
-            self._calls.unlink(name, folder)
-
-    def _publish(self, root: int, folder: str, fresh: _Temporary, into: Callable[[int], None]) -> None:
+    def _publish(self, root: int, folder: str, fresh: Temporary, into: Callable[[int], None]) -> None:
         """Run `into` with the folder, made again when a delete pruned it in the meantime."""
         for _ in range(_RACES):
             self._deadline.check(f"publishing in {folder!r}")
@@ -314,63 +283,9 @@ class PosixStore:
                     into(self._make(opened, root, folder))
                 return
             except FileNotFoundError as error:
-                if self._status(fresh.folder, fresh.name) is None:
+                if status_at(self._calls, fresh.folder, fresh.name) is None:
                     raise StoreUnavailable(f"{fresh.name}: somebody removed it from {TEMPORARY!r}") from error
         raise StoreUnavailable(f"{folder!r} in {self.root}: vanished {_RACES} times while it was written to")
-
-    def _link(self, fresh: _Temporary, folder: int, name: str, path: str) -> None:
-        try:
-            self._calls.link(fresh.name, fresh.folder, name, folder)
-        except OSError as error:
-            if not self._is_linked(fresh, folder, name, error):
-                raise AlreadyExists(f"{path}: there already in {self.root}") from error
-        try:
-            self._calls.fsync_folder(folder)
-        except OSError as error:
-            raise CommitUnknown(f"{path} in {self.root}: written, but its folder cannot be synced: {error}") from error
-
-    def _is_linked(self, fresh: _Temporary, folder: int, name: str, error: OSError) -> bool:
-        """Say whether a link that failed is there all the same (a lost reply of NFS), or another file.
-
-        Raises:
-            OSError: it was not made.
-            CommitUnknown: it cannot be said.
-        """
-        if error.errno in NOT_DONE:
-            raise error
-        try:
-            there = self._status(folder, name)
-        except OSError as blind:
-            raise CommitUnknown(f"{name!r} in {self.root}: {error}, and then {blind}") from error
-        if there is None:
-            raise CommitUnknown(f"{name!r} in {self.root}: {error}; not there yet") from error
-        if there.inode == fresh.status.inode:
-            return True
-        if there.is_folder:
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
-        self._settle(folder, there)
-        return False
-
-    def _replace(self, fresh: _Temporary, folder: int, name: str) -> None:
-        """Link the object, over one whose size is wrong: spoilt by another writer, or by a disk."""
-        try:
-            self._calls.link(fresh.name, fresh.folder, name, folder)
-        except FileExistsError:
-            there = self._status(folder, name)
-            if there is not None and not there.is_file:
-                raise
-            if there is None or there.size_bytes != fresh.status.size_bytes:
-                self._rename(fresh, folder, name)
-        self._calls.fsync_folder(folder)
-
-    def _rename(self, fresh: _Temporary, folder: int, name: str) -> None:
-        second = f"{fresh.name}-again"
-        self._calls.link(fresh.name, fresh.folder, second, fresh.folder)  # two links until the folder is synced
-        try:
-            self._calls.rename(second, fresh.folder, name, folder)
-        except BaseException:
-            self._discard(second, fresh.folder)
-            raise
 
     # --------------------------------------------------------------------------------------------- removing
 

@@ -6,12 +6,14 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
-__all__ = ["FileStatus", "FileSystemCalls", "OsCalls"]
+__all__ = ["FileStatus", "FileSystemCalls", "OsCalls", "named"]
 
+_NOTHING_TO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync() stops at the drive's cache
 
@@ -103,8 +105,8 @@ class OsCalls:
         try:
             os.fsync(folder)
         except OSError as error:
-            # Some network file systems have nothing to sync in a folder, and say so this way.
-            if error.errno != errno.EINVAL:
+            # Some network and FUSE file systems have nothing to sync in a folder, and say so this way.
+            if error.errno not in _NOTHING_TO_SYNC:
                 raise
 
     def sync(self) -> None:
@@ -143,6 +145,29 @@ class OsCalls:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
+
+
+def named(calls: FileSystemCalls) -> FileSystemCalls:
+    """Return `calls` whose every error carries the name of the method that raised it as a note."""
+    return cast("FileSystemCalls", _Named(calls))
+
+
+class _Named:
+    def __init__(self, calls: FileSystemCalls) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        act = getattr(self._calls, name)
+
+        def call(*arguments: object) -> object:
+            try:
+                return act(*arguments)
+            except OSError as error:
+                error.add_note(name)
+                raise
+
+        setattr(self, name, call)  # looked up once
+        return call
 
 
 def _status(found: os.stat_result) -> FileStatus:
