@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.core.errors import DeadlineExceeded
+from prefect_tune.core.errors import DeadlineExceeded, StoreRefused
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.file_lock import FileLock, Share
 
@@ -70,3 +72,15 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_file_that_other
     with FileLock.take(path, Share.ALONE, Deadline.never()):
         assert removed
         assert FileLock.try_take(path, Share.ALONE) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_as_that_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(_file: object, _how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(StoreRefused, match="set TMPDIR to a local disk"):
+        FileLock.try_take(tmp_path / "lock", Share.ALONE)

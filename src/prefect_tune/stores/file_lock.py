@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.posix_errors import as_store_error
 
 __all__ = ["FileLock", "Share", "tries"]
 
@@ -76,6 +77,9 @@ class FileLock:
             except BlockingIOError:
                 os.close(file)
                 return None
+            except OSError as error:
+                os.close(file)
+                raise as_store_error(error, f"lock of {path}", call="lock") from error
             except BaseException:
                 os.close(file)
                 raise

@@ -33,9 +33,11 @@ _CANNOT: Mapping[str, str] = MappingProxyType(
         "names": f"this file system cannot list a folder: {_INSTEAD}",
         "is_empty": f"this file system cannot list a folder: {_INSTEAD}",
         "pread": f"this file system cannot read from the middle of a file: {_INSTEAD}",
+        "lock": "this file system has no locks, which a folder of this machine needs: set TMPDIR to a local disk",
         "write": f"this file system cannot write files like these: {_INSTEAD}",
     }
 )
+_MEANS_UNSUPPORTED = frozenset({(errno.EPERM, "link"), (errno.ENOLCK, "lock")})
 _CANNOT_ANYTHING = f"this file system does not do what is asked for: {_INSTEAD}"
 _KEYS = "the ticket or key of this mount has expired, or is missing: renew it (kinit)"
 _KEY_ERRORS = ("EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED", "ENOKEY")  # Linux only
@@ -86,7 +88,7 @@ def as_store_error(error: OSError, what: str, *, call: str = "") -> StoreRefused
     number = error.errno or 0
     if number in _FULL:
         return StoreUnavailable(f"{what}: the disk is full ({error.strerror}); free some space and try again")
-    if number in UNSUPPORTED or (number == errno.EPERM and call == "link"):
+    if number in UNSUPPORTED or (number, call) in _MEANS_UNSUPPORTED:
         return StoreRefused(f"{what}: {_CANNOT.get(call, _CANNOT_ANYTHING)} ({error.strerror})")
     reason = _FORBIDDEN.get(number) or _IMPOSSIBLE.get(number)
     if reason is not None:
