@@ -14,7 +14,9 @@ from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CommitUnknown,
     ObjectNotFound,
+    StoreRefused,
     StoreUnavailable,
+    TuneError,
     UnknownVersion,
 )
 from prefect_tune.core.events import Adopted, AttemptEnded, Cause, CheckpointRef, Quarantined, Reported
@@ -290,7 +292,8 @@ def test_a_refused_create_is_ours_if_our_bytes_are_there(there: bytes | None) ->
         create_or_recognize(store, "a", b"mine")
 
 
-def test_an_outcome_that_cannot_be_asked_for_stays_unknown() -> None:
+@pytest.mark.parametrize("why", [StoreUnavailable("503"), StoreRefused("ExpiredToken")])
+def test_an_outcome_that_cannot_be_asked_for_stays_unknown(why: TuneError) -> None:
     class Gone(MemoryStore):
         def create(self, path: str, data: object) -> None:
             del data
@@ -298,7 +301,7 @@ def test_an_outcome_that_cannot_be_asked_for_stays_unknown() -> None:
 
         def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
             del offset, length
-            raise StoreUnavailable(path)
+            raise why
 
     with pytest.raises(CommitUnknown, match="could not be read back"):
         create_or_recognize(Gone(), "a", b"mine")

@@ -13,6 +13,7 @@ from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.removal import remove
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
+from prefect_tune.flows import remote_crew
 from prefect_tune.flows.crew import Began, Message
 from prefect_tune.flows.remote_crew import RemoteCrew
 from prefect_tune.stores.posix import PosixStore
@@ -164,3 +165,30 @@ def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_na
     again = orders_of(FarSearch(target))
     assert first.experiment_id
     assert resumed.experiment_id == first.experiment_id != again.experiment_id
+
+
+@pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable])
+def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_told_of_once(
+    target: LocalTarget,
+    crew: RemoteCrew,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[Exception],
+) -> None:
+    attempt = FarAttempt(target)
+    attempt.starts()
+    attempt.reports(1, 2, asks=True)
+
+    def refuses(*_: object, **__: object) -> bytes:
+        raise kind("the credentials have expired")
+
+    with monkeypatch.context() as expired:
+        expired.setattr(PosixStore, "read", refuses)
+        assert [*crew.hear(NOW), *crew.hear(NOW)] == []
+        assert caplog.text.count("is read later: the credentials have expired") == 1
+    assert told(crew.hear(NOW)) == [(1, False), (2, True)]
+    with monkeypatch.context() as expired:
+        expired.setattr(PosixStore, "read", refuses)
+        expired.setattr(remote_crew, "_UNREAD", timedelta(0))
+        with pytest.raises(kind, match="expired"):
+            crew.hear(NOW)

@@ -20,6 +20,7 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.stores import object_storage
+from prefect_tune.stores.arrow_errors import as_arrow_error
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_codes import CODES, SOURCES, ErrorCode, Meaning
 from prefect_tune.stores.object_storage import ObstoreStore, client_times
@@ -208,3 +209,22 @@ def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: Canned) -> No
         body = _deleted([("b", "NoSuchKey")]).replace(b"<Deleted><Key>a</Key></Deleted>", b"")
         server.status, server.body, server.headers = 200, body, {"content-type": "application/xml"}
         store.delete(["b"])
+
+
+# -------------------------------------------------------------------------- as pyarrow and fsspec tell of them
+
+_TEXTS = (
+    "AWS Error UNKNOWN (HTTP status {status}) during HeadObject: Unable to parse ExceptionName: {code} Message: no",
+    "An error occurred ({code}) when calling the PutObject operation: no",
+    "no RequestId:1 Time:2 ErrorCode:{code}",
+)
+
+
+@pytest.mark.parametrize("text", _TEXTS, ids=["pyarrow", "botocore", "azure-core"])
+def test_each_code_means_the_same_in_the_text_of_another_client(text: str) -> None:
+    for row in CODES.values():
+        if not row.code[0].isupper() or row.meaning in (Meaning.ABSENT, Meaning.PRESENT):
+            continue
+        said = as_arrow_error(Exception(text.format(code=row.code, status=(row.statuses or (0,))[0])), "write")
+        assert type(said) is (StoreUnavailable if row.meaning in _PASSES else StoreRefused), row
+        assert row.advice in str(said)

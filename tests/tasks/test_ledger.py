@@ -406,14 +406,15 @@ def test_reports_are_journaled_after_the_period_without_another_one(desk: Desk) 
     ledger.close()
 
 
-def test_reports_wait_for_a_target_that_is_away(desk: Desk) -> None:
+@pytest.mark.parametrize("wrong", [StoreUnavailable("503"), StoreRefused("ExpiredToken"), CommitUnknown("no reply")])
+def test_reports_wait_for_a_target_that_is_away_or_refuses(desk: Desk, wrong: TuneError) -> None:
     often(desk, 0.05)
     ledger = desk.attempt()
     refused: list[str] = []
 
     def refuse(path: str) -> TuneError:
         refused.append(path)
-        return StoreUnavailable("503")
+        return wrong
 
     WEATHER.wrong = refuse
     ledger.note(report(1))
