@@ -300,7 +300,7 @@ def test_an_outcome_that_cannot_be_asked_for_stays_unknown(why: TuneError) -> No
             raise CommitUnknown(path)
 
         def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-            del offset, length
+            del path, offset, length
             raise why
 
     with pytest.raises(CommitUnknown, match="could not be read back"):
