@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from prefect.blocks.core import Block
 from pydantic import BeforeValidator
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import StoreRefused
 from prefect_tune.stores.aws_surroundings import S3Access, S3Keys, session_keys
 
 __all__ = [
@@ -97,7 +97,7 @@ def gcp_key(block: Any) -> str | None:
         try:
             return str(block.service_account_file.expanduser().read_text())
         except OSError as error:
-            raise InvalidInput(f"service_account_file {block.service_account_file}: {error.strerror}") from error
+            raise StoreRefused(f"service_account_file {block.service_account_file}: {error.strerror}") from error
     return None
 
 

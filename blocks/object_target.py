@@ -13,7 +13,7 @@ from urllib.parse import urlencode, urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from prefect_tune.blocks.target import StorageTarget
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
 
@@ -110,7 +110,7 @@ class ObjectTarget(StorageTarget, ABC):
             return connector(client_options=options, retry_config=times["retry_config"])
         except (BaseError, ValueError) as error:
             said = str(error).partition("\n")[0]
-            raise InvalidInput(f"{self.uri}: the client does not accept these settings: {said}") from error
+            raise StoreRefused(f"{self.uri}: the client does not accept these settings: {said}") from error
 
     def _transport(self) -> dict[str, Any]:
         options: dict[str, Any] = {"allow_http": self.allow_http}

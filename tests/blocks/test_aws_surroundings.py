@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.blocks import S3Target
-from prefect_tune.core.errors import InvalidInput, StoreRefused
+from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.stores.aws_surroundings import ambient_access
 from prefect_tune.stores.uris import open_location, read_uri
@@ -116,5 +116,17 @@ def test_a_role_that_the_surroundings_give_comes_before_a_profile(
 
 def test_a_profile_that_there_is_not_is_said(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "taem")
-    with pytest.raises(InvalidInput, match=r"profile .*taem"), opened():
+    with pytest.raises(StoreRefused, match=r"profile .*taem"), opened():
         pass
+
+
+@pytest.mark.parametrize("content", ["[default", "[default]\naws_access_key_id", "[default]\naws_access_key_id = x\n"])
+def test_a_file_of_credentials_that_is_being_rewritten_is_a_refusal_of_the_moment(
+    content: str, aws: Path, opened: Opened
+) -> None:
+    """No fault of what was asked for: while a run lasts, it is looked at again."""
+    (aws / "credentials").write_text(content)
+    (aws / "config").write_text("")
+    _usual(aws)
+    with pytest.raises(StoreRefused, match=r"profile|credentials"), opened() as store:
+        store.size("a")

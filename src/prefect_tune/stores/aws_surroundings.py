@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.errors import StoreRefused
 
 __all__ = ["S3Access", "S3Keys", "ambient_access", "ambient_endpoint", "ambient_http", "session_keys"]
 
@@ -46,7 +46,7 @@ def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -
         anonymous: nothing is signed, so that no profile is read.
 
     Raises:
-        InvalidInput: there is no such profile, or it cannot be read.
+        StoreRefused: there is no such profile, or it cannot be read.
     """
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     others = anonymous or any(name in environment for name in _COME_FIRST)
@@ -60,7 +60,7 @@ def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -
         keys = session_keys(session) if session.get_credentials() else None  # a profile may be a region alone
         return S3Access(keys, region or session.region_name)
     except BotoCoreError as error:
-        raise InvalidInput(f"the AWS profile of this machine cannot be used: {error}") from error
+        raise StoreRefused(f"the AWS profile of this machine cannot be used: {error}") from error
 
 
 def _has_profile(environment: Mapping[str, str]) -> bool:
@@ -76,4 +76,4 @@ def session_keys(session: Any) -> Callable[[], S3Keys]:
     try:
         return Boto3CredentialProvider(session)
     except ValueError as error:
-        raise InvalidInput(f"no AWS credentials in the profile {session.profile_name!r}") from error
+        raise StoreRefused(f"no AWS credentials in the profile {session.profile_name!r}") from error
