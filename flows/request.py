@@ -11,10 +11,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.metrics import storable
 from prefect_tune.core.stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.values import valid_name
 from prefect_tune.flows.spelled import stop_from
-from prefect_tune.session import storable
 from prefect_tune.trainable import require_trainable
 from prefect_tune.trial_process import load_trainable
 

@@ -22,6 +22,7 @@ from prefect_tune.core.wire import (
     StopAndSave,
     TrialEnded,
 )
+from prefect_tune.message_stream import MalformedMessage
 from prefect_tune.tasks.ledger import USERS_FAULT, HandedOver, Ledger
 from prefect_tune.tasks.line import Answer, Line
 from prefect_tune.tasks.plan import TrialPlan
@@ -115,6 +116,8 @@ class _Supervisor:
                 message = self._channel.receive(_TICK)
             except EOFError:
                 return self._died()
+            except MalformedMessage as error:
+                return self._failed(Cause.USER, str(error))
             outcome = self._took_in(message) if message else self._waited_enough()
             self._look_for_kills()
             if outcome is not None:

@@ -11,12 +11,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 from prefect_tune.core.wire import FromTrial, Start, ToTrial, from_trial
+from prefect_tune.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
 from prefect_tune.tasks.trial_output import Log, TrialOutput
 
 __all__ = ["AS_IT_IS", "Log", "TrialChannel", "became", "trial_in_place", "trial_process"]
@@ -41,13 +42,14 @@ class TrialChannel:
 
     def __init__(self, connection: Connection, body: _Body) -> None:
         self._connection = connection
+        self._reader = _reader_of(connection)
         self._body = body
         self._sending = threading.Lock()
 
     def go_over_to(self, connection: Connection, body: _Body) -> None:
         """Speak with another process from now on."""
         with self._sending:
-            self._connection, self._body = connection, body
+            self._connection, self._reader, self._body = connection, _reader_of(connection), body
 
     def tell(self, message: ToTrial) -> None:
         """Say it; a trial that is gone need not hear it, since `receive` tells."""
@@ -59,31 +61,30 @@ class TrialChannel:
 
         Raises:
             EOFError: the trial is gone, and everything it said has been received.
+            MalformedMessage: its process, or one that it started, wrote what is no message; nothing more can be read.
         """
         try:
-            if wait([self._connection], patience.total_seconds()) or self._has_last_words():
-                return from_trial.validate_json(self._connection.recv_bytes())
+            if (message := self._reader.read(patience)) is not None or self._body.is_alive():
+                return message
+            # A process that it forked may hold its side open: then nothing but its death says that it is gone.
+            if (message := self._reader.read(timedelta(0))) is not None:
+                return message
         except OSError as gone:  # it was killed in the middle of a message
             raise EOFError("the trial is gone") from gone
-        return None
-
-    def _has_last_words(self) -> bool:
-        """Whether a trial that is gone has left a message.
-
-        The channel's end says nothing of it as long as a process that the trial forked holds its side open.
-
-        Raises:
-            EOFError: it is gone, and has not.
-        """
-        if self._body.is_alive():
-            return False
-        if self._connection.poll():
-            return True
+        except MalformedMessage as error:
+            raise MalformedMessage(
+                f"the channel of the trial's process: {error}. Only that process and what it starts can write there: "
+                "look for code that writes to the number of a descriptor that it did not open (os.write, os.fdopen)"
+            ) from None
         raise EOFError("the trial is gone")
 
     def end(self) -> str:
         """End the trial, and everything that it has started; say what became of it."""
         return self._body.end()
+
+
+def _reader_of(connection: Connection) -> MessageReader[FromTrial]:
+    return MessageReader(connection, from_trial, limit_bytes=FROM_TRIAL_BYTES)
 
 
 @contextmanager

@@ -2,67 +2,63 @@
 
 from __future__ import annotations
 
-import math
+import os
+import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.metrics import storable
 from prefect_tune.core.questions import GO_ON, Scalar, answer_to, valid_fields
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import (
     Asked,
+    Broke,
     FromTrial,
     GoOn,
     Leave,
+    Loaded,
     Question,
     Saved,
     Start,
     StateSaved,
     StepDone,
     StopAndSave,
-    to_trial,
+    TrialEnded,
 )
-from prefect_tune.snapshot import snapshot
-from prefect_tune.trainable import TrialInfo
+from prefect_tune.ranks import require_first_rank
+from prefect_tune.snapshot import local_directory, require_written, snapshot
+from prefect_tune.supervisor_connection import SupervisorEnd
+from prefect_tune.trainable import TrialInfo, TrialOver
 
 if TYPE_CHECKING:
     from prefect_tune.checkpoint import Checkpoint
 
-__all__ = ["TrialOver", "TrialSession", "send", "storable"]
+__all__ = ["TrialOver", "TrialSession"]
 
-
-class TrialOver(BaseException):
-    """Unwinds the user's function when the trial is to end; not an Exception, so that no broad except stops it."""
-
-    def __init__(
-        self,
-        reason: str,
-        *,
-        interrupted: bool = False,
-        paused: bool = False,
-        left: bool = False,
-        question: Question | None = None,
-    ) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.interrupted = interrupted
-        self.paused = paused
-        self.left = left
-        self.question = question
+_RETURN_WITHIN = timedelta(seconds=20)
+"""How long a trainable has to return when only a thread that it started was told of the trial's end."""
 
 
 class TrialSession:
-    """One attempt as seen from inside: the channel to the supervisor, and what has been reported."""
+    """One attempt as seen from inside: the connection to the supervisor, and what has been reported.
 
-    def __init__(self, channel: Connection, start: Start, stopper: Stopper) -> None:
-        self._channel = channel
+    It belongs to the process and the thread that make it. Other threads of the process may report too: each call is
+    complete before the next one begins. A forked child may look at it, and nothing else.
+    """
+
+    def __init__(self, connection: SupervisorEnd, start: Start, stopper: Stopper) -> None:
+        self._connection = connection
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._reports = threading.RLock()  # held during a call; again by a `save` that calls back
+        self._sending = threading.Lock()
+        self._ended = False
+        self._overdue: threading.Timer | None = None
         self._start = start
         self._stopper = stopper
         self._curve: list[StepReport] = list(start.curve)
@@ -92,7 +88,12 @@ class TrialSession:
         )
 
     def is_asked_to_stop(self) -> bool:
-        self.listen()
+        self._require_own_process("pt.get_trial().should_checkpoint")
+        if self._reports.acquire(blocking=False):  # else another thread reports, and takes in what is said
+            try:
+                self.listen()
+            finally:
+                self._reports.release()
         return self.asked_to_stop
 
     def restored(self) -> Path | None:
@@ -100,42 +101,44 @@ class TrialSession:
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
         """The function API's step: report, hand over, and leave by `TrialOver` when the trial is to end."""
-        self._require_going_on()
-        told = self.count(metrics)
-        directory = _local_directory(checkpoint) if checkpoint is not None else None
-        if directory is None:
-            self.tell(told)
-        elif directory.parent == Path(self._start.staging):
-            self.hand_over(told, directory, "moved")
-        elif self._start.overlap:
-            self._wait_for_upload()
-            self.hand_over(told, snapshot(directory, self.new_directory()), "moved")
-        else:
-            self.hand_over(told, directory, "lent")
-        self.heed_milestone()
-        self.end_if_due(saved=directory is not None)
+        with self._reporting("pt.report"):
+            directory = local_directory(checkpoint) if checkpoint is not None else None
+            told = self.count(metrics)
+            if directory is None:
+                self.tell(told)
+            elif directory.parent == Path(os.path.realpath(self._start.staging)):
+                self.hand_over(told, directory, "moved")
+            elif self._start.overlap:
+                self._wait_for_upload()
+                self.hand_over(told, snapshot(directory, self.new_directory()), "moved")
+            else:
+                self.hand_over(told, directory, "lent")
+            self.heed_milestone()
+            self.end_if_due(saved=directory is not None)
 
     def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
         """The class API's step: report, have the state saved when that is due, and leave as `report` does."""
-        self._require_going_on()
-        told = self.count(metrics)
-        if saves := self._is_save_due():
-            self._saved_step, self._saved_at = self.step, time.monotonic()
-            self.hand_over(told, self._written_by(save), "moved", self._over_already())
-        else:
-            self.tell(told)
-        self.heed_milestone()
-        self.listen()  # and not again before the end: who is told to save and leave after this does so a step later
-        wants = self.wants_state
-        if wants and not saves:
-            self.hand_over_state(told, self._written_by(save))
-        self._end(saved=saves or wants)
+        with self._reporting("pt.report_step"):
+            told = self.count(metrics)
+            if saves := self._is_save_due():
+                self._saved_step, self._saved_at = self.step, time.monotonic()
+                self.hand_over(told, self._written_by(save), "moved", self._over_already())
+            else:
+                self.tell(told)
+            self.heed_milestone()
+            self.listen()  # and not again before the end: who is told to save and leave after this does so a step later
+            wants = self.wants_state
+            if wants and not saves:
+                self.hand_over_state(told, self._written_by(save))
+            self._end(saved=saves or wants)
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
         """Have the state after the last step saved, where that has not been done and the trial has not ended."""
-        if self._over is None and self.step > self._saved_step:
-            self._saved_step, self._saved_at = self.step, time.monotonic()
-            self.hand_over_state(self._curve[-1], self._written_by(save))
+        self._require_own_process("save_last_step")
+        with self._reports:
+            if self._over is None and self.step > self._saved_step:
+                self._saved_step, self._saved_at = self.step, time.monotonic()
+                self.hand_over_state(self._curve[-1], self._written_by(save))
 
     def ask(
         self,
@@ -145,16 +148,59 @@ class TrialSession:
         save: Callable[[str], None] | None,
     ) -> dict[str, Scalar]:
         """Return what a person has answered; where nobody has yet, leave by `TrialOver` until somebody does."""
-        self._require_going_on()
-        wanted = valid_fields(GO_ON if fields is None else fields)
-        asked = Question(key=key or f"step {self.step}: {question}", question=question, fields=wanted)
-        if (given := self._start.answers.get(asked.key)) is not None:
-            return answer_to(wanted, {name: value for name, value in given.items() if name in wanted})
-        if save is not None:
-            self.save_last_step(save)
-        self.settle()
-        self._over = TrialOver(f"asks a person: {question}", interrupted=True, question=asked)
-        raise self._over
+        with self._reporting("pt.ask"):
+            wanted = valid_fields(GO_ON if fields is None else fields)
+            asked = Question(key=key or f"step {self.step}: {question}", question=question, fields=wanted)
+            if (given := self._start.answers.get(asked.key)) is not None:
+                return answer_to(wanted, {name: value for name, value in given.items() if name in wanted})
+            if save is not None:
+                self.save_last_step(save)
+            self.settle()
+            raise self._leaving(TrialOver(f"asks a person: {question}", interrupted=True, question=asked))
+
+    def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
+        """Report what a function has returned, if it has, as the last report; return how the attempt ended."""
+        self._require_own_process("the end of the trainable")
+        with self._reports:
+            if self._over is None:
+                if returned is not None:
+                    self.tell(self.count(returned))
+                self.settle()
+                self._over = TrialOver("the trainable returned")
+                return TrialEnded(reason=self._over.reason, returned=True)
+            return self._over.ended()  # another thread was told, or a broad except has caught it
+
+    @contextmanager
+    def _reporting(self, call: str) -> Iterator[None]:
+        """Take calls one after another, whichever thread they come from: each is complete before the next begins.
+
+        Raises:
+            TrialOver: the trial has ended. A framework may end its loop in order, and report once more.
+            InvalidInput: this is not the process that reports.
+        """
+        self._require_own_process(call)
+        require_first_rank(call)
+        with self._reports:
+            if self._over is not None:
+                raise self._leaving(self._over)
+            yield
+
+    def _require_own_process(self, call: str) -> None:
+        if (here := os.getpid()) != self._process:
+            raise InvalidInput(
+                f"{call}: expected process {self._process}, in which trial {self._start.trial!r} is trained, found "
+                f"process {here}, a forked child of it. Return results from there to the trial's own process (through "
+                "a queue, a pipe or a pool) and report them there"
+            )
+
+    def _leaving(self, over: TrialOver) -> TrialOver:
+        """Note how the trial ends. Where the trainable's own thread is not told, its time to return is limited."""
+        self._over = over
+        if threading.get_ident() != self._thread and self._overdue is None:
+            self._overdue = threading.Timer(_RETURN_WITHIN.total_seconds(), self.end, [over.ended()])
+            self._overdue.daemon = True
+            self._overdue.start()
+        return over
 
     def _is_save_due(self) -> bool:
         cadence = self._start.cadence
@@ -164,13 +210,8 @@ class TrialSession:
     def _written_by(self, save: Callable[[str], None]) -> Path:
         directory = self.new_directory()
         returned = cast("Callable[[str], object]", save)(str(directory))  # whatever it is typed
-        _require_written(returned, directory, self.step)
+        require_written(returned, directory, self.step)
         return directory
-
-    def _require_going_on(self) -> None:
-        """Count nothing that comes after the end: a framework may end its loop in order, and report once more."""
-        if self._over is not None:
-            raise self._over
 
     def count(self, metrics: Mapping[str, object]) -> StepReport:
         """Make the report of the next step."""
@@ -210,14 +251,14 @@ class TrialSession:
         return ""
 
     def tell(self, report: StepReport) -> None:
-        send(self._channel, StepDone(report=report, asks=self._asking))
+        self._send(StepDone(report=report, asks=self._asking))
 
     def hand_over(self, report: StepReport, directory: Path, how: Literal["moved", "lent"], over: str = "") -> None:
         """Have `directory` committed. A lent one is waited for; a moved one is the supervisor's from now on."""
         self._wait_for_upload()
         moved = how == "moved"
         handed = StepDone(report=report, checkpoint=str(directory), handed_over=moved, asks=self._asking, over=over)
-        send(self._channel, handed)
+        self._send(handed)
         self._uploading = report.step
         if not (moved and self._start.overlap):
             self._wait_for_upload()
@@ -225,7 +266,7 @@ class TrialSession:
     def hand_over_state(self, report: StepReport, directory: Path) -> None:
         """Have the state after a step that was told already committed, and wait for it."""
         self._wait_for_upload()
-        send(self._channel, StateSaved(report=report, checkpoint=str(directory)))
+        self._send(StateSaved(report=report, checkpoint=str(directory)))
         self._uploading = report.step
         self._wait_for_upload()
 
@@ -236,7 +277,7 @@ class TrialSession:
         """
         if self._curve and self._milestone is not None and self.step >= self._milestone:
             self._asking = True
-            send(self._channel, Asked(report=self._curve[-1]))
+            self._send(Asked(report=self._curve[-1]))
             self.heed_milestone()
             self.end_if_due(saved=True)
 
@@ -272,8 +313,7 @@ class TrialSession:
         over = self._why_over(saved=saved)
         if over is not None:
             self.settle()
-            self._over = over
-            raise over
+            raise self._leaving(over)
 
     def _why_over(self, *, saved: bool) -> TrialOver | None:
         if why := self.why_stop():
@@ -283,10 +323,24 @@ class TrialSession:
             return TrialOver(self._leave.reason, paused=not for_good, left=for_good)
         return TrialOver("saved, as asked", interrupted=True) if saved and self.asked_to_stop else None
 
-    @property
-    def over(self) -> TrialOver | None:
-        """How the trial was told to end; whatever became of the exception in the user's code."""
-        return self._over
+    def loaded(self, code: str) -> None:
+        """Say that the trainable is set up."""
+        self._send(Loaded(pid=self._process, code=code))
+
+    def end(self, message: TrialEnded | Broke) -> None:
+        """Say how the attempt ended. Only the first such message is sent, and none of any kind after it."""
+        with self._sending:
+            if not self._ended:
+                self._ended = True
+                self._connection.send(message)
+        if self._overdue is not None:
+            self._overdue.cancel()
+
+    def _send(self, message: FromTrial) -> None:
+        with self._sending:
+            if self._ended:
+                raise self._over or TrialOver("the attempt has ended")
+            self._connection.send(message)
 
     def begin(self) -> None:
         """Start the clock: everything is set up, and the checkpoint is loaded."""
@@ -298,7 +352,7 @@ class TrialSession:
 
     def listen(self) -> None:
         """Take in what the supervisor has said meanwhile."""
-        while self._channel.poll():
+        while self._connection.has_message():
             self._take_in()
 
     def _wait_for_upload(self) -> None:
@@ -308,7 +362,7 @@ class TrialSession:
         self._resumed_at += time.monotonic() - began  # waiting is not training
 
     def _take_in(self) -> None:
-        match to_trial.validate_json(self._channel.recv_bytes()):
+        match self._connection.receive():
             case Saved(step=step) if step == self._uploading:
                 self._uploading = None
             case StopAndSave():
@@ -322,76 +376,3 @@ class TrialSession:
 
     def _trained_so_far(self) -> timedelta:
         return self._trained + timedelta(seconds=time.monotonic() - self._resumed_at)
-
-
-def _require_written(returned: object, directory: Path, step: int) -> None:
-    """Refuse a state that is returned, as Ray takes it: nothing of it would be stored. Who has none writes nothing."""
-    is_empty = not any(directory.iterdir())
-    if isinstance(returned, Mapping) or (is_empty and returned is not None and str(returned) != str(directory)):
-        found = f"a {type(returned).__name__}"
-        raise InvalidInput(f"step {step}: save_checkpoint returned {found}; write files into checkpoint_dir instead")
-    if is_empty:
-        said = "save_checkpoint wrote nothing into checkpoint_dir: who goes on from there has no trained state"
-        warnings.warn(said, stacklevel=2)  # the same words at each step: Python shows them once
-
-
-def send(channel: Connection, message: FromTrial) -> None:
-    """Tell the supervisor."""
-    channel.send_bytes(message.model_dump_json().encode())
-
-
-def storable(value: Mapping[str, object], where: str) -> dict[str, object]:
-    """Return `value` as plain JSON: numbers of NumPy and the like become Python's.
-
-    Raises:
-        BadMetric: something cannot be stored; says what, and where.
-    """
-    if not isinstance(value, Mapping):
-        raise BadMetric(f"{where}: expected a dict of metrics, found {type(value).__name__}")
-    return {_key(name, where): _plain(each, f"{where}: {name!r}") for name, each in value.items()}
-
-
-def _key(name: object, where: str) -> str:
-    if isinstance(name, str):
-        return name
-    raise BadMetric(f"{where}: expected names of type str, found {name!r}")
-
-
-def _plain(value: object, where: str) -> object:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int | float):
-        return _finite(value, where)
-    if isinstance(value, Mapping):
-        return storable(value, where)
-    if isinstance(value, list | tuple):
-        return [_plain(each, f"{where}[{index}]") for index, each in enumerate(value)]
-    item = getattr(value, "item", None)
-    if callable(item) and _element_count(value) == 1:
-        return _plain(item(), where)
-    raise BadMetric(
-        f"{where}: expected a finite number, text, or JSON made of these, found {type(value).__name__}; "
-        "convert it (float(x), x.tolist()), or save it in the checkpoint"
-    )
-
-
-def _element_count(value: object) -> object:
-    """NumPy's `size` is a number; PyTorch's is a method, and says something else."""
-    count = getattr(value, "numel", None)
-    return count() if callable(count) else getattr(value, "size", 1)
-
-
-def _finite(value: float, where: str) -> float:
-    if math.isfinite(value):
-        return value
-    raise BadMetric(f"{where}: found {value}; training has diverged, or the metric divides by zero")
-
-
-def _local_directory(checkpoint: Checkpoint) -> Path:
-    path = getattr(checkpoint, "path", None)  # or somebody gives the path itself
-    if path is None or not Path(str(path)).is_dir():
-        raise InvalidInput(
-            f"pt.report(checkpoint={checkpoint!r}): expected a local directory, as in "
-            "pt.Checkpoint.from_directory(path); what is on a target already need not be reported"
-        )
-    return Path(str(path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.wire import Question, TrialEnded
+from prefect_tune.ranks import started_by
 
 if TYPE_CHECKING:
     from prefect_tune.checkpoint import Checkpoint
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Trainable",
     "TrialInfo",
+    "TrialOver",
     "ask",
     "get_checkpoint",
     "get_trial",
@@ -116,6 +121,37 @@ class TrialInfo:
         return self._session.new_directory()
 
 
+class TrialOver(BaseException):
+    """Unwinds the user's function when the trial is to end; not an Exception, so that no broad except stops it."""
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        interrupted: bool = False,
+        paused: bool = False,
+        left: bool = False,
+        question: Question | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.interrupted = interrupted
+        self.paused = paused
+        self.left = left
+        self.question = question
+
+    def ended(self, *, waits: bool = False) -> TrialEnded:
+        """Return the message that ends the attempt."""
+        return TrialEnded(
+            reason=self.reason,
+            interrupted=self.interrupted,
+            paused=self.paused,
+            left=self.left,
+            question=self.question,
+            waits=waits,
+        )
+
+
 class Session(Protocol):
     """The trial that runs in this process, as these functions see it."""
 
@@ -160,9 +196,14 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
         metrics: finite numbers, text, or JSON made of these.
         checkpoint: a local directory, as `pt.Checkpoint.from_directory(path)`.
 
+    Threads of the trainable may report too: their reports are taken one after another, each as a step of its own. When
+    the trial ends, each of them leaves by `TrialOver` at its next report; the trainable itself has 20 seconds to return
+    where only such a thread was told. Other processes return what they have to the trial's own, which reports it.
+
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
-        InvalidInput: no trial runs here, or the checkpoint is not a local directory.
+        InvalidInput: no trial runs here, this is another process than the trial's own or not its first rank, or the
+            checkpoint is not a local directory.
     """
     _session("pt.report").report(metrics, checkpoint)
 
@@ -248,9 +289,21 @@ def enter(session: Session, *, whole_process: bool) -> None:
 
 def _session(caller: str) -> Session:
     session = _in_context.get(None) or next(iter(_in_process), None)
-    if session is None:
+    if session is not None:
+        return session
+    if (trial := started_by()) is not None:
         raise InvalidInput(
-            f"{caller}() was called where no trial runs. Call it inside the function that you pass to "
-            "pt.durable_trainable(train, ...), not around it"
+            f"{caller}(): expected the process of trial {trial.name!r} ({trial.process}), found process {os.getpid()}, "
+            "which that one, or a launcher that it called, has started. Return results from there to the trial's own "
+            "process (through a queue, a pipe or a pool) and report them there; one process trains a trial"
         )
-    return session
+    hint = (
+        ""
+        if threading.current_thread() is threading.main_thread()
+        else '. A thread that the trainable starts with isolation="thread" needs its context: '
+        "Thread(target=contextvars.copy_context().run, args=(work,))"
+    )
+    raise InvalidInput(
+        f"{caller}() was called where no trial runs. Call it inside the function that you pass to "
+        f"pt.durable_trainable(train, ...), not around it{hint}"
+    )

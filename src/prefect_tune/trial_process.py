@@ -26,14 +26,18 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.events import Cause
 from prefect_tune.core.stoppers import Stopper
 from prefect_tune.core.values import digest_of
-from prefect_tune.core.wire import Broke, Loaded, Start, Surroundings, TrialEnded, to_trial
-from prefect_tune.session import TrialOver, TrialSession, send
+from prefect_tune.core.wire import Broke, Start, Surroundings, TrialEnded
+from prefect_tune.message_stream import MalformedMessage
+from prefect_tune.ranks import claim_process
+from prefect_tune.session import TrialSession
+from prefect_tune.supervisor_connection import SupervisorConnection
 from prefect_tune.surroundings import settle_in
-from prefect_tune.trainable import Trainable, enter, require_trainable
+from prefect_tune.trainable import Trainable, TrialOver, enter, require_trainable
 
 __all__ = ["load_trainable", "serve", "train"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LONGEST_TEXT = 100_000  # of an error: it is journaled
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
 
@@ -67,8 +71,9 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
 
 def train(channel: Connection, *, whole_process: bool) -> None:
     """Run the attempt that the channel's first message describes, and say on the channel how it ended."""
-    start = cast("Start", to_trial.validate_json(channel.recv_bytes()))
-    _Attempts(channel, whole_process=whole_process, may_wait=False).run(start)
+    connection = SupervisorConnection(channel)
+    start = cast("Start", connection.receive())
+    _Attempts(connection, whole_process=whole_process, may_wait=False).run(start)
 
 
 def serve(channel: Connection) -> None:
@@ -77,9 +82,10 @@ def serve(channel: Connection) -> None:
     Returns as well, without a word, when it declines the next one, and when nobody needs it any more.
     """
     _be_deaf_to_the_group()
-    attempts = _Attempts(channel, whole_process=True, may_wait=True)
+    connection = SupervisorConnection(channel)
+    attempts = _Attempts(connection, whole_process=True, may_wait=True)
     with suppress(_Declined):
-        while (start := _next_start(channel)) is not None and attempts.run(start):
+        while (start := _next_start(connection)) is not None and attempts.run(start):
             pass
     attempts.clean_up()
 
@@ -107,11 +113,11 @@ def load_trainable(name: str) -> object:
     return found
 
 
-def _next_start(channel: Connection) -> Start | None:
+def _next_start(connection: SupervisorConnection) -> Start | None:
     """Return the next trial to serve; None when there will be none."""
     while True:
         try:
-            message = to_trial.validate_json(channel.recv_bytes())
+            message = connection.receive()
         except (EOFError, ConnectionResetError):
             return None
         match message:
@@ -126,11 +132,15 @@ def _next_start(channel: Connection) -> Start | None:
 class _Attempts:
     """The attempts of one process, and the trainable that goes from one to the next."""
 
-    def __init__(self, channel: Connection, *, whole_process: bool, may_wait: bool) -> None:
-        self._channel = channel
+    def __init__(self, connection: SupervisorConnection, *, whole_process: bool, may_wait: bool) -> None:
+        self._connection = connection
         self._whole_process = whole_process
         self._may_wait = may_wait
+        self._process = os.getpid()
+        self._session: TrialSession | None = None
         self._kept: _SetUp | None = None
+        if whole_process:
+            _be_quiet_when_a_thread_leaves()
 
     def run(self, start: Start) -> bool:
         """Run an attempt, and say how it ended; return whether another may follow.
@@ -138,13 +148,16 @@ class _Attempts:
         Raises:
             _Declined: the trainable cannot become this trial; nothing was said.
         """
+        self._session = None
         try:
             ended: TrialEnded | Broke = self._run(start)
         except _Declined:
             raise
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
+            if os.getpid() != self._process:
+                _end_forked_child(error)
             ended = _broke(error)
-        send(self._channel, ended)
+        (self._connection.send if self._session is None else self._session.end)(ended)
         return isinstance(ended, TrialEnded) and ended.waits
 
     def clean_up(self) -> None:
@@ -154,8 +167,11 @@ class _Attempts:
 
     def _run(self, start: Start) -> TrialEnded:
         kept = self._kept
-        session, trainable = _prepare(self._channel, start, kept)
+        session, trainable = _prepare(self._connection, start, kept)
+        self._session = session
         enter(session, whole_process=self._whole_process)
+        if self._whole_process:
+            claim_process(start.trial)
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, and its end was not
         try:
@@ -165,14 +181,15 @@ class _Attempts:
             if isinstance(trainable, _SetUp):
                 return self._run_class(session, _reset(trainable, start), start)
             function = cast("TrainFunction", trainable)
-            send(self._channel, Loaded(pid=os.getpid(), code=_code(function)))
-            return _run_function(session, function, start)
+            session.loaded(_code(function))
+            session.begin()
+            return session.finish(function(dict(start.config)))
         except TrialOver as over:
-            return _ended(over).model_copy(update={"waits": self._kept is not None})
+            return over.ended(waits=self._kept is not None)
 
     def _run_class(self, session: TrialSession, ready: _SetUp, start: Start) -> TrialEnded:
         self._kept = None
-        send(self._channel, Loaded(pid=os.getpid(), code=ready.code))
+        session.loaded(ready.code)
         trainable = ready.trainable
         if start.restored:
             trainable.load_checkpoint(start.restored)
@@ -181,20 +198,20 @@ class _Attempts:
         except TrialOver as over:
             if self._may_wait and not over.interrupted and ready.can_become_another():
                 self._kept = ready
-            return _ended(over).model_copy(update={"waits": self._kept is not None})
+            return over.ended(waits=self._kept is not None)
         finally:
             if self._kept is None:
                 trainable.cleanup()
 
 
-def _prepare(channel: Connection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
+def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
     sys.path[:] = [*start.import_path, *(entry for entry in sys.path if entry not in start.import_path)]
     try:
         trainable = kept or load_trainable(start.trainable)
         stopper = cast("Stopper", load_trainable(start.stopper))
     except Exception as error:
         raise _NotLoaded(f"{type(error).__name__}: {error}") from error
-    return TrialSession(channel, start, stopper), trainable
+    return TrialSession(connection, start, stopper), trainable
 
 
 def _set_up(kind: type, start: Start) -> _SetUp:
@@ -207,27 +224,6 @@ def _reset(kept: _SetUp, start: Start) -> _SetUp:
     if not kept.trainable.reset_config(dict(start.config)):
         raise _Declined
     return kept
-
-
-def _ended(over: TrialOver) -> TrialEnded:
-    return TrialEnded(
-        reason=over.reason,
-        interrupted=over.interrupted,
-        paused=over.paused,
-        left=over.left,
-        question=over.question,
-    )
-
-
-def _run_function(session: TrialSession, function: TrainFunction, start: Start) -> TrialEnded:
-    session.begin()
-    returned = function(dict(start.config))
-    if over := session.over:
-        return _ended(over)  # another thread's, or a broad except's
-    if returned is not None:
-        session.tell(session.count(returned))
-    session.settle()
-    return TrialEnded(reason="the trainable returned", returned=True)
 
 
 def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
@@ -247,14 +243,46 @@ def _code(trainable: type | TrainFunction) -> str:
 def _broke(error: BaseException) -> Broke:
     cause = _cause(error)
     message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {error}"
-    return Broke(cause=cause, message=message, traceback=traceback.format_exc())
+    return Broke(cause=cause, message=_sendable(message), traceback=_sendable(traceback.format_exc()))
+
+
+def _sendable(text: str) -> str:
+    """Return text that UTF-8 can say, its middle left out where it is long: an error may show a whole array."""
+    text = text.encode(errors="backslashreplace").decode()
+    if (surplus := len(text) - _LONGEST_TEXT) <= 0:
+        return text
+    half = _LONGEST_TEXT // 2
+    return f"{text[:half]}\n[{surplus} characters left out]\n{text[-half:]}"
+
+
+def _end_forked_child(error: BaseException) -> NoReturn:
+    """End a child that the trainable has forked, and that came out of it, as Python ends a process."""
+    code = 1
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    else:
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _be_quiet_when_a_thread_leaves() -> None:
+    """Print no traceback where the trial's end ends a thread: the trainable's own thread, or the log, says it."""
+    before = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if not isinstance(arguments.exc_value, TrialOver):
+            before(arguments)
+
+    threading.excepthook = hook
 
 
 def _cause(error: BaseException) -> Cause:
     match error:
         case _NotLoaded() | ImportError():
             return Cause.IMPORT
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO):
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO) | MalformedMessage():
             return Cause.MACHINE
         case MemoryError():
             return Cause.OUT_OF_MEMORY

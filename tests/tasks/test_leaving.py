@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.stoppers import Never
-from prefect_tune.core.wire import Leave, Saved, StateSaved, StepDone, ToTrial, from_trial
+from prefect_tune.core.wire import FromTrial, Leave, Saved, StateSaved, StepDone, ToTrial
 from prefect_tune.session import TrialOver, TrialSession
 from tests.fakes.nurseries import start_of
 
 
 class Supervisor:
-    """Says one thing at the `moment`-th look into the channel, and acknowledges every checkpoint."""
+    """Says one thing at the `moment`-th look for a message, and acknowledges every checkpoint."""
 
     def __init__(self, moment: int, said: ToTrial) -> None:
         self._moment = moment
@@ -25,17 +25,17 @@ class Supervisor:
         self.steps = 0
         self.saved = 0
 
-    def poll(self) -> bool:
+    def has_message(self) -> bool:
         self._looks += 1
         if self._looks == self._moment:
             self._waiting.append(self._said)
         return bool(self._waiting)
 
-    def recv_bytes(self) -> bytes:
-        return self._waiting.popleft().model_dump_json().encode()
+    def receive(self) -> ToTrial:
+        return self._waiting.popleft()
 
-    def send_bytes(self, data: bytes) -> None:
-        match from_trial.validate_json(data):
+    def send(self, message: FromTrial) -> None:
+        match message:
             case StateSaved(report=report) | StepDone(report=report, checkpoint=str()):
                 self.steps = self.saved = report.step
                 self._waiting.append(Saved(step=report.step))

@@ -22,6 +22,7 @@ from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.events import Cause
 from prefect_tune.core.stoppers import MaxSteps, Never, Stopper, as_stopper
 from prefect_tune.core.values import StepReport
+from prefect_tune.core.metrics import storable
 from prefect_tune.core.wire import (
     Broke,
     FromTrial,
@@ -35,7 +36,7 @@ from prefect_tune.core.wire import (
     TrialEnded,
     from_trial,
 )
-from prefect_tune.session import TrialOver, storable
+from prefect_tune.session import TrialOver
 from prefect_tune.tasks.plan import payload
 from prefect_tune.trainable import save_last_step
 from prefect_tune.trial_process import train

@@ -1,0 +1,76 @@
+"""What a trial reports, as plain JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from prefect_tune.core.errors import BadMetric
+
+__all__ = ["storable"]
+
+_DEEPEST = 100  # readers of JSON stop at about 200
+
+
+def storable(value: Mapping[str, object], where: str) -> dict[str, object]:
+    """Return `value` as plain JSON: numbers of NumPy and the like become Python's.
+
+    Raises:
+        BadMetric: something cannot be stored; says what, and where.
+    """
+    return _mapping(value, where, _DEEPEST)
+
+
+def _mapping(value: Mapping[str, object], where: str, levels: int) -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        raise BadMetric(f"{where}: expected a dict of metrics, found {type(value).__name__}")
+    return {_key(name, where): _plain(each, f"{where}: {name!r}", levels - 1) for name, each in value.items()}
+
+
+def _key(name: object, where: str) -> str:
+    if isinstance(name, str):
+        return _text(name, where)
+    raise BadMetric(f"{where}: expected names of type str, found {name!r}")
+
+
+def _plain(value: object, where: str, levels: int) -> object:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value, where)
+    if isinstance(value, int | float):
+        return _finite(value, where)
+    if levels <= 0:
+        raise BadMetric(f"{where[:200]}…: expected at most {_DEEPEST} levels, found more; save it in the checkpoint")
+    if isinstance(value, Mapping):
+        return _mapping(value, where, levels)
+    if isinstance(value, list | tuple):
+        return [_plain(each, f"{where}[{index}]", levels - 1) for index, each in enumerate(value)]
+    item = getattr(value, "item", None)
+    if callable(item) and _element_count(value) == 1:
+        return _plain(item(), where, levels - 1)
+    raise BadMetric(
+        f"{where}: expected a finite number, text, or JSON made of these, found {type(value).__name__}; "
+        "convert it (float(x), x.tolist()), or save it in the checkpoint"
+    )
+
+
+def _element_count(value: object) -> object:
+    """NumPy's `size` is a number; PyTorch's is a method, and says something else."""
+    count = getattr(value, "numel", None)
+    return count() if callable(count) else getattr(value, "size", 1)
+
+
+def _finite(value: float, where: str) -> float:
+    if math.isfinite(value):
+        return value
+    raise BadMetric(f"{where}: found {value}; training has diverged, or the metric divides by zero")
+
+
+def _text(value: str, where: str) -> str:
+    """Return a text that UTF-8 can say: a file name that is no UTF-8 has halves of characters in it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadMetric(f"{where}: expected Unicode text, found {value!a}; write ascii(x)") from error
+    return value

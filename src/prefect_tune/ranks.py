@@ -1,0 +1,117 @@
+"""Processes that a trial starts, and ranks of distributed training: only the trial's own, first process reports."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = ["TrialProcess", "claim_process", "require_first_rank", "started_by"]
+
+_VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
+_MAIN_MODULES: Final = frozenset({"prefect_tune.trial_process", "prefect_tune.nursery"})
+_ONE_PROCESS: Final = (
+    "One process trains a trial: use one device (Lightning: Trainer(devices=1); Hugging Face, accelerate and torchrun: "
+    "one process), and run more trials side by side instead"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialProcess:
+    """The process that trains a trial."""
+
+    process: int
+    name: str
+    """The trial's."""
+
+
+def claim_process(trial: str) -> None:
+    """Make this process the trial's own: what it starts can tell, and cannot be a second copy of it."""
+    os.environ[_VARIABLE] = f"{os.getpid()} {trial}"
+    _refuse_relaunch()
+
+
+def started_by() -> TrialProcess | None:
+    """Return the trial's process that has started this one, directly or not; None where none has."""
+    process, _, name = os.environ.get(_VARIABLE, "").partition(" ")
+    return TrialProcess(int(process), name) if process.isdecimal() and int(process) != os.getpid() else None
+
+
+def require_first_rank(call: str) -> None:
+    """Refuse a call in a rank of distributed training other than the first.
+
+    Raises:
+        InvalidInput: this process is such a rank.
+    """
+    rank, size = _rank()
+    if size > 1 and rank != 0:
+        raise InvalidInput(
+            f"{call}: expected rank 0, found rank {rank} of {size} (torch.distributed, or RANK, LOCAL_RANK and "
+            f"WORLD_SIZE in the environment). {_ONE_PROCESS}; where this process trains alone, unset these variables"
+        )
+
+
+def _rank() -> tuple[int, int]:
+    """Return the rank of this process, and how many there are."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return _number("RANK") or _number("LOCAL_RANK"), _number("WORLD_SIZE")
+
+
+def _number(variable: str) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else 0
+
+
+# ---------------------------------------------------------------------------------------------------- second copies
+
+_refuses_relaunch = False
+
+
+def _refuse_relaunch() -> None:
+    """From now on refuse to start the program of this process once more.
+
+    Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again, expecting the user's script. Here that is the
+    program that serves one trial, which cannot be served twice. An audit hook is the only place that all ways of
+    starting a process pass; it cannot be removed, so it is added once.
+    """
+    global _refuses_relaunch  # noqa: PLW0603 - one hook a process
+    if not _refuses_relaunch:
+        _refuses_relaunch = True
+        sys.addaudithook(_audit)
+
+
+def _audit(event: str, arguments: tuple[object, ...]) -> None:
+    if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
+        command = arguments[1]  # executable, arguments, ...
+        if isinstance(command, list | tuple) and _runs_a_trial(command):
+            raise InvalidInput(
+                f"expected another program, found a second copy of the trial's process ({_shown(command)}), as a "
+                f"launcher of ranks starts it. {_ONE_PROCESS}"
+            )
+
+
+def _runs_a_trial(command: Sequence[object]) -> bool:
+    words = _words(command)
+    modules = {module for option, module in pairwise(words) if option == "-m"}
+    return bool(modules & _MAIN_MODULES) or any(_is_file_of_main(word) for word in words[1:3])
+
+
+def _is_file_of_main(word: str) -> bool:
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return main == word and getattr(spec, "name", None) in _MAIN_MODULES
+
+
+def _words(command: Sequence[object]) -> list[str]:
+    return [os.fsdecode(each) for each in command if isinstance(each, str | bytes | os.PathLike)]
+
+
+def _shown(command: Sequence[object]) -> str:
+    return " ".join(_words(command))[:200]
