@@ -1,0 +1,216 @@
+"""Trainables that report from threads, from forked children, and from processes that they start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import prefect_tune as pt
+from prefect_tune.trainable import TrialOver
+
+__all__ = [
+    "THREADS",
+    "a_child_comes_out",
+    "leaves_it_to_a_thread",
+    "looks_from_a_child",
+    "reports_from_a_child",
+    "reports_from_a_started_program",
+    "reports_from_threads",
+    "shows_sockets",
+    "talks_out_of_turn",
+    "waits_in_a_thread",
+]
+
+Config = Mapping[str, Any]
+THREADS = 4
+_FORK = multiprocessing.get_context("fork")
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@contextmanager
+def _pool(context: Any) -> Iterator[Any]:
+    """Have one child; it is told to leave, and is not ended by a signal."""
+    pool = context.Pool(1)
+    yield pool
+    pool.close()
+    pool.join()
+
+
+def _in_threads(work: Callable[[int], None], count: int = THREADS) -> None:
+    threads = [threading.Thread(target=copy_context().run, args=(work, number)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def reports_from_threads(config: Config) -> None:
+    """Each thread reports `config["times"]` steps; of each five, the last with a checkpoint."""
+
+    def work(number: int) -> None:
+        for index in range(config["times"]):
+            metrics = {"thread": number, "index": index, "padding": "x" * 5_000}
+            if index % 5 == 4:
+                directory = pt.get_trial().new_checkpoint_dir()
+                (directory / "said").write_text(f"{number} {index}")
+                pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory))
+            else:
+                pt.report(metrics)
+            assert not pt.get_trial().should_checkpoint
+
+    _in_threads(work)
+
+
+def waits_in_a_thread(_config: Config) -> None:
+    """Two threads report for ever."""
+
+    def work(number: int) -> None:
+        while True:
+            pt.report({"thread": number})
+
+    _in_threads(work, 2)
+
+
+def leaves_it_to_a_thread(config: Config) -> None:
+    """A thread reports; the trainable itself never looks whether it still does."""
+    import prefect_tune.session
+
+    prefect_tune.session._RETURN_WITHIN = timedelta(seconds=0.2)  # a test need not wait for 20 s
+
+    def work() -> None:
+        with suppress(TrialOver):
+            while True:
+                pt.report({"loss": 1.0})
+
+    threading.Thread(target=copy_context().run, args=(work,), daemon=True).start()
+    until = time.monotonic() + config.get("seconds", 600)
+    while time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _report() -> None:
+    pt.report({"from": "a child"})
+
+
+def _is_asked() -> None:
+    pt.get_trial().should_checkpoint  # noqa: B018  it listens
+
+
+def _ask() -> None:
+    pt.ask("go on?")
+
+
+def _report_step() -> None:
+    pt.report_step({"from": "a child"}, lambda _: None)
+
+
+_CALLS: Mapping[str, Callable[[], None]] = {
+    "report": _report,
+    "report_step": _report_step,
+    "should_checkpoint": _is_asked,
+    "ask": _ask,
+}
+
+
+def reports_from_a_child(config: Config) -> Config:
+    """Call `config["call"]` in a child, forked or spawned, while a thread reports without end; tell what it raised."""
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.is_set():
+            pt.report({"from": "the trial"})
+
+    thread = threading.Thread(target=copy_context().run, args=(work,))
+    thread.start()
+    context: Any = _FORK if config["how"] == "fork" else _SPAWN
+    with _pool(context) as pool:
+        results = [pool.apply_async(_said_by, (config["call"],)) for _ in range(5)]
+        said = {result.get(60) for result in results}
+    done.set()
+    thread.join()
+    return {"said": sorted(said)}
+
+
+def _said_by(call: str) -> str:
+    try:
+        _CALLS[call]()
+    except pt.InvalidInput as error:
+        return str(error)
+    return "nothing"
+
+
+def _look(_: int) -> tuple[str, int, bool]:
+    trial = pt.get_trial()
+    return trial.id, trial.step, pt.get_checkpoint() is None
+
+
+def looks_from_a_child(_config: Config) -> Config:
+    with _pool(_FORK) as pool:
+        return {"found": pool.map(_look, [0])[0]}
+
+
+def a_child_comes_out(config: Config) -> Config:
+    """Fork; the child leaves the trainable in the way that `config["how"]` says, and the parent tells its exit code."""
+    pt.report({"loss": 1.0})
+    if (child := os.fork()) == 0:
+        match config["how"]:
+            case "return":
+                return {"from": "the child"}
+            case "raise":
+                raise RuntimeError("the child's own error")
+            case _:
+                sys.exit(config["how"])
+    _, status = os.waitpid(child, 0)
+    return {"code": os.waitstatus_to_exitcode(status)}
+
+
+def _sockets(_: int = 0) -> list[str]:
+    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sorted(link for link in links if link.startswith("socket:"))
+
+
+def shows_sockets(_config: Config) -> Config:
+    """Tell which sockets this process has, and of those a forked child and a program that inherits what it can."""
+    here = _sockets()
+    with _pool(_FORK) as pool:
+        forked = pool.map(_sockets, [0])[0]
+    program = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=True)
+    return {
+        "here": len(here),
+        "forked": [each for each in here if each in forked],
+        "program": [each for each in here if each in program.stdout],
+    }
+
+
+def reports_from_a_started_program(config: Config) -> Config:
+    """Start a program of `config["arguments"]`; tell what it said, and what starting it raised."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *config["arguments"]], capture_output=True, text=True, check=False, env=_with(config)
+        )
+    except pt.InvalidInput as error:
+        return {"refused": str(error)}
+    return {"said": done.stdout + done.stderr, "code": done.returncode}
+
+
+def _with(config: Config) -> dict[str, str]:
+    return {**os.environ, **config.get("environment", {})}
+
+
+def talks_out_of_turn(config: Config) -> None:
+    """Write `config["bytes"]` to each socket of this process, as code does that mistakes a descriptor's number."""
+    pt.report({"loss": 1.0})
+    for entry in Path("/proc/self/fd").iterdir():
+        if entry.is_symlink() and os.readlink(entry).startswith("socket:"):
+            os.write(int(entry.name), bytes.fromhex(config["bytes"]))
+    time.sleep(60)
