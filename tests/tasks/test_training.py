@@ -20,9 +20,9 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.events import Cause
+from prefect_tune.core.metrics import storable
 from prefect_tune.core.stoppers import MaxSteps, Never, Stopper, as_stopper
 from prefect_tune.core.values import StepReport
-from prefect_tune.core.metrics import storable
 from prefect_tune.core.wire import (
     Broke,
     FromTrial,

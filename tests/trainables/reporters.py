@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from prefect_tune.trainable import TrialOver
+from prefect_tune.session import TrialOver
 
 __all__ = [
     "THREADS",
@@ -175,7 +175,7 @@ def a_child_comes_out(config: Config) -> Config:
 
 
 def _sockets(_: int = 0) -> list[str]:
-    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     return sorted(link for link in links if link.startswith("socket:"))
 
 
@@ -211,6 +211,6 @@ def talks_out_of_turn(config: Config) -> None:
     """Write `config["bytes"]` to each socket of this process, as code does that mistakes a descriptor's number."""
     pt.report({"loss": 1.0})
     for entry in Path("/proc/self/fd").iterdir():
-        if entry.is_symlink() and os.readlink(entry).startswith("socket:"):
+        if entry.is_symlink() and str(entry.readlink()).startswith("socket:"):
             os.write(int(entry.name), bytes.fromhex(config["bytes"]))
     time.sleep(60)
