@@ -24,14 +24,21 @@ Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 _LAST_WORDS = 20
 _GOODBYE = timedelta(seconds=5)
 _CHUNK_BYTES = 64 * 1024
+_LONGEST_LINE = 64 * 1024  # in characters; Prefect's server takes no log entry of more than a million bytes
+_LAST_CHARACTERS = 64 * 1024  # of the last words together: they are journaled
 
 
 class TrialOutput:
-    """Passes on, line by line, what arrives on a descriptor, until it is told to stop."""
+    """Passes on, line by line, what arrives on a descriptor, until it is told to stop.
+
+    Of a line only the first 65,536 characters are passed on, as soon as they are there: what never ends a line
+    takes no more memory than that.
+    """
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._begun: list[str] = []  # the pieces of a line whose end has not come yet
+        self._begun_count = 0  # their characters
         self._last: deque[str] = deque(maxlen=_LAST_WORDS)
         self._pump: threading.Thread | None = None
         self._stop: int | None = None
@@ -50,7 +57,7 @@ class TrialOutput:
             os.close(self._stop)
             self._stop = None
             self._pump.join(_GOODBYE.total_seconds())
-        return "\n".join(self._last)
+        return "\n".join(self._last)[-_LAST_CHARACTERS:]
 
     def _pass_on(self, output: int, stopped: int) -> None:
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
@@ -61,16 +68,34 @@ class TrialOutput:
                 if not data:
                     break  # nobody can print any more
             self._take(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
-        if rest := "".join(self._begun):
-            self._tell(rest)
+        if self._begun:
+            self._end_line()
 
     def _take(self, text: str) -> None:
         *whole, rest = text.split("\n")
         for line in whole:
-            self._tell("".join([*self._begun, line]))
+            self._add(line)
+            self._end_line()
+        self._add(rest)
+
+    def _add(self, piece: str) -> None:
+        """Add to the line that has begun; what comes after its longest is left out, once that is said."""
+        room = _LONGEST_LINE - self._begun_count
+        if room < 0 or not piece:
+            return
+        self._begun.append(piece[:room])
+        self._begun_count += len(piece)
+        if len(piece) > room:
+            self._tell(
+                f"{''.join(self._begun)} … (the line is longer than {_LONGEST_LINE:,} characters: its rest is left out)"
+            )
             self._begun.clear()
-        if rest:
-            self._begun.append(rest)
+
+    def _end_line(self) -> None:
+        if self._begun_count <= _LONGEST_LINE:
+            self._tell("".join(self._begun))
+        self._begun.clear()
+        self._begun_count = 0
 
     def _tell(self, line: str) -> None:
         self._last.append(line)

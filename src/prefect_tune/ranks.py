@@ -11,14 +11,15 @@ from typing import Final
 
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["TrialProcess", "claim_process", "require_first_rank", "started_by"]
+__all__ = ["ONE_PROCESS", "TrialProcess", "claim_process", "require_first_rank", "started_by"]
 
 _VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
 _MAIN_MODULES: Final = frozenset({"prefect_tune.trial_process", "prefect_tune.nursery"})
-_ONE_PROCESS: Final = (
+ONE_PROCESS: Final = (
     "One process trains a trial: use one device (Lightning: Trainer(devices=1); Hugging Face, accelerate and torchrun: "
     "one process), and run more trials side by side instead"
 )
+"""What to do where a framework is asked for several processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def require_first_rank(call: str) -> None:
     if size > 1 and rank != 0:
         raise InvalidInput(
             f"{call}: expected rank 0, found rank {rank} of {size} (torch.distributed, or RANK, LOCAL_RANK and "
-            f"WORLD_SIZE in the environment). {_ONE_PROCESS}; where this process trains alone, unset these variables"
+            f"WORLD_SIZE in the environment). {ONE_PROCESS}; where this process trains alone, unset these variables"
         )
 
 
@@ -93,7 +94,7 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
         if isinstance(command, list | tuple) and _runs_a_trial(command):
             raise InvalidInput(
                 f"expected another program, found a second copy of the trial's process ({_shown(command)}), as a "
-                f"launcher of ranks starts it. {_ONE_PROCESS}"
+                f"launcher of ranks starts it. {ONE_PROCESS}"
             )
 
 

@@ -189,8 +189,8 @@ class TrialSession:
         if (here := os.getpid()) != self._process:
             raise InvalidInput(
                 f"{call}: expected process {self._process}, in which trial {self._start.trial!r} is trained, found "
-                f"process {here}, a forked child of it. Return results from there to the trial's own process (through "
-                "a queue, a pipe or a pool) and report them there"
+                f"process {here}, a forked child of it. One process trains a trial: return results from there to it "
+                "(through a queue, a pipe or a pool) and report them there"
             )
 
     def _leaving(self, over: TrialOver) -> TrialOver:

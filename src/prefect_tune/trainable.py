@@ -293,9 +293,9 @@ def _session(caller: str) -> Session:
         return session
     if (trial := started_by()) is not None:
         raise InvalidInput(
-            f"{caller}(): expected the process of trial {trial.name!r} ({trial.process}), found process {os.getpid()}, "
-            "which that one, or a launcher that it called, has started. Return results from there to the trial's own "
-            "process (through a queue, a pipe or a pool) and report them there; one process trains a trial"
+            f"{caller}(): expected process {trial.process}, in which trial {trial.name!r} is trained, found process "
+            f"{os.getpid()}, which that one, or a launcher that it called, has started. One process trains a trial: return "
+            "results from there to it (through a queue, a pipe or a pool) and report them there"
         )
     hint = (
         ""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prefect_tune.core.events import Cause
+from prefect_tune.core.wire import Broke, StepDone
+from prefect_tune.tasks.nursery import Nursery
+from tests.fakes.nurseries import Hearing, family, heard, log_to, start_of
+from tests.integrations import several_ranks
 from tests.integrations.examples import Example
 from tests.integrations.states import flat
 
@@ -15,6 +20,12 @@ pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")
 pytest.importorskip("lightning")
 _INTERVAL = 3
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with family(), Nursery(slots=1) as made:
+        yield made
 
 
 def learned(directory: Path) -> Mapping[str, Any]:
@@ -35,3 +46,27 @@ def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable
     for trial, truth in digits.undisturbed(struck.results).items():
         assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
     assert {each.step for each in struck.results.trials.values()} == {6, 18}
+
+
+@pytest.mark.parametrize("callback", [True, False])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
+def test_several_processes_are_refused_as_the_users_error_whatever_starts_them(
+    nursery: Nursery, tmp_path: Path, strategy: str, callback: bool
+) -> None:
+    config = {"strategy": strategy, "callback": callback}
+    hearing = Hearing()
+    with nursery.process(start_of(several_ranks.trainer, tmp_path, config), log_to(hearing)) as channel:
+        said = heard(channel, seconds=300)
+    (*_, ended) = said
+    assert isinstance(ended, Broke), said
+    assert ended.cause is Cause.USER
+    assert "InvalidInput: " in ended.message
+    assert "One process trains a trial" in ended.message
+    assert not [each for each in said if isinstance(each, StepDone)]
+
+
+def test_fabric_is_refused_likewise(nursery: Nursery, tmp_path: Path) -> None:
+    with nursery.process(start_of(several_ranks.fabric, tmp_path), log_to(Hearing())) as channel:
+        (*_, ended) = heard(channel, seconds=300)
+    assert isinstance(ended, Broke)
+    assert "One process trains a trial" in ended.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -33,6 +34,8 @@ def pipe() -> Iterator[tuple[int, int]]:
         ("snö".encode(), ["snö"]),
         (b"", []),
         (b"y" * 50_000, ["y" * 50_000]),
+        (b"y" * 65_536, ["y" * 65_536]),
+        (b"y" * 65_000 + b"\nnext", ["y" * 65_000, "next"]),
     ],
 )
 def test_what_is_printed_before_the_stop_is_logged_line_by_line(
@@ -61,6 +64,48 @@ def _is_waiting(pipe: int) -> bool:
     from multiprocessing.connection import wait
 
     return bool(wait([pipe], 0))
+
+
+_MEBIBYTE = 1024**2
+
+
+@pytest.mark.parametrize("printed", [b"y", "ö".encode(), b"\0", b"\xff"])
+def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tuple[int, int], printed: bytes) -> None:
+    hearing = Hearing()
+    output = TrialOutput(log_to(hearing))
+    output.start(pipe[0])
+    tracemalloc.start()
+    for _ in range(64):
+        os.write(pipe[1], printed * (_MEBIBYTE // len(printed)))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    os.write(pipe[1], b"\nnext\n")
+    output.stop()
+    cut, following = hearing.lines
+    assert cut.startswith(printed.decode(errors="replace") * 65_536 + " … (the line is longer than 65,536 characters")
+    assert following == "next"
+    assert peak_bytes < 8 * _MEBIBYTE
+
+
+def test_the_frames_of_a_progress_bar_that_ends_no_line_are_lines(pipe: tuple[int, int]) -> None:
+    hearing = Hearing()
+    output = TrialOutput(log_to(hearing))
+    output.start(pipe[0])
+    for percent in range(100):
+        os.write(pipe[1], b"\r%3d %%|%s" % (percent, b"#" * 1000))
+    output.stop()
+    assert [line[:3].strip() for line in hearing.lines] == ["", *map(str, range(100))]
+
+
+def test_the_last_words_are_short_however_long_the_last_lines_are(pipe: tuple[int, int]) -> None:
+    output = TrialOutput(log_to(Hearing()))
+    output.start(pipe[0])
+    for _ in range(20):
+        os.write(pipe[1], b"y" * 60_000 + b"\n")
+    os.write(pipe[1], b"RuntimeError: the cause\n")
+    last = output.stop()
+    assert len(last) <= 65_536
+    assert last.endswith("\nRuntimeError: the cause")
 
 
 def test_it_stops_although_somebody_prints_on_and_on(pipe: tuple[int, int]) -> None:

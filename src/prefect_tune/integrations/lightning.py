@@ -10,6 +10,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.integrations.extras import missing
 from prefect_tune.integrations.reporting import Wanted, chosen, goes_on_after, restored_directory
 from prefect_tune.integrations.torch import random_state, set_random_state
+from prefect_tune.ranks import ONE_PROCESS
 from prefect_tune.trainable import save_last_step
 
 try:
@@ -58,6 +59,12 @@ class TuneReportCheckpointCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored, self._reported_step = state_dict["random"], state_dict["reported_step"]
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse several ranks, in each of them, before anything is trained."""
+        del pl_module, stage
+        if trainer.world_size != 1:
+            raise InvalidInput(f"Trainer: expected one process for a trial, found {trainer.world_size}. {ONE_PROCESS}")
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         del pl_module
         _require_exact(trainer)
@@ -94,8 +101,6 @@ def _save(trainer: Any, directory: str) -> None:
 
 
 def _require_exact(trainer: Any) -> None:
-    if trainer.world_size != 1:
-        raise InvalidInput(f"Trainer(devices=...): expected one device for a trial, found {trainer.world_size}")
     loaders = trainer.fit_loop._combined_loader.flattened  # noqa: SLF001  the only place where all of them are
     if strange := [type(each).__name__ for each in loaders if not hasattr(each, "load_state_dict")]:
         raise InvalidInput(

@@ -10,6 +10,7 @@ from typing import Any
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.integrations.extras import missing
 from prefect_tune.integrations.reporting import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.ranks import ONE_PROCESS
 
 try:
     from transformers import TrainerCallback
@@ -55,7 +56,8 @@ class TuneReportCheckpointCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         del control
         if args.world_size != 1:
-            raise InvalidInput(f"TrainingArguments: expected one process for a trial, found {args.world_size}")
+            found = args.world_size
+            raise InvalidInput(f"TrainingArguments: expected one process for a trial, found {found}. {ONE_PROCESS}")
         if args.load_best_model_at_end:
             raise InvalidInput("TrainingArguments(load_best_model_at_end=True): the checkpoints are handed over")
         if args.ignore_data_skip or args.save_only_model:

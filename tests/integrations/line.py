@@ -1,0 +1,31 @@
+"""A module of Lightning's that can be taken to another process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+import torch
+
+import prefect_tune as pt
+
+__all__ = ["Line"]
+
+
+class Line(lightning.LightningModule):
+    """One weight; reports its loss by itself where it is told to."""
+
+    def __init__(self, *, reports: bool) -> None:
+        super().__init__()
+        self.reports = reports
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, _number: int) -> Any:
+        loss = self.layer(batch[0]).mean()
+        self.log("loss", loss)
+        if self.reports:
+            pt.report({"loss": float(loss)})
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
