@@ -21,6 +21,7 @@ from prefect_tune.stores.isolated import IsolatedStore
 __all__ = ["FsspecTarget", "known_schemes"]
 
 _FACTORY = "prefect_tune.stores.arrow:open_fsspec"
+_ON_THIS_MACHINE = frozenset({"file", "local"})
 _IN_PROCESS = frozenset({"memory"})  # it would be gone with the process that may be killed
 
 
@@ -67,6 +68,10 @@ class FsspecTarget(StorageTarget):
             raise ValueError(
                 "it carries more than a place, behind a '?' or '#', which everybody could read: put options into "
                 "storage_options, and keys and tokens into secret_options"
+            )
+        if scheme in _ON_THIS_MACHINE and not uri.partition("://")[2].startswith("/"):
+            raise ValueError(
+                f"expected an absolute path, as in {scheme}:///folder: another directory is meant elsewhere"
             )
         if scheme not in known_schemes():
             raise ValueError(f"fsspec does not know the scheme {scheme!r}")

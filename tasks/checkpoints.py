@@ -85,9 +85,10 @@ def save_checkpoint(
         StoreRefused: credentials, permission or bucket; not retried.
         StoreUnavailable, CommitUnknown: the retries are spent.
     """
+    directory = Path(directory).absolute()
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         reuse = reusable(store, key.trial, _if_readable(store, parent), collected_up_to)
-        done = commit(store, key, StagedFiles(Path(directory)), about, reuse=reuse, side_by_side=transfers)
+        done = commit(store, key, StagedFiles(directory), about, reuse=reuse, side_by_side=transfers)
         return SavedCheckpoint(key, done.manifest.size_bytes, len(done.manifest.files), done.sent_bytes)
 
 
@@ -200,11 +201,12 @@ def restore_checkpoint(
         StoreRefused: credentials, permission or bucket; not retried.
         StoreUnavailable: the retries are spent.
     """
+    destination = Path(destination).absolute()
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         manifest = read_manifest(store, key)
-        with DirectorySink(manifest, Path(destination)) as sink:
+        with DirectorySink(manifest, destination) as sink:
             restore(store, manifest, sink, side_by_side=transfers)
-        return Path(destination)
+        return destination
 
 
 @task(name="delete-checkpoint", task_run_name="delete retired of {trial.trial}", **RETRYING)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import cloudpickle
@@ -17,7 +21,7 @@ from prefect_tune.core.layout import JournalKey, TrialKey
 from prefect_tune.core.retention import Retention
 from prefect_tune.core.schedulers.scheduler import Exploit
 
-__all__ = ["Orders", "TrialPlan", "payload"]
+__all__ = ["Orders", "TrialPlan", "import_path", "payload"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,18 @@ class Orders:
     """What persons have answered the trial, by the keys of its questions."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the trial's process, such as the devices it may use."""
+
+
+def import_path() -> tuple[str, ...]:
+    """Return where this process imports from, for another one that may stand in another directory."""
+    return tuple(_absolute(entry) for entry in sys.path)
+
+
+def _absolute(entry: str) -> str:
+    """Return a path made absolute; what is none is the name of an import hook."""
+    with suppress(FileNotFoundError):  # the working directory has been removed: nothing is found there
+        return os.path.abspath(entry) if not entry or Path(entry).exists() else entry  # noqa: PTH100  "" is the working directory
+    return entry
 
 
 def payload(thing: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ from prefect_tune.tasks.experiment_state import (
 from prefect_tune.tasks.held import place_held
 from prefect_tune.tasks.ledger import Ledger
 from prefect_tune.tasks.line import Line
-from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.tasks.plan import Orders, TrialPlan, import_path
 from prefect_tune.tasks.stamp import new_stamp, this_owner
 from prefect_tune.tasks.transient import RETRYING, retrying_refusals, unseen
 from prefect_tune.tasks.trial_artifacts import TrialArtifacts
@@ -292,7 +291,7 @@ def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored:
         attempt=trial.attempt,
         trainable=plan.trainable,
         stopper=plan.stopper,
-        import_path=tuple(sys.path),
+        import_path=import_path(),
         config=trial.config,
         directory=str(scratch / "artifacts"),
         staging=str(scratch / "staging"),

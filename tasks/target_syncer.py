@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -104,11 +105,11 @@ class TargetSyncer(Syncer):
         Raises:
             InvalidInput: `remote_dir` names no place that can be synced to, or this syncer is closed.
         """
-        return self._enqueue(_Command(_Act.UP, remote_dir, local_dir, _patterns(exclude)))
+        return self._enqueue(_Command(_Act.UP, remote_dir, _absolute(local_dir), _patterns(exclude)))
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
         """Fetch what differs into `local_dir`; otherwise as `sync_up`."""
-        return self._enqueue(_Command(_Act.DOWN, remote_dir, local_dir, _patterns(exclude)))
+        return self._enqueue(_Command(_Act.DOWN, remote_dir, _absolute(local_dir), _patterns(exclude)))
 
     def delete(self, remote_dir: str) -> bool:
         """Delete everything below `remote_dir`, after what was asked before; otherwise as `sync_up`."""
@@ -300,6 +301,11 @@ def _found(remote: str) -> tuple[StorageTarget, str]:
     location = read_uri(remote)
     above, _, folder = location.path.rpartition("/")
     return resolve_target(location.at(above).uri), folder
+
+
+def _absolute(local_dir: str) -> str:
+    """Return the directory that is meant now: the command is carried out later, in another thread."""
+    return os.path.abspath(local_dir)  # noqa: PTH100  a removed directory's path need not be followed
 
 
 def _patterns(exclude: list[str] | None) -> tuple[str, ...]:

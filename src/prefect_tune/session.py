@@ -188,7 +188,7 @@ class TrialSession:
     def _require_own_process(self, call: str) -> None:
         if (here := os.getpid()) != self._process:
             raise InvalidInput(
-                f"{call}: expected process {self._process}, in which trial {self._start.trial!r} is trained, found "
+                f"{call}: expected process {self._process}, which trains trial {self._start.trial!r}, found "
                 f"process {here}, a forked child of it. One process trains a trial: return results from there to it "
                 "(through a queue, a pipe or a pool) and report them there"
             )

@@ -293,9 +293,9 @@ def _session(caller: str) -> Session:
         return session
     if (trial := started_by()) is not None:
         raise InvalidInput(
-            f"{caller}(): expected process {trial.process}, in which trial {trial.name!r} is trained, found process "
-            f"{os.getpid()}, which that one, or a launcher that it called, has started. One process trains a trial: return "
-            "results from there to it (through a queue, a pipe or a pool) and report them there"
+            f"{caller}(): expected process {trial.process}, which trains trial {trial.name!r}, found process "
+            f"{os.getpid()}, which that one, or a launcher that it called, has started. One process trains a trial: "
+            "return results from there to it (through a queue, a pipe or a pool) and report them there"
         )
     hint = (
         ""

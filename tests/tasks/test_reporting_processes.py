@@ -84,7 +84,7 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(nursery: Nursery
     hearing = Hearing()
     with nursery.process(start, log_to(hearing)) as channel:
         assert isinstance(next_of(channel), Loaded)
-        assert [next_of(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # steps
+        assert [next_of(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # each is a step
         assert channel.receive(_SOON) is None
         channel.tell(GoOn(milestone=5))
         asks = [next_of(channel) for _ in range(2)]
@@ -120,7 +120,7 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(nursery: Nursery, 
         messages = heard(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
     assert [each.report.step for each in steps] == list(range(1, len(steps) + 1))
-    (said,) = steps[-1].report.metrics["said"]  # type: ignore[misc]  # a list
+    (said,) = steps[-1].report.metrics["said"]  # type: ignore[misc]  # it is a list
     assert f"{call}: expected process" in said
     assert "trial 't'" in said
     assert "through a queue, a pipe or a pool" in said
@@ -132,7 +132,7 @@ def test_what_a_spawned_process_reports_is_refused_there(nursery: Nursery, tmp_p
     with nursery.process(start, log_to(Hearing())) as channel:
         (said,) = metrics_after(channel)["said"]
     assert "pt.report(): expected process " in said
-    assert "in which trial 't' is trained" in said
+    assert "which trains trial 't'" in said
     assert "through a queue, a pipe or a pool" in said
 
 

@@ -30,7 +30,7 @@ class FolderLogger(Callback):
         self._mark = ""
 
     def setup(self, search: SearchInfo) -> None:
-        self._folder = self._directory / search.experiment
+        self._folder = self._directory.absolute() / search.experiment  # wherever this process stands later
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f".{self.name}"
         if not path.exists():
