@@ -70,18 +70,18 @@ class MessageReader(Generic[_Message]):
 
     def _missing_bytes(self) -> int:
         """Return how many bytes the header, and then the message, still lack."""
-        start, length = _SHORT.size, 0
+        start = _SHORT.size
         if (missing := start - len(self._received)) > 0:
             return missing
-        (length,) = _SHORT.unpack_from(self._received)
+        length = _number(_SHORT, self._received, 0)
         if length == -1:
             start += _LONG.size
             if (missing := start - len(self._received)) > 0:
                 return missing
-            (length,) = _LONG.unpack_from(self._received, _SHORT.size)
+            length = _number(_LONG, self._received, _SHORT.size)
         if not 0 < length <= self._limit_bytes:
             raise self._malformed(f"expected a length of at most {self._limit_bytes} bytes, found {length}")
-        if self._received[start : start + 1] not in (b"", b"{"):
+        if not b"{".startswith(self._received[start : start + 1]):
             raise self._malformed("expected a JSON object")
         return start + length - len(self._received)
 
@@ -98,3 +98,8 @@ class MessageReader(Generic[_Message]):
     def _malformed(self, expected: str) -> MalformedMessage:
         shown = bytes(self._received[:_SHOWN_BYTES])
         return MalformedMessage(f"{expected}; found {len(self._received)} bytes that begin with {shown!r}")
+
+
+def _number(form: struct.Struct, data: bytearray, start: int) -> int:
+    (number,) = form.unpack_from(data, start)
+    return int(number)

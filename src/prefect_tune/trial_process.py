@@ -157,8 +157,14 @@ class _Attempts:
             if os.getpid() != self._process:
                 _end_forked_child(error)
             ended = _broke(error)
-        (self._connection.send if self._session is None else self._session.end)(ended)
+        self._say_end(ended)
         return isinstance(ended, TrialEnded) and ended.waits
+
+    def _say_end(self, ended: TrialEnded | Broke) -> None:
+        if self._session is None:  # it was not even prepared
+            self._connection.send(ended)
+        else:
+            self._session.end(ended)
 
     def clean_up(self) -> None:
         """Let the trainable let go, where it waits for a trial that does not come."""

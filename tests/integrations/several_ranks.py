@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ def trainer(config: Mapping[str, Any]) -> None:
     from prefect_tune.integrations.torch import ResumableLoader
     from tests.integrations.line import Line
 
+    loader: Any = ResumableLoader if config["callback"] else torch.utils.data.DataLoader
     callbacks: Any = [TuneReportCheckpointCallback("loss", every_steps=1)] if config["callback"] else []
     lightning.Trainer(
         accelerator="cpu",
@@ -32,7 +34,7 @@ def trainer(config: Mapping[str, Any]) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(Line(reports=not callbacks), ResumableLoader(torch.utils.data.TensorDataset(torch.ones(8, 1)), batch_size=1))
+    ).fit(Line(reports=not callbacks), loader(torch.utils.data.TensorDataset(torch.ones(8, 1)), batch_size=1))
 
 
 def fabric(_config: Mapping[str, Any]) -> None:
@@ -48,6 +50,5 @@ def _rank() -> None:
 
 
 def launches_ranks(_config: Mapping[str, Any]) -> None:
-    import accelerate
-
+    accelerate: Any = importlib.import_module("accelerate")
     accelerate.notebook_launcher(_rank, num_processes=2, use_port="0")

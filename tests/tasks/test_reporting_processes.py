@@ -120,7 +120,8 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(nursery: Nursery, 
         messages = heard(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
     assert [each.report.step for each in steps] == list(range(1, len(steps) + 1))
-    (said,) = steps[-1].report.metrics["said"]  # type: ignore[misc]  # it is a list
+    found: Any = steps[-1].report.metrics["said"]
+    (said,) = found
     assert f"{call}: expected process" in said
     assert "trial 't'" in said
     assert "through a queue, a pipe or a pool" in said

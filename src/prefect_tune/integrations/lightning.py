@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ class TuneReportCheckpointCallback(Callback):
         self._every_steps = every_steps
         self._restored: Mapping[str, Any] | None = None
         self._reported_step = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be taken to a process that is spawned: a strategy begins to start ranks there."""
+        if get_spawning_popen() is not None:
+            raise InvalidInput(
+                f"Trainer(strategy=...): expected no other process, found one being spawned. {ONE_PROCESS}"
+            )
+        return self.__dict__
 
     def state_dict(self) -> dict[str, Any]:
         return {"random": random_state(), "reported_step": self._reported_step}
