@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
 from prefect_tune.core.errors import InvalidInput
@@ -91,23 +90,20 @@ def _refuse_relaunch() -> None:
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
         command = arguments[1]  # executable, arguments, ...
-        if isinstance(command, list | tuple) and _runs_a_trial(command):
+        if isinstance(command, list | tuple) and _is_this_program(command):
             raise InvalidInput(
                 f"expected another program, found a second copy of the trial's process ({_shown(command)}), as a "
                 f"launcher of ranks starts it. {ONE_PROCESS}"
             )
 
 
-def _runs_a_trial(command: Sequence[object]) -> bool:
+def _is_this_program(command: Sequence[object]) -> bool:
+    """Whether it runs this process's main module with its arguments; a search inside a trial has others."""
     words = _words(command)
-    modules = {module for option, module in pairwise(words) if option == "-m"}
-    return bool(modules & _MAIN_MODULES) or any(_is_file_of_main(word) for word in words[1:3])
-
-
-def _is_file_of_main(word: str) -> bool:
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return main == word and getattr(spec, "name", None) in _MAIN_MODULES
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    again = [["-m", str(name), *sys.argv[1:]], [str(getattr(main, "__file__", None)), *sys.argv[1:]]]
+    return name in _MAIN_MODULES and (words == sys.orig_argv or words[1:] in again)
 
 
 def _words(command: Sequence[object]) -> list[str]:

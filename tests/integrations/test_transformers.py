@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from prefect_tune.core.events import Cause
+from prefect_tune.core.wire import Broke
+from prefect_tune.tasks.nursery import Nursery
+from tests.fakes.nurseries import Hearing, heard, log_to, start_of
+from tests.integrations import several_ranks
 from tests.integrations.examples import Example
 from tests.integrations.states import flat
 
@@ -42,3 +47,13 @@ def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable
     for trial, truth in digits.undisturbed(struck.results).items():
         assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
     assert {each.step for each in struck.results.trials.values()} == {4, 12}
+
+
+def test_ranks_that_accelerate_starts_are_told_where_to_report(tmp_path: Path) -> None:
+    with Nursery(slots=1) as nursery:
+        start = start_of(several_ranks.launches_ranks, tmp_path)
+        with nursery.process(start, log_to(Hearing())) as channel:
+            (*_, ended) = heard(channel, seconds=300)
+    assert isinstance(ended, Broke)
+    assert ended.cause is Cause.USER
+    assert "One process trains a trial: return results from there to it" in ended.message

@@ -178,43 +178,11 @@ def test_a_program_that_a_trial_starts_is_told_where_to_report(nursery: Nursery,
     assert "InvalidInput: pt.report(): expected process " in found["said"]
 
 
-@pytest.mark.parametrize("way", [trial_process, "nursery"])
-@pytest.mark.parametrize("module", ["prefect_tune.trial_process", "prefect_tune.nursery"])
-def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(
-    nursery: Nursery, tmp_path: Path, way: Any, module: str
-) -> None:
-    opened: Opened = nursery.process if way == "nursery" else way
-    config = {"arguments": ["-m", module, "5", "7"], "environment": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
+@pytest.mark.parametrize("way", ["forked", "started"])
+def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(nursery: Nursery, tmp_path: Path, way: str) -> None:
+    opened: Opened = nursery.process if way == "forked" else trial_process
+    config = {"environment": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
     with opened(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
         said = metrics_after(channel)["refused"]
     assert "One process trains a trial" in said
     assert "devices=1" in said
-
-
-@pytest.mark.parametrize(
-    ("variables", "rank"),
-    [
-        ({"RANK": "1", "WORLD_SIZE": "2"}, 1),
-        ({"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, 3),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, None),
-        ({"LOCAL_RANK": "0"}, None),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, None),
-    ],
-)
-def test_only_the_first_rank_reports(
-    nursery: Nursery, tmp_path: Path, variables: Mapping[str, str], rank: int | None
-) -> None:
-    with nursery.process(start_of(_reports_once, tmp_path), LOG, variables) as channel:
-        *_, ended = heard(channel)
-    if rank is None:
-        assert isinstance(ended, TrialEnded)
-    else:
-        assert isinstance(ended, Broke)
-        assert ended.message.startswith(f"InvalidInput: pt.report: expected rank 0, found rank {rank} of")
-
-
-def _reports_once(_config: Mapping[str, object]) -> None:
-    import prefect_tune as pt
-
-    pt.report({"loss": 1.0})

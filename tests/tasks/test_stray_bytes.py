@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,10 @@ def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable
 
 
 def test_an_error_that_shows_a_whole_array_is_cut_in_its_middle(nursery: Nursery, tmp_path: Path) -> None:
-    with nursery.process(start_of(_shows_everything, tmp_path), LOG) as channel:
+    with nursery.process(start_of(reporters.shows_everything, tmp_path), LOG) as channel:
         *_, ended = heard(channel)
     assert isinstance(ended, Broke)
     assert ended.message.startswith(r"ValueError: the file \udcff in [0, 0, 0,")
     assert ended.message.endswith("0, 0] is not good")
     assert "characters left out" in ended.message
     assert len(ended.message) + len(ended.traceback) < 300_000
-
-
-def _shows_everything(_config: Mapping[str, object]) -> None:
-    raise ValueError(f"the file \udcff in {[0] * 300_000} is not good")

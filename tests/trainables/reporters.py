@@ -29,6 +29,7 @@ __all__ = [
     "reports_from_a_child",
     "reports_from_a_started_program",
     "reports_from_threads",
+    "shows_everything",
     "shows_sockets",
     "talks_out_of_turn",
     "waits_in_a_thread",
@@ -196,10 +197,15 @@ def shows_sockets(_config: Config) -> Config:
 
 
 def reports_from_a_started_program(config: Config) -> Config:
-    """Start a program of `config["arguments"]`; tell what it said, and what starting it raised."""
+    """Start `config["arguments"]`, or this program again; tell what it said, or what starting it raised."""
+    again = ["-m", str(sys.modules["__main__"].__spec__.name), *sys.argv[1:]]  # type: ignore[union-attr]  # by -m
     try:
         done = subprocess.run(
-            [sys.executable, *config["arguments"]], capture_output=True, text=True, check=False, env=_with(config)
+            [sys.executable, *config.get("arguments", again)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=_with(config),
         )
     except pt.InvalidInput as error:
         return {"refused": str(error)}
@@ -236,3 +242,7 @@ def hands_over(config: Config) -> None:
 def hands_over_what_is_on_a_target(config: Config) -> None:
     os.chdir(config["seen_from"])
     pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint("s3://bucket/checkpoint"))
+
+
+def shows_everything(_config: Config) -> None:
+    raise ValueError(f"the file \udcff in {[0] * 300_000} is not good")
