@@ -22,8 +22,10 @@ _BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_docum
 def _required_first(schema: dict[str, Any], model: type[Block]) -> None:
     schema_extra(schema, model)
     required = schema.get("required", ())
+    last = getattr(model, "_shown_last", ())
     # sorted() is stable, and the UI shows the fields in this order
-    schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: item[0] not in required))
+    place = {name: (name not in required, name in last) for name in schema["properties"]}
+    schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: place[item[0]]))
 
 
 class Form(Block, ABC):
@@ -80,7 +82,8 @@ def _secrets_in(value: object) -> Iterator[str]:
 
 def unknown_field(cls: type[Form], name: str) -> str:
     """Say that it has no field of this name, and which was meant."""
-    return f"no field {name!r}: {did_you_mean_or_has(name, cls.model_fields)}"
+    fields = sorted(cls.model_fields, key=lambda field: field in getattr(cls, "_shown_last", ()))
+    return f"no field {name!r}: {did_you_mean_or_has(name, fields)}"
 
 
 def _in_one_line(block: str, error: ValidationError) -> str:

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from typing import ClassVar
+
+from pydantic import Field, SecretStr, field_validator
 
 from prefect_tune.blocks.check import TargetCheck, check_target
 from prefect_tune.blocks.form import Form
@@ -14,6 +17,8 @@ from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.store import ObjectStore
 
 __all__ = ["StorageTarget"]
+
+_LEAST_KEY = 16
 
 
 def _opened(target: StorageTarget, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
@@ -26,10 +31,30 @@ class StorageTarget(Form, ABC):
     Making one, loading one and printing one neither connects nor reads; `open` and `check` do.
     """
 
+    _shown_last: ClassVar[frozenset[str]] = frozenset({"signing_key"})
+
+    signing_key: SecretStr | None = Field(
+        default=None,
+        description="Signs the settings of searches here. With it, a resume by name follows only settings that were "
+        "signed with it: who can write to the target cannot choose what is run. At least 16 characters.",
+    )
+
+    @field_validator("signing_key")
+    @classmethod
+    def _hard_to_guess(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and len(key.get_secret_value()) < _LEAST_KEY:
+            raise ValueError(f"expected at least {_LEAST_KEY} characters, such as those of `openssl rand -hex 32`")
+        return key
+
     @property
     @abstractmethod
     def uri(self) -> str:
         """Where it is, as a URI without secrets: for people, for logs, and for `resolve_target`."""
+
+    @property
+    def signing_secret(self) -> bytes | None:
+        """The signing key as bytes; None where the target has none."""
+        return None if self.signing_key is None else self.signing_key.get_secret_value().encode()
 
     @abstractmethod
     def open(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]:

@@ -23,12 +23,13 @@ from prefect_tune.flows.own_server import flow_with_server
 from prefect_tune.flows.results import Results
 from prefect_tune.flows.resuming import read_known
 from prefect_tune.flows.search import searched
+from prefect_tune.flows.trust import require_trusted, trusted_here
 from prefect_tune.tasks.forking import ForkRequest, fork_experiment
 
 __all__ = ["resume"]
 
-_WHICH = frozenset({"experiment", "target", "fork", "at", "strict_fork"})
-"""They say which experiment goes on. All others are of this run, or change what the journal says."""
+_WHICH = frozenset({"experiment", "target", "fork", "at", "strict_fork", "trusted_packages"})
+"""They say which experiment goes on, and what is trusted in it. All others are of this run, or change it."""
 
 
 @flow_with_server(name="resume", persist_result=False)
@@ -54,6 +55,8 @@ def resume(
     trainable: OtherTrainableField = None,
     callbacks: CallbacksField = None,
     sync: SyncField = None,
+    trial_job_variables: dict[str, Any] | None = None,
+    trusted_packages: list[str] | None = None,
     on_code_change: Literal["warn", "refuse"] = "warn",
 ) -> Results:
     """Go on with the search `experiment` as its journal describes it; what is given here is changed.
@@ -89,6 +92,10 @@ def resume(
         callbacks: who hears of the trials from now on. Those that are objects the journal does not hold: without them
             here it goes on without them, and says so.
         sync: periods and timeouts in seconds, and artifacts, from now on.
+        trial_job_variables: what a trial that runs as a deployment has of a machine, from now on, as in `tune`.
+        trusted_packages: packages whose classes and functions the journal may name, such as `my_project`. Default:
+            those in PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES. What is not theirs has to be passed here, unless the
+            target is a folder that only this user can write to, or has a `signing_key` that has signed the journal.
         on_code_change: whether it goes on when the trainable's source has changed, or is refused.
 
     Returns:
@@ -97,6 +104,7 @@ def resume(
     Raises:
         ResumeFailed: there is no such experiment, or it cannot be read. Nothing was started.
         InvalidInput: its journal does not hold all that is needed; the message says what to pass.
+        UnsafePayload: its journal chooses what is run, and nothing here trusts that; the message says what to pass.
         CheckpointNotFound: with `strict_fork`.
         Superseded: another run has taken the experiment over.
         CrashLoop: automations started this run again and again, and nothing came of it.
@@ -115,6 +123,7 @@ def resume(
     known = _found(where, experiment)
     said = {name: value for name, value in given.items() if name not in _WHICH}
     changed = {name: value for name, value in said.items() if name not in OF_THE_RUN and value is not None}
+    require_trusted(where, known.experiment, changed.keys(), trusted_here(trusted_packages))
     if callbacks is None and "callbacks" in only_in_code(known.experiment.settings):
         get_run_logger().warning("the callbacks were objects, which no journal holds: it goes on without them")
     run = {name: value for name, value in said.items() if name in OF_THE_RUN}

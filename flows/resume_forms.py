@@ -12,7 +12,7 @@ from prefect_tune.core.choices import Standing
 from prefect_tune.core.events import Questioned
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.objective import Objective
-from prefect_tune.core.questions import default_of
+from prefect_tune.core.questions import default_of, valid_fields
 from prefect_tune.core.ranking import ranked
 from prefect_tune.core.standing import counted
 from prefect_tune.core.trial import Trial, newest_checkpoint
@@ -85,8 +85,8 @@ def _filled(form: Form, page: str, **defaults: float) -> Form:
 
 
 def form_of_question(asked: Questioned, experiment: str, why: str = "") -> Form:
-    """Return the form of what a trial asks."""
-    fields: dict[str, Any] = {name: _field(value) for name, value in asked.fields.items()}
+    """Return the form of what a trial asks. Raises `InvalidInput` for fields that no trial can have asked for."""
+    fields: dict[str, Any] = {name: _field(value) for name, value in valid_fields(asked.fields).items()}
     form = cast("Form", create_model("Answer", __base__=RunInput, **fields))
     page = [*_refused(why), f"**{experiment}, trial {asked.trial}**, asks:", "", asked.question]
     return form.with_initial_data(description="\n".join(page))

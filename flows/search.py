@@ -54,6 +54,7 @@ from prefect_tune.flows.search_turns import SearchTurn, first_turn, next_turn
 from prefect_tune.flows.slots import Slots, resources_asked, slots_elsewhere, slots_here
 from prefect_tune.flows.spelled import scheduler_from
 from prefect_tune.flows.stop_desk import StopDesk
+from prefect_tune.flows.trust import signed_settings
 from prefect_tune.flows.turns import STOPPED_HERE, as_one_owner, say_what_is_resumable
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.book import Book
@@ -135,7 +136,8 @@ def _opened(
     owner = owner_after(known.experiment, limits.failures.max_restarts, answered=turn.answered)
     state = restore_experiment_state(plan.target, turn.experiment, owner, new_stamp(), unseen(known))
     now, added = extending.extended(asked, state, extending.place_of_run)
-    require_same(state, settings := settings_today(now))
+    require_same(state, today := settings_today(now))
+    settings = signed_settings(plan.target, state, today)
     say_code(state, now, log)
     say_space(state, now, log)
     if not turn.answered:  # what errored in this very run was said then

@@ -27,6 +27,7 @@ from prefect_tune.tasks.store_line import StoreLine
 __all__ = ["TrialParameters", "train_trial"]
 
 _orders: TypeAdapter[Orders] = TypeAdapter(Orders)
+_AS_TEXT = "json"
 
 
 class TrialParameters(Value):
@@ -102,12 +103,12 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
 
     Args:
         parameters: the plan, as `TrialParameters.of` gives it.
-        orders: what is said to this attempt.
+        orders: what is said to this attempt, as `orders_as_parameters` gives it.
         attempt: its number, by which answers on the target are found.
     """
     plan = parameters.plan()
     line = StoreLine(plan.target, plan.trial, attempt)
-    told = _orders.validate_python(orders)
+    told = _read(orders)
     found = interruptible(lambda stop: attempt_of(plan)(plan, told, line.stopped_by(stop)), grace=plan.grace)
     match found.outcome:
         case outcomes.Failed(cause=Cause.PREEMPTED, message=message):
@@ -121,6 +122,14 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
 
 
 def orders_as_parameters(orders: Orders) -> dict[str, Any]:
-    """Return `orders` as JSON."""
-    dumped: dict[str, Any] = _orders.dump_python(replace(orders), mode="json")
-    return dumped
+    """Return `orders` as a parameter: one text, in which Prefect looks for nothing.
+
+    They hold configurations and answers, which come from a target. In an object Prefect would load blocks that are
+    named there (`$ref`), and render templates (`__prefect_kind`).
+    """
+    return {_AS_TEXT: _orders.dump_json(replace(orders)).decode()}
+
+
+def _read(orders: dict[str, Any]) -> Orders:
+    """Those of an earlier version are an object themselves."""
+    return _orders.validate_json(orders[_AS_TEXT]) if orders.keys() == {_AS_TEXT} else _orders.validate_python(orders)

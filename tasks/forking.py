@@ -24,6 +24,7 @@ from prefect_tune.core.events import CheckpointRef, Owner
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.fork import Fork, Past, begin_fork, deleted_since, fork, past_of
 from prefect_tune.core.journal import load
+from prefect_tune.core.signing import is_signed, signed, unsigned
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import ENDED
 from prefect_tune.core.values import Stamp
@@ -78,6 +79,7 @@ def _forked(store: ObjectStore, target: StorageTarget, request: ForkRequest, tra
         raise ResumeFailed(f"there is no experiment {request.experiment!r} at {target.uri}. Nothing was started")
     log = get_run_logger()
     past = _past(store, request, there, transfers)
+    past = replace(past, settings=_settings(past, request, target.signing_secret))
     if request.strict and (gone := deleted_since(store, past, side_by_side=transfers)):
         raise CheckpointNotFound(f"{past.origin}: deleted since then: {_told(gone)}. Nothing was started")
     into = begin_fork(store, request.into, past.origin, request.owner, request.stamp, side_by_side=transfers)
@@ -98,8 +100,18 @@ def _past(store: ObjectStore, request: ForkRequest, there: Experiment, transfers
     past = past_of(store, request.experiment, at, side_by_side=transfers)
     if not past.settings:
         raise InvalidInput(f"{past.origin} is no search, or not yet: only searches can be forked")
-    # The default seed hangs on the name, and the fork has another one.
-    return replace(past, settings={"seed": seed_named(request.experiment), **past.settings})
+    return past
+
+
+def _settings(past: Past, request: ForkRequest, key: bytes | None) -> Mapping[str, object]:
+    """What hangs on the name, the default seed and the signature, is made anew: the fork has another one.
+
+    What was not signed is not signed by forking it.
+    """
+    settings = {"seed": seed_named(request.experiment), **unsigned(past.settings)}
+    if key is not None and is_signed(past.settings, request.experiment, key):
+        return signed(settings, request.into, key)
+    return settings
 
 
 def _say(log: Log, past: Past, made: Fork) -> None:

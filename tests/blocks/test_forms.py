@@ -46,7 +46,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Form], str]] = {
     "a misspelt period": (lambda: _untyped(SyncConfig, sync_period=3), r"did you mean 'sync_period_seconds'\?"),
     "a field of nobody's": (
         lambda: _untyped(LocalTarget, path="/x", zzz=1),
-        "no field 'zzz': it has path, must_exist, may_hang",
+        "no field 'zzz': it has path, must_exist, may_hang, signing_key",
     ),
     "no bucket": (lambda: _untyped(S3Target), "'bucket' is missing"),
     "no path": (lambda: _untyped(LocalTarget), "'path' is missing"),

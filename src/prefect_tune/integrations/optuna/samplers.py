@@ -103,7 +103,7 @@ def sampler_from(given: object) -> BaseSampler:
     if given is None or isinstance(given, BaseSampler):
         return samplers.TPESampler() if given is None else given
     name, options = next(iter(given.items())) if isinstance(given, Mapping) and len(given) == 1 else (given, {})
-    kind = getattr(samplers, name, None) if isinstance(name, str) else None
+    kind = getattr(samplers, name) if isinstance(name, str) and name in samplers.__all__ else None
     if not (isinstance(kind, type) and issubclass(kind, BaseSampler) and isinstance(options, Mapping)):
         raise InvalidInput(
             "OptunaSearch: sampler: expected one of Optuna's, its name such as 'TPESampler', or its name with options, "

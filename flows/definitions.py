@@ -1,0 +1,121 @@
+"""Where the source of a trusted package defines a name: found by reading it, so that no module is imported for it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+__all__ = ["is_module_name", "why_not_defined"]
+
+_MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_CODE_NAME = re.compile(rf"({_MODULE}):({_MODULE})", re.ASCII)
+_DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_MADE = ast.Call | ast.Lambda | ast.BinOp
+"""Values that the module itself makes; a name or an attribute would be somebody else's under another name."""
+_MOST_IMPORTS = 20
+
+
+def is_module_name(name: object) -> bool:
+    """Return whether `name` can be the name of a package or module."""
+    return isinstance(name, str) and re.fullmatch(_MODULE, name, re.ASCII) is not None
+
+
+def why_not_defined(name: str, packages: Sequence[str]) -> str:
+    """Return why `package.module:Name` is not a class, function or object that `packages` define; empty where it is.
+
+    Names that a module imports are followed as long as they stay in `packages`. Only packages above a module in
+    `packages` are imported; the module is not.
+    """
+    parts = _CODE_NAME.fullmatch(name)
+    if parts is None:
+        return "expected 'package.module:Name'"
+    return _why_not(parts[1], parts[2].split("."), packages, _MOST_IMPORTS)
+
+
+def _why_not(module: str, path: Sequence[str], packages: Sequence[str], imports_left: int) -> str:
+    if not any(module == each or module.startswith(f"{each}.") for each in packages):
+        return f"{module} is not in a trusted package"
+    if not imports_left:
+        return f"{module} imports it in a circle"
+    try:
+        spec = importlib.util.find_spec(module)
+        origin = spec.origin if spec is not None and spec.has_location else None
+        tree = None if origin is None else ast.parse(Path(origin).read_bytes())
+    except (ImportError, OSError, SyntaxError, ValueError) as error:
+        return f"the source of {module} cannot be read: {error}"
+    if spec is None:
+        return f"there is no module {module}; is its project installed here?"
+    if tree is None:
+        return f"{module} has no source"
+    return _Source(spec, packages, imports_left).why_not(tree.body, path)
+
+
+class _Source:
+    """The source of one module."""
+
+    def __init__(self, spec: ModuleSpec, packages: Sequence[str], imports_left: int) -> None:
+        self._module = spec.name
+        self._package = spec.name if spec.submodule_search_locations is not None else spec.parent
+        self._packages = packages
+        self._imports_left = imports_left
+
+    def why_not(self, body: Sequence[ast.stmt], path: Sequence[str]) -> str:
+        """Every statement that binds the name has to define it: which one comes last, only running them would tell."""
+        name, *rest = path
+        statements = list(_statements(body))
+        found = [self._why_not_by(each, name, rest) for each in statements]
+        answers = [each for each in found if each is not None]
+        if answers:
+            return next(filter(None, answers), "")
+        stars = [each for each in statements if isinstance(each, ast.ImportFrom) and each.names[0].name == "*"]
+        if any(not self._why_not_imported(each, path) for each in stars):
+            return ""
+        return f"{self._module} does not define {name!r}"
+
+    def _why_not_by(self, statement: ast.stmt, name: str, rest: Sequence[str]) -> str | None:
+        """Return None where the statement does not bind `name`."""
+        match statement:
+            case ast.ClassDef(name=bound, body=body) if bound == name:
+                return self.why_not(body, rest) if rest else ""
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) if bound == name:
+                return f"{name} in {self._module} is a function" if rest else ""
+            case ast.Assign() | ast.AnnAssign() if name in _names_in(statement):
+                is_made = isinstance(statement.value, _MADE) and not rest
+                return "" if is_made else f"{self._module} does not define {name!r}, and only gives it this name"
+            case ast.Import(names=names) if any(_bound_by(each) == name for each in names):
+                return f"{self._module} does not define {name!r}: it imports that module"
+            case ast.ImportFrom(names=names):
+                origins = [each.name for each in names if _bound_by(each) == name]
+                return self._why_not_imported(statement, [origins[-1], *rest]) if origins else None
+            case _:
+                return None
+
+    def _why_not_imported(self, statement: ast.ImportFrom, path: Sequence[str]) -> str:
+        try:
+            module = importlib.util.resolve_name(f"{'.' * statement.level}{statement.module or ''}", self._package)
+        except ImportError as error:
+            return f"{self._module}: {error}"
+        return _why_not(module, path, self._packages, self._imports_left - 1)
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield what binds names of the module, also under a condition."""
+    for statement in body:
+        yield statement
+        if not isinstance(statement, _DEFINITIONS):
+            yield from _statements([each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.stmt)])
+            for handler in getattr(statement, "handlers", ()):
+                yield from _statements(handler.body)
+
+
+def _names_in(statement: ast.Assign | ast.AnnAssign) -> list[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+
+
+def _bound_by(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]

@@ -1,0 +1,138 @@
+"""Whose code a resume by name runs: the person's, the deployment's, or that of settings which a key has signed.
+
+Everybody who can write to a target can write a journal there. So what a journal chooses is followed only where one of
+these says so: the target's `signing_key`, a local folder that only this user can write to, or trusted packages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from prefect_tune.blocks import LocalTarget, StorageTarget, target_reference
+from prefect_tune.core.errors import InvalidInput, UnsafePayload
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.signing import has_signature, is_signed, signed, unsigned
+from prefect_tune.flows.code_choices import CodeChoice, code_choices
+from prefect_tune.flows.definitions import is_module_name, why_not_defined
+from prefect_tune.stores.own_folder import why_not_own
+
+__all__ = ["TRUSTED_PACKAGES", "require_trusted", "signed_settings", "trusted_here"]
+
+TRUSTED_PACKAGES = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
+"""The environment variable that names them, with commas between, for all flow runs of a machine or a work pool."""
+_PASSABLE = ("trainable", "space", "stop", "callbacks", "sync", "warm_start", "trial_job_variables")
+"""Parameters of `pt.resume` that name what the journal chooses otherwise."""
+_UNSHOWN = "trial_job_variables"  # their values may be keys
+_LONGEST = 400
+
+
+def trusted_here(given: Sequence[str] | None) -> Sequence[str]:
+    """Return the trusted packages: as given, or those that the environment names.
+
+    Raises:
+        InvalidInput: one of them cannot be a package.
+    """
+    found = given
+    if found is None:
+        found = [name.strip() for name in os.environ.get(TRUSTED_PACKAGES, "").split(",") if name.strip()]
+    for name in found:
+        if not is_module_name(name):
+            raise InvalidInput(f"trusted_packages: expected names of packages, such as 'my_project', found {name!r}")
+    return found
+
+
+def require_trusted(target: StorageTarget, known: Experiment, passed: Collection[str], packages: Sequence[str]) -> None:
+    """Return if all that the journal of `known` chooses may be followed; nothing of it is imported before that.
+
+    Args:
+        target: where it lies.
+        known: as it was read.
+        passed: the parameters that the person or the deployment gives: what the journal says of these is not used.
+        packages: those that the deployment trusts.
+
+    Raises:
+        UnsafePayload: the journal chooses code that nothing here trusts. The message says what to pass.
+    """
+    chosen = [each for each in code_choices(known.settings, known.learned) if each.parameter not in passed]
+    if not chosen:
+        return
+    key = target.signing_secret
+    if key is None:
+        if not (why := _why_not_own(target, known.name)):
+            return
+        refused = {each: said for each in chosen if (said := _why_not_of(each, packages))}
+    elif is_signed(known.settings, known.name, key):
+        return
+    else:
+        refused = dict.fromkeys(chosen, "")
+        what = "is not the one that the target's signing_key gives" if has_signature(known.settings) else "is missing"
+        why = f"the signature of its settings {what}"
+    if refused:
+        raise UnsafePayload(_message(target, known, refused, why))
+
+
+def signed_settings(target: StorageTarget, known: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
+    """Return `settings` as the journal of `known` is to hold them: signed, where the target has a key.
+
+    Without the key a signature stays what it is as long as the settings do.
+    """
+    if (key := target.signing_secret) is not None:
+        return signed(settings, known.name, key)
+    return known.settings if unsigned(known.settings) == settings else settings
+
+
+def _why_not_own(target: StorageTarget, experiment: str) -> str:
+    if not isinstance(target, LocalTarget):
+        return "the target is not a folder of this machine"
+    if target.may_hang:
+        return "the target is a network mount"
+    journal = JournalKey(experiment=experiment)
+    return why_not_own(Path(target.path), [journal.entries, journal.segments])
+
+
+def _why_not_of(choice: CodeChoice, packages: Sequence[str]) -> str:
+    """Return why trusted packages do not cover it; empty where they do."""
+    if choice.name is None:
+        return "no package"
+    return why_not_defined(choice.name, packages) if packages else "no package is trusted"
+
+
+def _message(target: StorageTarget, known: Experiment, refused: Mapping[CodeChoice, str], why: str) -> str:
+    where = f"experiment {known.name!r} at {target.uri}"
+    lines = [
+        f"{where}: its journal chooses what is run, and others may have written that: {why}. Nothing of it was started:"
+    ]
+    lines += [f"  {each.parameter}: {each.shown}{f' ({said})' if said else ''}" for each, said in refused.items()]
+    lines.append(f"If it is yours, {_next_move(target, known, [each.parameter for each in refused])}")
+    if target.signing_secret is None:
+        lines += _other_moves(refused)
+    return "\n".join(lines)
+
+
+def _other_moves(refused: Collection[CodeChoice]) -> Iterator[str]:
+    if names := sorted({each.name.partition(":")[0].partition(".")[0] for each in refused if each.name}):
+        variable = f"{TRUSTED_PACKAGES}={','.join(names)}"
+        yield f"A deployment can trust packages: trusted_packages={names}, or {variable} where its runs are."
+    yield "A target block with a signing_key follows what was signed with that key."
+
+
+def _next_move(target: StorageTarget, known: Experiment, parameters: Sequence[str]) -> str:
+    if any(each not in _PASSABLE for each in parameters):
+        return "call pt.tune(...) as before, with the same experiment name: it goes on."
+    given = ", ".join(f"{name}={_shown(name, known.settings[name])}" for name in dict.fromkeys(parameters))
+    return f"pass it: pt.resume({known.name!r}, target={_reference(target)}, {given})"
+
+
+def _shown(name: str, value: object) -> str:
+    text = "{...}" if name == _UNSHOWN else repr(value)
+    return text if len(text) <= _LONGEST else "..."
+
+
+def _reference(target: StorageTarget) -> str:
+    try:
+        return repr(target_reference(target))
+    except InvalidInput:
+        return "..."

@@ -1,0 +1,129 @@
+"""A folder that others can write to, with journals that choose code; the code leaves a marker when it is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.events import Described, Owner
+from prefect_tune.core.journal import append, take_over
+from prefect_tune.core.values import Stamp
+from prefect_tune.stores.posix import make_root
+
+__all__ = ["ROADS", "TRAIN", "Untrusted", "describe", "untrusted_folder"]
+
+TRAIN = "tests.trainables.moody:train"
+_STAMPS = (Stamp(write_id=f"forged-{number}", at="2026-11-23T08:00:00+00:00") for number in count())
+_PAYLOAD = """
+from pathlib import Path
+
+import prefect_tune as pt
+
+MARKER = Path({marker!r})
+MARKER.write_text("imported")
+
+
+def touch(*_):
+    MARKER.write_text("called")
+    return 0
+
+
+class Watch(pt.Callback):
+    def __init__(self):
+        touch()
+
+
+class Net(pt.Trainable):
+    def setup(self, config):
+        touch()
+
+
+class Moves(pt.Syncer):
+    sync_up = sync_down = delete = touch
+"""
+
+
+def _sample(module: str, _place: str) -> Mapping[str, Any]:
+    return {"x": {"sample_from": f"{module}:touch"}}
+
+
+ROADS: Mapping[str, Any] = {
+    "trainable": lambda module, _: {"trainable": f"{module}:Net"},
+    "trainable of a package": lambda module, _: {"trainable": f"{module}.deeper:Net"},
+    "trainable of the standard library": lambda _, place: {
+        "trainable": "subprocess:call",
+        "space": {"touch": 0, place: 0},
+    },
+    "sample_from": lambda module, place: {"space": _sample(module, place)},
+    "sample_from, deep down": lambda module, place: {
+        "space": {"a": {"choice": [1, {"space": _sample(module, place)}]}}
+    },
+    "stop": lambda module, _: {"stop": f"{module}:touch"},
+    "callbacks": lambda module, _: {"callbacks": [f"{module}:Watch"]},
+    "callbacks as an object": lambda module, _: {"callbacks": {f"{module}:Watch": 1}},
+    "scheduler": lambda module, place: {
+        "scheduler": {"PBT": {"perturbation_interval": 1, "hyperparam_mutations": _sample(module, place)}}
+    },
+    "search": lambda module, _: {"search": {"OptunaSearch": {"sampler": {f"{module}:Net": {}}, "num_samples": 1}}},
+    "syncer": lambda module, place: {"sync": {"syncer": f"{module}:Moves", "upload_dir": f"file://{place}-copies"}},
+    "place of artifacts": lambda _, place: {"sync": {"upload_dir": f"file://{place}"}},
+    "warm start": lambda _, place: {"warm_start": [f"file://{place}/first"]},
+    "warm start as an object": lambda _, place: {"warm_start": {f"file://{place}/first": 1}},
+    "command of a worker": lambda _, place: {
+        "trials": "deployment",
+        "trial_job_variables": {"command": f"touch {place}"},
+    },
+    "deployment": lambda _, __: {"trials": "deployment", "trial_deployment": "other-flow/any"},
+}
+"""What a journal can choose, by name: settings for a payload module and a place that is not to come into being."""
+
+
+@dataclass(frozen=True)
+class Untrusted:
+    """A target that others can write to, and what is not to happen."""
+
+    target: LocalTarget
+    module: str
+    marker: Path
+    """Made when the payload module is imported or called, or the command is run, or the place is opened."""
+
+    def forge(self, road: str, name: str = "e", **settings: Any) -> None:
+        """Write an experiment whose journal takes a road, with everything that a search needs besides."""
+        chosen = ROADS[road](self.module, str(self.marker))
+        common = {"trainable": TRAIN, "space": {"x": 1.0}, "metric": "loss", "isolation": "thread"}
+        count = {} if "search" in chosen else {"num_samples": 1}
+        describe(self.target, name, {**common, **count, **settings, **chosen})
+
+
+def untrusted_folder(folder: Path, patch: pytest.MonkeyPatch) -> Untrusted:
+    """Make such a target below `folder`, and the payload module on the import path of this process."""
+    module, marker = f"payload_{uuid4().hex[:8]}", folder / "marker"
+    code = folder / "code"
+    code.mkdir()
+    (code / f"{module}.py").write_text(_PAYLOAD.format(marker=str(marker)))
+    patch.syspath_prepend(str(code))
+    shared = folder / "shared"
+    make_root(shared)
+    shared.chmod(0o775)
+    return Untrusted(LocalTarget(path=str(shared)), module, marker)
+
+
+def describe(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> None:
+    """Write these settings into the journal of `name`, which begins with them or goes on with them."""
+    with target.open(timeout=timedelta(seconds=60)) as store:
+        owner = Owner(name="somebody else", host="there", pid=1)
+        state = take_over(store, name, owner, next(_STAMPS), side_by_side=map)
+        append(store, state, [Described(settings=settings)], next(_STAMPS))
+
+
+def two(_config: Mapping[str, Any]) -> float:
+    """Return what a `sample_from` computes."""
+    return 2.0

@@ -1,0 +1,266 @@
+"""Whose code a resume runs: nothing that lies on a target chooses it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
+from prefect_tune.core.errors import UnsafePayload
+from prefect_tune.core.signing import signed
+from prefect_tune.core.trial import Status
+from prefect_tune.flows.resume import resume
+from prefect_tune.flows.trust import TRUSTED_PACKAGES
+from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
+from tests.trainables.moody import train
+
+KEY = SecretStr("a key that nobody guesses")
+
+
+@pytest.fixture
+def untrusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
+    return untrusted_folder(tmp_path, monkeypatch)
+
+
+def from_code(target: StorageTarget, **options: Any) -> object:
+    """As a script calls it; what is refused is refused before Prefect is asked for anything."""
+    return resume.fn("e", target=target, **options)
+
+
+def from_a_form(target: StorageTarget, **options: Any) -> object:
+    """As a form, a schedule and an automation give parameters: everything is JSON."""
+    parameters = json.loads(json.dumps({"experiment": "e", "target": target.uri, **options}))
+    return resume.fn(**resume.validate_parameters(parameters))
+
+
+def named(road: str) -> Mapping[str, str]:
+    """What the person passes: all but what the road is about."""
+    return {} if "trainable" in road else {"trainable": TRAIN}
+
+
+def require_untouched(untrusted: Untrusted) -> None:
+    assert not untrusted.marker.exists()
+    assert untrusted.module not in sys.modules
+
+
+@pytest.mark.parametrize("call", [from_code, from_a_form])
+@pytest.mark.parametrize("road", [road for road in ROADS if road not in ("scheduler", "search")])
+def test_what_a_journal_chooses_is_neither_imported_nor_opened(
+    road: str, call: Callable[..., object], untrusted: Untrusted
+) -> None:
+    untrusted.forge(road)
+    with pytest.raises((UnsafePayload, pt.InvalidInput)):
+        call(untrusted.target, **named(road))
+    require_untouched(untrusted)
+
+
+_LATE = ("trainable", "trainable of the standard library", "syncer", "place of artifacts", "scheduler", "search")
+"""What would run late; the others would run before Prefect is asked for anything, so that the test above sees them."""
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize(
+    "road", [pytest.param(road, marks=[] if road in _LATE else pytest.mark.deep) for road in ROADS]
+)
+def test_a_flow_run_runs_nothing_that_a_journal_chooses(road: str, untrusted: Untrusted) -> None:
+    untrusted.forge(road)
+    with pytest.raises((UnsafePayload, pt.InvalidInput)):
+        pt.resume("e", target=untrusted.target, **named(road))
+    require_untouched(untrusted)
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("road", ["trainable", pytest.param("sample_from", marks=pytest.mark.deep)])
+def test_a_fork_of_such_a_journal_runs_nothing_either(road: str, untrusted: Untrusted) -> None:
+    untrusted.forge(road)
+    with pytest.raises(UnsafePayload, match="experiment 'copy'"):
+        pt.resume("e", target=untrusted.target, fork="copy")
+    assert not untrusted.marker.exists()
+
+
+def everything(untrusted: Untrusted) -> Mapping[str, Any]:
+    """Settings that take all roads at once."""
+    roads = ("trainable", "sample_from", "stop", "callbacks", "syncer", "command of a worker")
+    return {name: value for road in roads for name, value in ROADS[road](untrusted.module, "x").items()}
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_that_is_called_again_or_learns_takes_nothing_from_a_journal(untrusted: Untrusted) -> None:
+    for name in ("mine", "theirs"):
+        describe(untrusted.target, name, everything(untrusted))
+    assert count(begun(untrusted.target, experiment="mine", warm_start=["theirs"])) == 1
+    require_untouched(untrusted)
+
+
+def refused(target: StorageTarget, **options: Any) -> str:
+    """Resume `e`, see it refused, and return what is said."""
+    with pytest.raises(UnsafePayload) as caught:
+        resume.fn("e", target=target, **options)
+    return str(caught.value)
+
+
+def test_the_refusal_says_what_was_found_and_the_call_that_allows_it(untrusted: Untrusted) -> None:
+    space = {"x": {"sample_from": "theirs.spaces:width"}}
+    describe(untrusted.target, "e", {"trainable": "theirs.train:Net", "space": space, "num_samples": 1})
+    said = refused(untrusted.target)
+    assert f"experiment 'e' at {untrusted.target.uri}" in said
+    assert "can be written by others (drwxrwxr-x" in said
+    assert "  trainable: 'theirs.train:Net'" in said
+    assert "  space: sample_from 'theirs.spaces:width'" in said
+    call = f"pt.resume('e', target={untrusted.target.uri!r}, trainable='theirs.train:Net', space={space!r})"
+    assert call in said
+    assert f"trusted_packages=['theirs'], or {TRUSTED_PACKAGES}=theirs" in said
+    assert "trainable" not in refused(untrusted.target, trainable=train)
+
+
+def test_a_refusal_does_not_repeat_the_variables_of_a_job(untrusted: Untrusted) -> None:
+    untrusted.forge("command of a worker", trial_job_variables={})
+    said = refused(untrusted.target, trainable=train)
+    assert "'command'" in said
+    assert "touch" not in said
+
+
+def test_what_the_person_passes_is_not_asked_of_the_journal(untrusted: Untrusted) -> None:
+    describe(untrusted.target, "e", everything(untrusted))
+    passed: dict[str, Any] = {"trainable": train, "space": {}, "stop": {}, "callbacks": [], "sync": pt.SyncConfig()}
+    assert "trial_job_variables" in refused(untrusted.target, **passed)
+    for name in passed:
+        rest = {each: value for each, value in passed.items() if each != name}
+        assert f"  {name}: " in refused(untrusted.target, **rest)
+    assert not untrusted.marker.exists()
+
+
+# ------------------------------------------------------------------------------------ what makes it go on
+
+
+def begun(target: StorageTarget, **options: Any) -> pt.Results:
+    common: dict[str, Any] = {"num_samples": 1, "metric": "loss", "isolation": "thread"}
+    space = {"x": {"sample_from": "tests.fakes.untrusted:two"}} if options.pop("computes", False) else {"x": 1.0}
+    results: pt.Results = pt.tune(TRAIN, space, target=target, **{"experiment": "e", **common, **options})
+    return results
+
+
+def count(results: pt.Results) -> int:
+    finished = [each for each in results.trials.values() if each.status is Status.FINISHED]
+    assert len(finished) == len(results.trials)
+    return len(finished)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_bucket_is_resumed_with_the_trainable_that_the_person_names(s3_target: S3Target) -> None:
+    begun(s3_target)
+    with pytest.raises(UnsafePayload, match="the target is not a folder of this machine"):
+        pt.resume("e", target=s3_target, num_samples=2)
+    assert count(pt.resume("e", target=s3_target, num_samples=2, trainable=TRAIN)) == 2
+    assert count(pt.resume("e", target=s3_target, num_samples=3, trainable=train)) == 3
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_bucket_is_resumed_where_the_deployment_trusts_the_package(
+    s3_target: S3Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(s3_target)
+    with pytest.raises(UnsafePayload, match=r"tests\.trainables\.moody is not in a trusted package"):
+        pt.resume("e", target=s3_target, trusted_packages=["test", "tests.trainables.mood"])
+    assert count(pt.resume("e", target=s3_target, num_samples=2, trusted_packages=["tests"])) == 2
+    monkeypatch.setenv(TRUSTED_PACKAGES, "another, tests.trainables")
+    assert count(pt.resume("e", target=s3_target, num_samples=3)) == 3
+    with pytest.raises(UnsafePayload):
+        pt.resume("e", target=s3_target, trusted_packages=[])
+
+
+def test_a_trusted_package_covers_code_and_neither_places_nor_commands(untrusted: Untrusted) -> None:
+    for road in ("place of artifacts", "warm start", "command of a worker", "deployment"):
+        untrusted.forge(road)
+        said = refused(untrusted.target, trusted_packages=["tests", untrusted.module])
+        assert "(no package)" in said
+        assert "  trainable: " not in said
+
+
+@pytest.mark.parametrize("name", ["", "my-project", "a..b", "*", "a:b", 3])
+def test_a_name_that_no_package_can_have_is_no_trust_in_everything(name: Any, untrusted: Untrusted) -> None:
+    untrusted.forge("trainable")
+    with pytest.raises(pt.InvalidInput, match="trusted_packages: expected names of packages"):
+        resume.fn("e", target=untrusted.target, trusted_packages=[name])
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_folder_of_ones_own_is_resumed_by_name_alone(local_target: LocalTarget) -> None:
+    begun(local_target)
+    assert count(pt.resume("e", target=local_target, num_samples=2)) == 2
+
+
+@pytest.mark.parametrize("below", ["", "e", "e/journal", "e/journal/0000000001.json"])
+def test_a_folder_that_others_can_write_to_is_not_ones_own(below: str, local_target: LocalTarget) -> None:
+    describe(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
+    with pytest.raises(pt.InvalidInput, match="there is no module 'theirs'"):  # it is looked for
+        resume.fn("e", target=local_target)
+    for bits in (0o020, 0o002):
+        place = Path(local_target.path, below)
+        before = place.stat().st_mode
+        place.chmod(before | bits)
+        assert f"{place} can be written by others" in refused(local_target)
+        place.chmod(before)
+
+
+# ---------------------------------------------------------------------------------------------- signatures
+
+
+def keyed(untrusted: Untrusted, key: SecretStr | None = KEY) -> LocalTarget:
+    return LocalTarget(path=untrusted.target.path, signing_key=key)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_signed_journal_is_resumed_by_name_alone_with_all_that_it_chooses(untrusted: Untrusted) -> None:
+    begun(keyed(untrusted), computes=True, stop={"loss": 9.0}, scheduler={"ASHA": {"max_t": 9}})
+    assert count(pt.resume("e", target=keyed(untrusted), num_samples=2)) == 2
+    assert count(pt.resume("e", target=keyed(untrusted), num_samples=3, stop={"step": 4})) == 3  # it was signed again
+    assert count(pt.resume("e", target=keyed(untrusted), fork="copy", num_samples=4)) == 4
+    assert count(pt.resume("copy", target=keyed(untrusted), num_samples=5)) == 5
+    assert "signature of its settings is not" in refused(keyed(untrusted, SecretStr("another key of somebody")))
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_signature_survives_a_run_without_the_key_that_changes_nothing(untrusted: Untrusted) -> None:
+    begun(keyed(untrusted))
+    begun(untrusted.target)
+    assert count(pt.resume("e", target=keyed(untrusted), num_samples=2)) == 2
+    begun(untrusted.target, num_samples=3)
+    assert "the signature of its settings is missing" in refused(keyed(untrusted))
+
+
+_SETTINGS: Mapping[str, Any] = {"trainable": TRAIN, "space": {"x": 1.0}, "num_samples": 1}
+_GOOD = signed(_SETTINGS, "e", KEY.get_secret_value().encode())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (_SETTINGS, "is missing"),
+        ({**_GOOD, "trainable": "subprocess:call"}, "is not the one"),
+        ({**_GOOD, "trial_job_variables": {"command": "touch"}}, "is not the one"),
+        ({**_GOOD, "signature": ["hmac"]}, "is not the one"),
+        (signed(_SETTINGS, "e", b"another key of somebody"), "is not the one"),
+        (signed(_SETTINGS, "other", KEY.get_secret_value().encode()), "is not the one"),
+    ],
+)
+def test_a_signature_that_is_wrong_or_missing_or_of_another_experiment_is_refused(
+    settings: Mapping[str, Any], said: str, untrusted: Untrusted
+) -> None:
+    describe(untrusted.target, "e", settings)
+    found = refused(keyed(untrusted), trusted_packages=["tests"])  # with a key these are not enough
+    assert f"the signature of its settings {said}" in found
+    assert "trusted_packages" not in found
+    assert "trainable" in found
+
+
+def test_a_key_that_is_short_is_none() -> None:
+    with pytest.raises(pt.InvalidInput, match="signing_key: expected at least 16 characters"):
+        LocalTarget(path="/runs", signing_key="too short")
