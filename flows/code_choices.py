@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from prefect_tune.core.search.space_json import space_from_json
 
 __all__ = ["CodeChoice", "code_choices"]
 
+_Finder: TypeAlias = "Callable[[Any], Iterator[CodeChoice]]"
 _SAVED_BLOCK = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*/[^/\s]+")
 _OUR_TRIAL_FLOW = "train-trial/"
 """A deployment of this flow runs `train_trial`: Prefect's server says what a deployment runs, and not the target."""
@@ -38,7 +40,7 @@ def code_choices(settings: Mapping[str, object], learned: Collection[str] = ()) 
     Raises:
         InvalidInput: they hold a space that is none.
     """
-    finders = {**_FINDERS, "warm_start": lambda given: _places_to_learn_from(given, learned)}
+    finders: dict[str, _Finder] = {**_FINDERS, "warm_start": partial(_places_to_learn_from, learned=learned)}
     return [choice for name, find in finders.items() if name in settings for choice in find(settings[name])]
 
 
@@ -112,7 +114,7 @@ def _texts_in(given: Any) -> Iterator[str]:
             yield from _texts_in(each)
 
 
-_FINDERS: Mapping[str, Callable[[Any], Iterator[CodeChoice]]] = {
+_FINDERS: Mapping[str, _Finder] = {
     "trainable": _trainable,
     "space": _space,
     "stop": _stop,

@@ -88,7 +88,8 @@ def resume(
         max_concurrent_trials: how many train at once from now on.
         resources_per_trial: what each trial has for itself from now on, as in `tune`: `{"cpu": 2, "gpu": 1}`.
         resources_total: what this machine may give, as in `tune`; it is not kept.
-        trainable: `package.module:Name`; needed where the experiment was begun with an object that has no import path.
+        trainable: `package.module:Name`; needed where the experiment was begun with an object that has no import path,
+            and where nothing else here says that the journal may name it: see `trusted_packages`.
         callbacks: who hears of the trials from now on. Those that are objects the journal does not hold: without them
             here it goes on without them, and says so.
         sync: periods and timeouts in seconds, and artifacts, from now on.

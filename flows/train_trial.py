@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.plan import Orders, TrialPlan
 from prefect_tune.tasks.store_line import StoreLine
 
-__all__ = ["TrialParameters", "train_trial"]
+__all__ = ["TrialParameters", "orders_as_parameters", "orders_from", "train_trial"]
 
 _orders: TypeAdapter[Orders] = TypeAdapter(Orders)
 _AS_TEXT = "json"
@@ -108,7 +109,7 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
     """
     plan = parameters.plan()
     line = StoreLine(plan.target, plan.trial, attempt)
-    told = _read(orders)
+    told = orders_from(orders)
     found = interruptible(lambda stop: attempt_of(plan)(plan, told, line.stopped_by(stop)), grace=plan.grace)
     match found.outcome:
         case outcomes.Failed(cause=Cause.PREEMPTED, message=message):
@@ -130,6 +131,8 @@ def orders_as_parameters(orders: Orders) -> dict[str, Any]:
     return {_AS_TEXT: _orders.dump_json(replace(orders)).decode()}
 
 
-def _read(orders: dict[str, Any]) -> Orders:
-    """Those of an earlier version are an object themselves."""
-    return _orders.validate_json(orders[_AS_TEXT]) if orders.keys() == {_AS_TEXT} else _orders.validate_python(orders)
+def orders_from(parameter: Mapping[str, Any]) -> Orders:
+    """Return the orders that `orders_as_parameters` gave, of this version or of one before it, whose were no text."""
+    if parameter.keys() == {_AS_TEXT}:
+        return _orders.validate_json(parameter[_AS_TEXT])
+    return _orders.validate_python(parameter)

@@ -53,6 +53,7 @@ AUTOMATIONS = ROOT / "docs" / "automations.md"
 STOPPING = ROOT / "docs" / "stopping.md"
 MAINTAIN = ROOT / "docs" / "maintain.md"
 DEPLOYMENTS = ROOT / "docs" / "deployments.md"
+TRUST = ROOT / "docs" / "trust.md"
 TESTED = {
     README: {"python", "bash"},
     START: {"python", "bash"},
@@ -75,6 +76,7 @@ TESTED = {
     AUTOMATIONS: {"python"},
     DEPLOYMENTS: {"python", "bash", "json"},  # json: in tests/flows/test_parameters_of_deployments.py
     RESUME: {"python"},
+    TRUST: {"text"},  # in tests/flows/test_trust.py
 }
 UNTESTED = {
     (START, "text"): "what a command prints",

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.utilities.collections import visit_collection
+from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
 from prefect.utilities.schema_tools.validation import validate
+from pydantic import TypeAdapter
 
 import prefect_tune as pt
 from prefect_tune.flows.forms import form_of
 from prefect_tune.flows.given_parameters import checked
-from prefect_tune.flows.train_trial import TrialParameters, orders_as_parameters, train_trial
+from prefect_tune.flows.train_trial import TrialParameters, orders_as_parameters, orders_from, train_trial
 from prefect_tune.tasks.plan import Orders
 from tests.fakes.far_attempts import plan_at
 
@@ -200,6 +203,26 @@ def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> Non
     parameters = {"parameters": said, "orders": orders_as_parameters(Orders()), "attempt": 1}
     assert said["cadence"]["every_steps"] is None
     validate(parameters, form_of(train_trial), raise_on_error=True)
+
+
+def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration() -> None:
+    block = {"$ref": {"block_document_slug": "secret/prod"}}
+    template = {"__prefect_kind": "jinja", "template": "{{ 7 * 7 }}"}
+    orders = Orders(config={"block": block, "template": template}, answers={"why": {"text": template}})
+    context = HydrationContext(render_jinja=True, render_workspace_variables=True)
+    sent = hydrate(
+        {"parameters": {}, "orders": orders_as_parameters(orders), "attempt": 1}, context
+    )  # as the server does
+    found: list[object] = []
+    visit_collection(sent, found.append, return_data=False)  # as a flow run looks for blocks
+    assert not [each for each in found if isinstance(each, dict) and "$ref" in each]
+    assert orders_from(sent["orders"]) == orders
+
+
+def test_orders_of_an_earlier_version_are_read() -> None:
+    orders = Orders(epoch=3, attempt=2, config={"x": 1.0}, exploit=None, saves_first=True)
+    before = TypeAdapter(Orders).dump_python(orders, mode="json")
+    assert orders_from(before) == orders_from(orders_as_parameters(orders)) == orders
 
 
 def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:

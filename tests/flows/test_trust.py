@@ -14,10 +14,13 @@ from pydantic import SecretStr
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
 from prefect_tune.core.errors import UnsafePayload
+from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.signing import signed
 from prefect_tune.core.trial import Status
 from prefect_tune.flows.resume import resume
-from prefect_tune.flows.trust import TRUSTED_PACKAGES
+from prefect_tune.flows.trust import TRUSTED_PACKAGES, require_trusted
+from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
 from tests.trainables.moody import train
 
@@ -118,6 +121,14 @@ def test_the_refusal_says_what_was_found_and_the_call_that_allows_it(untrusted: 
     assert call in said
     assert f"trusted_packages=['theirs'], or {TRUSTED_PACKAGES}=theirs" in said
     assert "trainable" not in refused(untrusted.target, trainable=train)
+
+
+def test_the_refusal_on_the_page_is_the_one_that_is_raised() -> None:
+    (shown,) = [each.code for each in blocks_of(ROOT / "docs" / "trust.md")]
+    known = Experiment(key=JournalKey(experiment="digits"), settings={"trainable": "my_project.train:Net"})
+    with pytest.raises(UnsafePayload) as caught:
+        require_trusted(S3Target(bucket="bucket", prefix="runs"), known, (), ())
+    assert shown.split() == str(caught.value).split()
 
 
 def test_a_refusal_does_not_repeat_the_variables_of_a_job(untrusted: Untrusted) -> None:

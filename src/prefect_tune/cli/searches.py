@@ -149,7 +149,9 @@ def resume(
     settings: _Set = None,
     max_concurrent_trials: _AtOnce = None,
     time_budget_seconds: _Budget = None,
-    trainable: Annotated[str | None, asks("--trainable", "MODULE:NAME", "Where the journal's has moved to.")] = None,
+    trainable: Annotated[
+        str | None, asks("--trainable", "MODULE:NAME", "In place of the journal's; on a bucket, to allow it.")
+    ] = None,
     scheduler: _Scheduler = None,
     search: _Search = None,
     callbacks: _Heard = None,
