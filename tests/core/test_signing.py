@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 from typing import Any
 
@@ -38,6 +40,12 @@ def test_the_signature_is_of_these_settings_this_experiment_and_this_key() -> No
         assert not is_signed({**good, name: "another"}, "e", KEY)
         assert not is_signed({each: value for each, value in good.items() if each != name}, "e", KEY)
     assert not is_signed({**good, "trial_job_variables": {}}, "e", KEY)
+
+
+def test_the_signature_is_made_as_the_page_on_the_layout_says() -> None:
+    document = '{"experiment":"e","format":"hmac-sha256-v1","settings":{"a":[1,2.5],"b":null}}'
+    expected = hmac.new(KEY, document.encode(), hashlib.sha256).hexdigest()
+    assert signed({"b": None, "a": [1, 2.5]}, "e", KEY)["signature"] == f"hmac-sha256-v1:{expected}"
 
 
 @pytest.mark.parametrize("found", [None, 3, "", "hmac-sha256-v1:", ["x"], "ü"])

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.terminal.printing import visible
 
 __all__ = [
     "BYTES",
@@ -73,8 +74,8 @@ def main() -> None:
     try:
         app()
     except WrongUsage as error:
-        print(f"prefect-tune: {error}", file=sys.stderr)
+        print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
         sys.exit(_WRONG_USAGE)
     except TuneError as error:
-        print(f"prefect-tune: {error}", file=sys.stderr)
+        print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
         sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -131,7 +132,7 @@ def run(
     given = dict(locals())  # the options, most of them called as the flow's parameters
     found = space_from(space, settings or ())
     asked = {"trainable": trainable, **_of_flow(given)}
-    _searched(lambda: _tuned(found, _understood(asked)), target, experiment, as_json=as_json)
+    _searched(lambda: _tuned(found, _understood(asked)), _again(target, experiment, trainable), as_json=as_json)
 
 
 @app.command(rich_help_panel=SEARCH)
@@ -178,7 +179,8 @@ def resume(
         "search": spelling_from(search, "--search"),
         "callbacks": callbacks,
     }
-    _searched(lambda: _resumed(experiment, _understood(asked)), target, fork or experiment, as_json=as_json)
+    again = _again(target, fork or experiment, trainable)
+    _searched(lambda: _resumed(experiment, _understood(asked)), again, as_json=as_json)
 
 
 def _understood(asked: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -252,13 +254,19 @@ def _policies(checkpoint_every: int | None, keep_last: int | None, max_failures:
     }
 
 
-def _searched(search: Callable[[], Results], target: str, experiment: str, *, as_json: bool) -> None:
-    """Search, print how it stands then, and end with 3 if trials errored."""
+def _again(target: str, experiment: str, trainable: str | None) -> str:
+    """Return the command that goes on; it names the trainable, since a bucket's journal alone may not."""
+    named = ["--trainable", trainable] if trainable else []
+    return shlex.join(["prefect-tune", "resume", target, experiment, *named])
+
+
+def _searched(search: Callable[[], Results], again: str, *, as_json: bool) -> None:
+    """Search, print how it stands then, and end with 3 if trials errored. `again` is the command that goes on."""
     from prefect_tune.cli.standing import show_search
 
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file that lies here
-    with _told(target, experiment):
+    with _told(again):
         results = search()
     show_search(results.experiment, as_json=as_json)
     if results.errors:
@@ -266,7 +274,7 @@ def _searched(search: Callable[[], Results], target: str, experiment: str, *, as
 
 
 @contextmanager
-def _told(target: str, experiment: str) -> Iterator[None]:
+def _told(again: str) -> Iterator[None]:
     """Say in one line what ended a search from outside, and how it goes on."""
     import httpx
     from prefect.exceptions import PrefectException, TerminationSignal
@@ -276,7 +284,7 @@ def _told(target: str, experiment: str) -> Iterator[None]:
         with _without_traces():
             yield
     except (KeyboardInterrupt, TerminationSignal):
-        print(f"stopped; go on with: prefect-tune resume {target} {experiment}", file=sys.stderr)
+        print(f"stopped; go on with: {again}", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     except (httpx.HTTPError, PrefectException) as error:
         raise TuneError(f"Prefect: {_in_one_line(error)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -10,7 +11,14 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_span", "said_time", "shown"]
+__all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_span", "said_time", "shown", "visible"]
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """Return `text` with its control characters spelled out: what lies on a target gives a terminal no commands."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def shown(*parts: Table | str) -> None:
@@ -19,7 +27,7 @@ def shown(*parts: Table | str) -> None:
 
     console = Console(highlight=False)
     for part in parts:
-        console.print(part, markup=False)
+        console.print(visible(part) if isinstance(part, str) else part, markup=False)
 
 
 def columns(*names: str) -> Table:
@@ -33,7 +41,7 @@ def plain(cells: Iterable[str]) -> Iterator[Text]:
     """Return cells as they are: what a user named is no markup."""
     from rich.text import Text
 
-    return (Text(cell) for cell in cells)
+    return (Text(visible(cell)) for cell in cells)
 
 
 def facts_table(facts: Mapping[str, object]) -> Table:
@@ -43,7 +51,7 @@ def facts_table(facts: Mapping[str, object]) -> Table:
 
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
-        table.add_row(Text(name, style="dim"), Text(said(value)))
+        table.add_row(Text(visible(name), style="dim"), Text(visible(said(value))))
     return table
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prefect_tune.core.values import flat, metric_in
-from prefect_tune.terminal.printing import columns, plain, said
+from prefect_tune.terminal.printing import columns, plain, said, visible
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,11 +22,12 @@ _WIDEST_CELL = 24
 def trials_table(trials: Sequence[Trial], metrics: Sequence[str]) -> Table:
     """Return a row for each trial: what it is compared by, and as much of what its configuration differs in as fits."""
     from rich.console import Console
+    from rich.text import Text
 
     names, rows = cells_of(trials, metrics, Console().width)
     table = columns()
     for name in names:
-        table.add_column(name, no_wrap=True)
+        table.add_column(Text(visible(name)), no_wrap=True)
     for row in rows:
         table.add_row(*plain(row))
     return table
