@@ -29,6 +29,7 @@ from prefect_tune.flows.resuming import resuming
 from prefect_tune.flows.search import begun
 from prefect_tune.flows.slots import valid_bound
 from prefect_tune.flows.spelled import scheduler_from, search_from
+from prefect_tune.flows.trust import trusted_here
 
 __all__ = ["Blocks", "SavedBlocks", "checked"]
 
@@ -220,5 +221,6 @@ _MEANINGS: Mapping[str, Callable[[Any], object]] = {
     "resources_total": lambda given: resources_of(given, "resources_total"),
     "callbacks": lambda names: [import_string(each, "callback") for each in names],
     "warm_start": source_names,
+    "trusted_packages": trusted_here,
     "resume": resuming,
 }

@@ -197,6 +197,13 @@ def test_all_that_a_form_offers_is_accepted() -> None:
     assert given(scheduler="FIFO", resume="auto+errored", stop="my_project.stops:enough", rerun_errored=True)
 
 
+def test_a_deployment_names_the_packages_that_it_trusts() -> None:
+    trusting = {"trusted_packages": ["my_project", "other.package"], "trial_job_variables": {"image": "mine"}}
+    assert given(RESUME, **trusting) == trusting
+    with pytest.raises(pt.InvalidInput, match="trusted_packages: expected names of packages"):
+        given(RESUME, trusted_packages=["my_project", "*"])
+
+
 def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
     plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
     said = TrialParameters.of(plan).model_dump(mode="json")

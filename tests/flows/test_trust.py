@@ -221,6 +221,11 @@ def test_a_folder_that_others_can_write_to_is_not_ones_own(below: str, local_tar
         place.chmod(before)
 
 
+def test_a_mount_that_may_hang_is_shared(local_target: LocalTarget) -> None:
+    describe(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
+    assert "the target is a network mount" in refused(local_target.model_copy(update={"may_hang": True}))
+
+
 # ---------------------------------------------------------------------------------------------- signatures
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pwd
+import struct
 from pathlib import Path
 
 import pytest
 
+from prefect_tune.stores import own_folder
 from prefect_tune.stores.own_folder import why_not_own
 
 OTHER = 4242
@@ -82,3 +85,54 @@ def test_links_in_a_circle_and_what_is_not_there_are_not_ones_own(root: Path) ->
     assert "too many links" in looked_at(root.parent / "a")
     assert "No such file" in looked_at(root.parent / "gone")
     assert looked_at(root / "e" / "journal" / "1.json")
+
+
+@pytest.fixture
+def private_group(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Have a group be this user's alone. The administrator, who runs these tests, has none."""
+    monkeypatch.setattr(own_folder, "_is_private_group", lambda _, group: group == OTHER)
+    return OTHER
+
+
+def given_to_group(root: Path, group: int) -> None:
+    """As umask 002 leaves it."""
+    for each in (root, root / "e", root / "e" / "journal", root / "e" / "journal" / "1.json"):
+        os.chown(each, -1, group)
+        each.chmod(0o775)
+
+
+@needs_root
+def test_a_group_that_has_the_user_alone_may_write(root: Path, private_group: int) -> None:
+    given_to_group(root, private_group)
+    assert not looked_at(root)
+    (root / "e" / "journal" / "1.json").chmod(0o777)
+    assert "1.json can be written by others" in looked_at(root)
+
+
+@needs_root
+@pytest.mark.parametrize("below", [".", "e", "e/journal/1.json"])
+def test_an_access_list_may_let_others_write_and_counts_as_that(root: Path, below: str, private_group: int) -> None:
+    given_to_group(root, private_group)
+    let_write(root / below, OTHER)
+    assert f"{(root / below).resolve()} can be written by others (" in looked_at(root)
+
+
+def let_write(path: Path, user: int) -> None:
+    """Write an access list as Linux stores it: for the owner, that user, the group, the mask, others."""
+    entries = [(0x01, 7, -1), (0x02, 7, user), (0x04, 5, -1), (0x10, 7, -1), (0x20, 5, -1)]
+    packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", tag, bits, who) for tag, bits, who in entries)
+    try:
+        os.setxattr(path, "system.posix_acl_access", packed)
+    except OSError:
+        pytest.skip("this file system has no access lists")
+
+
+def test_a_group_is_private_that_is_a_users_first_and_has_nobody_else() -> None:
+    user = pwd.getpwnam("www-data")
+    assert own_folder._is_private_group(user.pw_uid, user.pw_gid)
+    assert not own_folder._is_private_group(0, 0)
+    assert not own_folder._is_private_group(user.pw_uid, 0)
+    assert not own_folder._is_private_group(pwd.getpwnam("nobody").pw_uid, user.pw_gid)
+    shared = pwd.getpwnam("nobody").pw_gid  # that of `_apt` and others, too
+    assert not own_folder._is_private_group(pwd.getpwnam("nobody").pw_uid, shared)
+    assert not own_folder._is_private_group(987654, user.pw_gid)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 
 __all__ = ["why_not_own"]
@@ -14,16 +17,15 @@ __all__ = ["why_not_own"]
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEARCH = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)
 """Opens a folder that may be passed through; on Linux it need not be readable."""
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40  # as Linux
 
 
 def why_not_own(root: Path, folders: Sequence[str]) -> str:
     """Return why others can have written the files in `folders` below `root`; empty where only this user can.
 
-    The system's administrator (user 0) counts as this user. Looked at are, by descriptors and without following a
-    link that others could replace: every folder from `/` to `root`, every folder from there to `folders`, and
-    every file in these. A folder that does not exist holds nothing that others wrote.
+    The system's administrator (user 0) counts as this user, and so does a group that has this user alone. Looked at
+    are, by descriptors and without following a link that others could replace: every folder from `/` to `root`, every
+    folder from there to `folders`, and every file in these. A folder that does not exist holds nothing of others.
     """
     try:
         with ExitStack() as opened:
@@ -43,13 +45,51 @@ class _Shared(Exception):
     """Others can write there."""
 
 
-def _require_private(status: os.stat_result, where: str | Path, *, may_be_sticky: bool = False) -> None:
-    """A sticky folder (`/tmp`) lets others add names, and not replace those that are there."""
-    if status.st_uid not in {0, os.geteuid()}:
-        raise _Shared(f"{where} belongs to user {status.st_uid}, and this is user {os.geteuid()}")
-    if status.st_mode & _OTHERS_WRITE and not (may_be_sticky and status.st_mode & stat.S_ISVTX):
-        mode = stat.filemode(status.st_mode)
+def _require_private(found: os.stat_result, where: str | Path, reach: str, *, may_be_sticky: bool = False) -> None:
+    """A sticky folder (`/tmp`) lets others add names, and not replace those that are there.
+
+    Args:
+        found: what a descriptor says of it.
+        where: its path, for messages.
+        reach: its path by way of a descriptor, for its access list.
+    """
+    if found.st_uid not in {0, os.geteuid()}:
+        raise _Shared(f"{where} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
+    if _others_write(found, reach) and not (may_be_sticky and found.st_mode & stat.S_ISVTX):
+        mode = stat.filemode(found.st_mode)
         raise _Shared(f"{where} can be written by others ({mode}; chmod go-w takes that from them)")
+
+
+def _others_write(found: os.stat_result, reach: str) -> bool:
+    """With an access list the bits of the group say what anybody may do at most who stands in it."""
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    return bool(found.st_mode & stat.S_IWGRP) and not (
+        _is_private_group(os.geteuid(), found.st_gid) and not _has_access_list(reach)
+    )
+
+
+@lru_cache(maxsize=8)
+def _is_private_group(user: int, group: int) -> bool:
+    """Whether it has this user alone: most systems make one for each, and then let it write (umask 002)."""
+    try:
+        me, members = pwd.getpwuid(user), grp.getgrgid(group).gr_mem
+    except KeyError:
+        return False
+    if user == 0 or me.pw_gid != group or not set(members) <= {me.pw_name}:
+        return False
+    return all(each.pw_uid == user for each in pwd.getpwall() if each.pw_gid == group)
+
+
+def _has_access_list(reach: str) -> bool:
+    if not hasattr(os, "listxattr"):
+        return True  # nothing is known of it
+    try:
+        return any(name.endswith("_acl") or "_acl_" in name for name in os.listxattr(reach, follow_symlinks=True))
+    except OSError as error:
+        if error.errno == errno.ENOTSUP:
+            return False
+        raise
 
 
 class _Place:
@@ -80,7 +120,7 @@ class _Place:
                 self._step(part, self.descriptor)
 
     def require_private(self) -> None:
-        _require_private(os.fstat(self.descriptor), self.path)
+        _require_private(os.fstat(self.descriptor), self.path, _reach(self.descriptor))
 
     def _step(self, name: str, above: int | None) -> None:
         try:
@@ -90,7 +130,7 @@ class _Place:
                 raise
             return self._follow(name)
         self._way.append((name, folder))
-        return _require_private(os.fstat(folder), self.path, may_be_sticky=True)
+        return _require_private(os.fstat(folder), self.path, _reach(folder), may_be_sticky=True)
 
     def _follow(self, link: str) -> None:
         """Go where a link leads that lies here; it can be trusted as what it lies beside."""
@@ -112,10 +152,16 @@ def _look_into(root: int, folder: str, where: Path) -> None:
                 at = _open(opened, name, _FOLDER | os.O_RDONLY, at)
             except FileNotFoundError:
                 return
-            _require_private(os.fstat(at), where)
+            _require_private(os.fstat(at), where, _reach(at))
         with os.scandir(at) as files:
             for each in files:
-                _require_private(each.stat(follow_symlinks=False), where / each.name)
+                found = each.stat(follow_symlinks=False)
+                _require_private(found, where / each.name, f"{_reach(at)}/{each.name}")
+
+
+def _reach(descriptor: int) -> str:
+    """Return a path to what is open; one that was opened only to pass through has no other access to its attributes."""
+    return f"/proc/self/fd/{descriptor}"
 
 
 def _open(opened: ExitStack, name: str, flags: int, above: int | None) -> int:
