@@ -192,17 +192,22 @@ def test_every_cut_and_every_flipped_bit_of_a_segment_is_noticed() -> None:
                 decode_segment(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :], JOURNAL, 20)
 
 
-def test_a_segment_whose_trials_are_none_is_noticed() -> None:
+@pytest.mark.parametrize(
+    ("written", "spoilt"),
+    [(b'"attempt":', b'"attemqt":'), (b'"trial":"t0"', b'"trial":"../../t0"'), (b'"trial":"t0"', b'"trial":"/t0"')],
+)
+def test_a_segment_whose_trials_are_none_is_noticed(written: bytes, spoilt: bytes) -> None:
     store = MemoryStore()
     state = run(store, 20)
     first, _, lines = encode_segment(state).partition(b"\n")
     document = json.loads(first)
     del document["digest_of_document"]
     head = segments._Head.model_validate_json(json.dumps(document))
-    spoilt = lines.replace(b'"attempt":', b'"attemqt":')
-    forged = seal(head.model_copy(update={"digest_of_trials": digest_of(spoilt)}))
+    assert written in lines
+    spoilt_lines = lines.replace(written, spoilt)
+    forged = seal(head.model_copy(update={"digest_of_trials": digest_of(spoilt_lines)}))
     with pytest.raises(JournalCorrupt, match="its trials cannot be read"):
-        decode_segment(forged + b"\n" + spoilt, JOURNAL, 20)
+        decode_segment(forged + b"\n" + spoilt_lines, JOURNAL, 20)
 
 
 @pytest.mark.parametrize(

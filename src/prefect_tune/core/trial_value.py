@@ -11,7 +11,7 @@ from pydantic import Field
 from prefect_tune.core.events import Aside, Cause, CheckpointRef, Claim
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.schedulers.scheduler import Decision, Exploit
-from prefect_tune.core.values import StepReport, Value
+from prefect_tune.core.values import StepReport, TrialId, Value
 
 __all__ = [
     "ENDED",
@@ -62,7 +62,7 @@ class Happening(Value):
 class Trial(Value):
     """One configuration being trained, as the journal tells it."""
 
-    trial: str
+    trial: TrialId
     config: Mapping[str, object]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     apart: bool = False
