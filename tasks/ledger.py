@@ -294,11 +294,17 @@ class Ledger:
             self._delete(doomed)
 
     def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
-        """A deletion that fails loses only disk: the journal knows what is retired, and the next attempt goes on."""
+        """A deletion that fails loses only disk: the journal knows what is retired, and the next attempt goes on.
+
+        Raises:
+            Superseded: the experiment is being deleted, or was deleted.
+        """
         if not doomed:
             return
         try:
             delete_checkpoint(self._plan.target, self._plan.trial, unseen(self._trial), doomed)
+        except Superseded:
+            raise
         except TuneError as error:
             self._log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
 

@@ -241,9 +241,10 @@ def _restore_newest(plan: TrialPlan, book: Book, destination: Path, log: Log) ->
             timeout = plan.sync.sync_timeout_seconds
             return restore_checkpoint(plan.target, key, destination, timeout_seconds=timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as bad:
-            log.error("step %d cannot be restored, and is put aside: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
             reason = f"{type(bad).__name__}: {bad}"
+            # Where somebody else owns the trial, that owner may have retired it: then this raises `Superseded`.
             book.write([Quarantined(trial=name, sequence=key.sequence, reason=reason)])
+            log.error("step %d cannot be restored, and is put aside: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
     if lost := book.experiment.trial(name).lost_checkpoints:
         raise ResumeFailed(
             f"trial {name!r} of {plan.trial.experiment!r} at {plan.target.uri}: all its {lost} committed "

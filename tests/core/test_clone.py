@@ -290,7 +290,7 @@ MUTANTS: Mapping[str, Mutant] = {
         },
     ),
     "delete what clones need": Mutant(
-        dies, "the source goes on", {collect.is_collectable: {" and not is_held(state, key)": ""}}
+        dies, "the source goes on", {trial.is_collectable: {" and not is_held(state, key)": ""}}
     ),
     "count nothing as needed by clones": Mutant(
         dies,
@@ -305,7 +305,7 @@ MUTANTS: Mapping[str, Mutant] = {
                 "if trial is not None and is_live(trial, claim.clone):": "if False:",
                 "return trial is not None and not is_acceptable(trial, claim.clone.sequence)": "return True",
             },
-            collect.is_collectable: {"not is_held(state, key) and ": ""},
+            trial.is_collectable: {"not is_held(state, key) and ": ""},
         },
     ),
     "release a clone that may still be journaled": Mutant(

@@ -234,15 +234,15 @@ MUTANTS = {
         every_crash_of_a_second_attempt, {adopt._find: {"manifest.about.attempt == trial.attempt": "True"}}
     ),
     "collect what no retirement protects": Mutant(
-        a_careless_cleaner, {collect.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
+        a_careless_cleaner, {trial.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
     ),
     "collect what live ones share": Mutant(
-        every_death, {collect.collect: {" - _reachable(store, trial, state, side_by_side)": ""}}
+        every_death, {collect._collected: {" - _reachable(store, trial, state, side_by_side)": ""}}
     ),
     "collect the manifest first": Mutant(
         every_death,
         {
-            collect.collect: {
+            collect._collected: {
                 "store.delete(ours)": "store.delete([key.manifest_path for key in keys]); store.delete(ours)"
             }
         },

@@ -176,7 +176,7 @@ def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
     try:
         manifest = read_manifest(store, key)
     except (CheckpointCorrupt, CheckpointNotFound):
-        return _Row(trial, key.step, "damaged" if standing == "live" else standing, path=key.folder)
+        return _Row(trial, key.step, _standing_of_unreadable(store, key, standing), path=key.folder)
     return _Row(
         trial,
         key.step,
@@ -188,6 +188,15 @@ def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
         metrics=manifest.about.metrics,
         path=key.folder,
     )
+
+
+def _standing_of_unreadable(store: ObjectStore, key: CheckpointKey, standing: str) -> str:
+    """A running trial may have retired it since its journal was read."""
+    from prefect_tune.core.stale_reads import is_live_now
+
+    if standing != "live":
+        return standing
+    return "damaged" if is_live_now(store, key, side_by_side=map) else "retired"
 
 
 def _table(rows: Sequence[_Row], of_search: bool) -> Table:
@@ -235,13 +244,19 @@ def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], st
     """Read the checkpoint that was put aside; only one that is whole is made a checkpoint again."""
     from prefect_tune.core.aside import reinstate
     from prefect_tune.core.inspection import read_one
+    from prefect_tune.core.stale_reads import current_trial
+    from prefect_tune.core.trial import is_aside
     from prefect_tune.stores.staging import side_by_side
     from prefect_tune.tasks.stamp import new_stamp
 
     key = _aside(state, trials, step)
     with side_by_side() as transfers:
         found = read_one(store, key, side_by_side=transfers)
-        if found.damage is None and not reinstate(store, key.trial, [key], new_stamp(), side_by_side=transfers):
+        if found.damage is None:
+            is_there = bool(reinstate(store, key.trial, [key], new_stamp(), side_by_side=transfers))
+        else:
+            is_there = is_aside(current_trial(store, key.trial, side_by_side=transfers), key)
+        if not is_there:
             raise CheckpointNotFound(f"{key.folder}: was retired meanwhile, and cannot be released")
     yield _Verified(key.trial.trial, step, found.size_bytes, found.file_count, found.damage)
 

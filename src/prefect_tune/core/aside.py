@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from prefect_tune.core.clone import journal_of
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.events import GuestsEvent, PutAside, Reinstated
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import append_as_guest
 from prefect_tune.core.layout import CheckpointKey, TrialKey
+from prefect_tune.core.stale_reads import journal_of
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import is_aside, is_live
 from prefect_tune.core.values import Stamp

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from prefect_tune.core.adopt import ref_of
-from prefect_tune.core.collect import LetGo, collect, is_collectable, nothing_let_go
+from prefect_tune.core.collect import collect
 from prefect_tune.core.commit import Mapper, publish
 from prefect_tune.core.errors import (
     AlreadyCommitted,
@@ -30,15 +30,16 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.events import CheckpointRef, Claim, Claimed, GuestsEvent, Released
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.journal import append_as_guest, load
-from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.manifest import About, BlobRef, Manifest
 from prefect_tune.core.metadata import newest_metadata
 from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.stale_reads import journal_of, trial_in
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Trial, is_acceptable, is_aside, is_held, is_live, newest_key
+from prefect_tune.core.trial import Trial, is_acceptable, is_aside, is_collectable, is_held, is_live, newest_key
 from prefect_tune.core.values import Stamp
 
-__all__ = ["claims_over", "clear", "clone", "journal_of", "let_go", "let_go_of_all", "newest_of", "settle"]
+__all__ = ["claims_over", "clear", "clone", "let_go", "let_go_of_all", "newest_of", "settle"]
 
 
 def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> CheckpointKey:
@@ -97,7 +98,7 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none can be had fro
 def _claimed(state: Experiment, *, origin: CheckpointKey, claim: Claim) -> Sequence[GuestsEvent]:
     if state.is_removed:
         raise InvalidInput(f"experiment {state.name!r} is being deleted: nothing that lies there can be cloned")
-    trial = _trial_of(state, origin.trial)
+    trial = trial_in(state, origin.trial)
     if trial is None or not (is_live(trial, origin) or is_held(trial, origin)):
         raise CheckpointNotFound(f"{origin.folder}: is no checkpoint any more, and cannot be cloned")
     return () if claim in trial.claims else (Claimed(trial=origin.trial.trial, claim=claim),)
@@ -154,33 +155,13 @@ def clear(  # noqa: PLR0913 - as `collect`, and with a stamp for what it journal
     What clones of others still need stays. Returns how many objects were deleted.
 
     Raises:
-        CheckpointCorrupt: as `collect`.
+        CheckpointCorrupt, Superseded: as `collect`.
         StoreUnavailable, CommitUnknown: call again.
     """
     if any(is_held(state, key) for key in doomed):
         state = settle(store, trial, doomed, stamp, side_by_side=side_by_side)
     lets_go = partial(let_go, store, stamp, side_by_side)
-    return _collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=lets_go)
-
-
-def _collect(  # noqa: PLR0913 - as `collect`
-    store: ObjectStore,
-    trial: TrialKey,
-    state: Trial,
-    doomed: Sequence[CheckpointKey],
-    *,
-    side_by_side: Mapper,
-    let_go: LetGo = nothing_let_go,
-) -> int:
-    """Collect; if `state` has become old meanwhile, and what it says is needed was deleted by others, once more."""
-    while True:
-        try:
-            return collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=let_go)
-        except CheckpointCorrupt:
-            fresh = _trial_now(store, trial, side_by_side)
-            if (fresh.checkpoints, fresh.claims, fresh.aside) == (state.checkpoints, state.claims, state.aside):
-                raise
-            state = fresh
+    return collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=lets_go)
 
 
 def settle(
@@ -223,7 +204,7 @@ def let_go_of_all(
     doomed = set(origins)
 
     def say(state: Experiment) -> Sequence[GuestsEvent]:
-        found = _trial_of(state, trial)
+        found = trial_in(state, trial)
         theirs = [each for each in (found.claims if found else ()) if each.clone.trial.experiment == experiment]
         doomed.update(trial.checkpoint_key(each) for each in theirs)
         return [Released(trial=trial.trial, clone=each.clone) for each in theirs]
@@ -236,18 +217,18 @@ def _collect_released(
     store: ObjectStore, trial: TrialKey, after: Experiment, origins: Iterable[CheckpointKey], side_by_side: Mapper
 ) -> int:
     """Delete those that nobody needs any more."""
-    state = _trial_of(after, trial)
+    state = trial_in(after, trial)
     if state is None:
         return 0
     doomed = [key for key in origins if key.sequence not in state.quarantined and is_collectable(state, key)]
     try:
-        return _collect(store, trial, state, doomed, side_by_side=side_by_side)
-    except CheckpointCorrupt:
-        return 0  # a matter between that trial and its owner, who finds them among what is left
+        return collect(store, trial, state, doomed, side_by_side=side_by_side)
+    except (CheckpointCorrupt, Superseded):
+        return 0  # a matter between that trial and its owner, who finds them among what is left, or deletes it all
 
 
 def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey]) -> Sequence[GuestsEvent]:
-    found = _trial_of(state, trial)
+    found = trial_in(state, trial)
     claims = found.claims if found else ()
     return [Released(trial=trial.trial, clone=each.clone) for each in claims if each.clone in clones]
 
@@ -258,7 +239,7 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
         state = load(store, claim.journal, side_by_side=side_by_side)
     except (JournalCorrupt, UnknownVersion):
         return False
-    trial = _trial_of(state, claim.clone.trial)
+    trial = trial_in(state, claim.clone.trial)
     if trial is not None and is_live(trial, claim.clone):
         return False
     if trial is not None and is_aside(trial, claim.clone):
@@ -273,21 +254,7 @@ def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Tri
 
 
 def _still_there(state: Experiment, trial: TrialKey) -> Trial:
-    found = _trial_of(state, trial)
+    found = trial_in(state, trial)
     if found is None:
         raise Superseded(f"{trial.folder}: its experiment has been deleted. Stop here")
     return found
-
-
-def _trial_of(state: Experiment, trial: TrialKey) -> Trial | None:
-    """The trial, if this is the journal that tells of its checkpoints."""
-    found = state.trials.get(trial.trial)
-    elsewhere = found is not None and found.apart and state.key.trial is None
-    return None if elsewhere else found
-
-
-def journal_of(store: ObjectStore, trial: TrialKey) -> JournalKey:
-    """The trial's own journal if it has one, or else its experiment's."""
-    own = JournalKey(experiment=trial.experiment, trial=trial.trial)
-    has_own = store.size(own.entry_path(1)) is not None
-    return own if has_own else JournalKey(experiment=trial.experiment)

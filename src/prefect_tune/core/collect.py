@@ -6,7 +6,7 @@ request thought lost, hits nothing that was written since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,8 +16,9 @@ from prefect_tune.core.events import Aside
 from prefect_tune.core.layout import CheckpointKey, Saved, TrialKey, blob_sequence
 from prefect_tune.core.manifest import Manifest
 from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.stale_reads import OutdatedStateError, require_still_needed
 from prefect_tune.core.store import Listed, ObjectStore
-from prefect_tune.core.trial import Trial, is_aside, is_held, is_live
+from prefect_tune.core.trial import Trial, is_collectable, is_live
 
 __all__ = ["LetGo", "collect", "is_collectable", "leftover", "nothing_let_go", "orphans"]
 
@@ -44,7 +45,7 @@ def collect(  # noqa: PLR0913 - the last one is what a clone needs, and known to
     store: ObjectStore,
     trial: TrialKey,
     state: Trial,
-    doomed: Iterable[CheckpointKey],
+    doomed: Collection[CheckpointKey],
     *,
     side_by_side: Mapper,
     let_go: LetGo = nothing_let_go,
@@ -54,10 +55,29 @@ def collect(  # noqa: PLR0913 - the last one is what a clone needs, and known to
     The manifest goes last, so that a deletion cut short is found, and finished, by the next one.
     What is not collectable is left alone. Returns how many blobs and manifests were deleted.
 
+    Where the journal has gone on, and what `state` says is needed was retired and deleted by others, it is asked
+    what is needed now.
+
     Raises:
         CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable: nothing is
             deleted on a guess.
+        Superseded: the experiment is being deleted, or was deleted.
     """
+    while True:
+        try:
+            return _collected(store, trial, state, doomed, side_by_side, let_go)
+        except OutdatedStateError as outdated:
+            state = outdated.current
+
+
+def _collected(  # noqa: PLR0913, PLR0917 - as `collect`
+    store: ObjectStore,
+    trial: TrialKey,
+    state: Trial,
+    doomed: Iterable[CheckpointKey],
+    side_by_side: Mapper,
+    let_go: LetGo,
+) -> int:
     keys = [key for key in doomed if is_collectable(state, key)]
     found = [each for each in side_by_side(lambda key: _doomed(store, key), keys) if each is not None]
     if not found:
@@ -75,18 +95,6 @@ def _let_go(store: ObjectStore, clone: CheckpointKey, origin: CheckpointKey, let
     deleted = let_go(clone, origin)
     store.delete([clone.manifest_path])
     return deleted
-
-
-def is_collectable(state: Trial, key: CheckpointKey) -> bool:
-    """Return whether the bytes of `key` may be deleted: now, and at any later time.
-
-    It was begun before the last retirement that `state` knows of: no save reuses it any more, here or
-    in a process that takes over while the deletion is on its way. It is no checkpoint, and no clone needs
-    it: of what is neither, no clone is begun any more.
-    """
-    if is_aside(state, key):
-        return False
-    return not is_live(state, key) and not is_held(state, key) and key.sequence < state.collected_up_to
 
 
 def leftover(store: ObjectStore, trial: TrialKey, state: Trial, settled_from: int) -> Sequence[CheckpointKey]:
@@ -114,6 +122,8 @@ def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: 
 
     Raises:
         CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable.
+        OutdatedStateError: the journal has gone on, and needs those no more: repeat with what it says now.
+        Superseded: the experiment is being deleted, or was deleted.
     """
     reachable = _reachable(store, trial, state, side_by_side)
     return [
@@ -138,7 +148,10 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: 
     """The blobs of checkpoints that are live, that a clone needs, or that were put aside."""
     needed: Sequence[Saved] = (*state.checkpoints, *state.claims)
     keys = dict.fromkeys(trial.checkpoint_key(each) for each in needed)
-    blobs = {path for each in side_by_side(lambda key: _needed(store, key), keys) for path in each.blob_paths()}
+    found = dict(side_by_side(lambda key: (key, _needed(store, key)), keys))
+    if bad := {key: each for key, each in found.items() if isinstance(each, CheckpointCorrupt)}:
+        require_still_needed(store, trial, bad, side_by_side=side_by_side)
+    blobs = {path for each in found.values() if isinstance(each, Manifest) for path in each.blob_paths()}
     return blobs.union(*side_by_side(lambda each: _aside(store, trial, each), state.aside))
 
 
@@ -151,8 +164,10 @@ def _aside(store: ObjectStore, trial: TrialKey, aside: Aside) -> frozenset[str]:
         return frozenset(each.path for each in store.list(trial.blobs) if blob_sequence(each.path) <= ref.sequence)
 
 
-def _needed(store: ObjectStore, key: CheckpointKey) -> Manifest:
+def _needed(store: ObjectStore, key: CheckpointKey) -> Manifest | CheckpointCorrupt:
     try:
         return read_manifest(store, key)
     except CheckpointNotFound as missing:
-        raise CheckpointCorrupt(f"{missing}, and the journal says that it was") from missing
+        return CheckpointCorrupt(f"{missing}, and the journal says that it was")
+    except CheckpointCorrupt as corrupt:
+        return corrupt

@@ -18,11 +18,11 @@ from functools import partial
 from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import load
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.restore import read_manifest, verify
+from prefect_tune.core.stale_reads import is_live_now
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import ENDED, Trial, is_live, live_keys
+from prefect_tune.core.trial import ENDED, Trial, live_keys
 from prefect_tune.core.trial_journal import trial_today
 from prefect_tune.core.unreadable import Unreadable, unless_unreadable
 from prefect_tune.core.values import digest_of
@@ -214,7 +214,7 @@ def _too_late(done: _Read, rest: Sequence[CheckpointKey], late: DeadlineExceeded
 def inspect_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper) -> Sequence[Inspected]:
     """Read every byte of a live checkpoint; nothing is found where it turns out to be none any more."""
     found = read_one(store, key, side_by_side=side_by_side)
-    return [found] if found.damage is None or _is_one_still(store, key, side_by_side) else []
+    return [found] if found.damage is None or is_live_now(store, key, side_by_side=side_by_side) else []
 
 
 def read_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper) -> Inspected:
@@ -225,10 +225,3 @@ def read_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper) ->
     except (CheckpointCorrupt, CheckpointNotFound) as damage:
         return Inspected(key, damage=str(damage))
     return Inspected(key, manifest.size_bytes, len(manifest.files))
-
-
-def _is_one_still(store: ObjectStore, key: CheckpointKey, side_by_side: Mapper) -> bool:
-    """What has been retired while it was read is not damaged, nor what is deleted with its experiment."""
-    state = load(store, key.trial.experiment, side_by_side=side_by_side)
-    known = None if state.is_removed else state.trials.get(key.trial.trial)
-    return known is not None and is_live(trial_today(store, state.name, known, side_by_side=side_by_side), key)

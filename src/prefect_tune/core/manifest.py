@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from prefect_tune.core.errors import CheckpointCorrupt
-from prefect_tune.core.layout import CheckpointKey
+from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.sealed import VERSION, seal, unseal
 from prefect_tune.core.store import Buffer
 from prefect_tune.core.values import ExperimentName, StepReport, Value
@@ -113,6 +113,12 @@ class Manifest(Value):
             raise ValueError("a clone's blobs lie elsewhere than the checkpoint's that it is a clone of")
         _require_a_tree([file.path for file in self.files], self.empty_directories)
         return self
+
+    @property
+    def key(self) -> CheckpointKey:
+        """The name of the checkpoint."""
+        trial = TrialKey(experiment=self.experiment, trial=self.trial)
+        return CheckpointKey(trial=trial, step=self.step, sequence=self.sequence)
 
     @property
     def size_bytes(self) -> int:

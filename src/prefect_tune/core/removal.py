@@ -15,6 +15,7 @@ from functools import partial
 
 from prefect_tune.core.clone import let_go_of_all, settle
 from prefect_tune.core.commit import Mapper
+from prefect_tune.core.deleted_journals import is_deletion
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -25,7 +26,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.events import Claim, Event, Owner, RemovalBegun, RemovalGivenUp
 from prefect_tune.core.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal import Loaded, append, load, next_entry, read, take_over
+from prefect_tune.core.journal import Loaded, append, load, read, take_over
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey, number_in
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.store import ObjectStore
@@ -36,8 +37,6 @@ __all__ = ["remove"]
 
 _ROUNDS = 16
 _PARTS_OF_A_TRIALS_ENTRY = 5
-_TAIL = 64
-"""After an entry that says that its journal is being deleted come guests' entries, and few of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,32 +91,10 @@ def _read(removal: _Removal, key: JournalKey) -> Loaded | None:
     try:
         found = read(removal.store, key, side_by_side=mapper)
     except JournalCorrupt:
-        if _was_reached(removal.store, key):
+        if is_deletion(removal.store, key):
             return None
         raise
     return found if found.experiment.number else None
-
-
-def _was_reached(store: ObjectStore, key: JournalKey) -> bool:
-    """Whether what is left of a journal says that it is being deleted, or nothing is left that it could tell of.
-
-    The latter is what a write leaves that arrives when everything has been deleted.
-    """
-    numbers = sorted(number for each in store.list(key.entries) if (number := number_in(key.entries, each.path)))
-    for number in reversed(numbers[-_TAIL:]):
-        said = _said_of_removal(store, key, number)
-        if said is not None:
-            return isinstance(said, RemovalBegun)
-    return not any("/blobs/" in each.path for each in store.list(key.folder))
-
-
-def _said_of_removal(store: ObjectStore, key: JournalKey, number: int) -> RemovalBegun | RemovalGivenUp | None:
-    try:
-        entry = next_entry(store, key, number - 1)
-    except JournalCorrupt:
-        return None
-    said = [each for each in entry.events if isinstance(each, RemovalBegun | RemovalGivenUp)] if entry else []
-    return said[-1] if said else None
 
 
 def _with_trials(removal: _Removal, known: Loaded) -> Sequence[Loaded]:

@@ -11,6 +11,7 @@ from prefect_tune.core.commit import Mapper
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import ChunkRef, Manifest, decode_manifest
+from prefect_tune.core.stale_reads import unless_retired
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import digest_of
 
@@ -72,13 +73,15 @@ def restore(store: ObjectStore, manifest: Manifest, sink: Sink, *, side_by_side:
 
     Raises:
         CheckpointCorrupt: bytes are missing or differ from their digest, on a second reading too.
+        CheckpointNotFound: it was retired, and bytes of it were deleted, while it was read.
     """
-    for _ in side_by_side(lambda read: _fetch(store, manifest, read, sink), _reads(manifest)):
-        pass
+    with unless_retired(store, manifest.key):
+        for _ in side_by_side(lambda read: _fetch(store, manifest, read, sink), _reads(manifest)):
+            pass
 
 
 def verify(store: ObjectStore, manifest: Manifest, *, side_by_side: Mapper) -> None:
-    """Read and check every byte of `manifest`, keeping none. Raises `CheckpointCorrupt` as `restore` does."""
+    """Read and check every byte of `manifest`, keeping none. Raises as `restore` does."""
     restore(store, manifest, _Nowhere(), side_by_side=side_by_side)
 
 

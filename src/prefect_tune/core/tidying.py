@@ -22,18 +22,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from prefect_tune.core.answers import answers_up_to
-from prefect_tune.core.clone import claims_over, clear, journal_of, settle
-from prefect_tune.core.collect import is_collectable, leftover, orphans
+from prefect_tune.core.clone import claims_over, clear, settle
+from prefect_tune.core.collect import leftover, orphans
 from prefect_tune.core.commit import Mapper
-from prefect_tune.core.errors import CheckpointCorrupt
+from prefect_tune.core.errors import CheckpointCorrupt, Superseded
 from prefect_tune.core.events import Pruned
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.guests import ONE_WRITER
 from prefect_tune.core.journal import append_as_guest, load
 from prefect_tune.core.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.retention import Retention, retired, retired_aside
+from prefect_tune.core.stale_reads import OutdatedStateError, journal_of
 from prefect_tune.core.store import Listed, ObjectStore
-from prefect_tune.core.trial import ENDED, Status, Trial, is_held
+from prefect_tune.core.trial import ENDED, Status, Trial, is_collectable, is_held
 from prefect_tune.core.values import Stamp
 
 __all__ = ["Collected", "collect_from", "look_for_garbage", "look_for_prunable", "prune"]
@@ -83,19 +84,20 @@ def look_for_garbage(
     store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper, known: Trial | None = None
 ) -> Collected:
     """Return what `collect_from` would delete; nothing is written."""
+    return _repeated_while_outdated(trial, partial(_looked_for, store, trial, side_by_side, known))
+
+
+def _looked_for(store: ObjectStore, trial: TrialKey, side_by_side: Mapper, known: Trial | None) -> Collected:
     state = _state(store, trial, side_by_side)
     if trial.trial not in state.trials:
         return Collected(trial.trial)  # it was added, and has not begun
     own = state.trial(trial.trial)
-    try:
-        kept = _why_not_settled(store, trial, state, known, side_by_side)
-        if kept is None and _needs_line(store, trial, state, known, side_by_side):
-            own = own.model_copy(update={"collected_up_to": state.number + 1})
-        if kept is None:
-            own = _without_claims_that_are_over(store, own, _held(store, trial, state, own), side_by_side)
-        return _garbage(store, trial, state, own, known, side_by_side).told_of(trial, kept)
-    except CheckpointCorrupt as corrupt:
-        return Collected(trial.trial, damage=str(corrupt))
+    kept = _why_not_settled(store, trial, state, known, side_by_side)
+    if kept is None and _needs_line(store, trial, state, known, side_by_side):
+        own = own.model_copy(update={"collected_up_to": state.number + 1})
+    if kept is None:
+        own = _without_claims_that_are_over(store, own, _held(store, trial, state, own), side_by_side)
+    return _garbage(store, trial, state, own, known, side_by_side).told_of(trial, kept)
 
 
 def collect_from(
@@ -110,25 +112,41 @@ def collect_from(
         JournalCorrupt, UnknownVersion: as `load`.
         StoreUnavailable, CommitUnknown: call again.
     """
+    return _repeated_while_outdated(trial, partial(_collected, store, trial, stamp, side_by_side, known))
+
+
+def _collected(
+    store: ObjectStore, trial: TrialKey, stamp: Stamp, side_by_side: Mapper, known: Trial | None
+) -> Collected:
     state = _state(store, trial, side_by_side)
     if trial.trial not in state.trials:
         return Collected(trial.trial)
-    try:
-        own, kept = state.trial(trial.trial), _why_not_settled(store, trial, state, known, side_by_side)
-        if kept is None and _needs_line(store, trial, state, known, side_by_side):
-            say = partial(_pruned, trial=trial, known=known)
-            state = append_as_guest(store, state.key, say, stamp, side_by_side=side_by_side)
-            own = state.trial(trial.trial)
-        if kept is None and (held := _held(store, trial, state, own)):
-            own = settle(store, trial, held, stamp, side_by_side=side_by_side)
-        found = _garbage(store, trial, state, own, known, side_by_side)
-        if found.doomed:
-            clear(store, trial, own, found.doomed, stamp, side_by_side=side_by_side)
-        if left := [*orphans(store, trial, own, side_by_side=side_by_side), *found.answers]:
-            store.delete([each.path for each in left])
-    except CheckpointCorrupt as corrupt:
-        return Collected(trial.trial, damage=str(corrupt))
+    own, kept = state.trial(trial.trial), _why_not_settled(store, trial, state, known, side_by_side)
+    if kept is None and _needs_line(store, trial, state, known, side_by_side):
+        say = partial(_pruned, trial=trial, known=known)
+        state = append_as_guest(store, state.key, say, stamp, side_by_side=side_by_side)
+        own = state.trial(trial.trial)
+    if kept is None and (held := _held(store, trial, state, own)):
+        own = settle(store, trial, held, stamp, side_by_side=side_by_side)
+    found = _garbage(store, trial, state, own, known, side_by_side)
+    if found.doomed:
+        clear(store, trial, own, found.doomed, stamp, side_by_side=side_by_side)
+    if left := [*orphans(store, trial, own, side_by_side=side_by_side), *found.answers]:
+        store.delete([each.path for each in left])
     return found.told_of(trial, kept)
+
+
+def _repeated_while_outdated(trial: TrialKey, act: Callable[[], Collected]) -> Collected:
+    """Damage is what the journal needs and cannot be read. What its owner retired meanwhile is looked for again."""
+    while True:
+        try:
+            return act()
+        except OutdatedStateError:
+            continue
+        except CheckpointCorrupt as corrupt:
+            return Collected(trial.trial, damage=str(corrupt))
+        except Superseded:
+            return Collected(trial.trial, kept="its experiment is being deleted")
 
 
 def _state(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Experiment:

@@ -20,6 +20,7 @@ __all__ = [
     "Trial",
     "is_acceptable",
     "is_aside",
+    "is_collectable",
     "is_held",
     "is_live",
     "is_overtaken",
@@ -189,3 +190,15 @@ def is_acceptable(trial: Trial, sequence: int) -> bool:
     """
     known = max((*(each.sequence for each in trial.checkpoints), *trial.quarantined), default=0)
     return sequence > known and sequence >= trial.collected_up_to
+
+
+def is_collectable(state: Trial, key: CheckpointKey) -> bool:
+    """Return whether the bytes of `key` may be deleted: now, and at any later time.
+
+    It was begun before the last retirement that `state` knows of: no save reuses it any more, here or
+    in a process that takes over while the deletion is on its way. It is no checkpoint, and no clone needs
+    it: of what is neither, no clone is begun any more.
+    """
+    if is_aside(state, key):
+        return False
+    return not is_live(state, key) and not is_held(state, key) and key.sequence < state.collected_up_to
