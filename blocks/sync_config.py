@@ -97,6 +97,13 @@ class SyncConfig(Form):
         "'async': it returns after a local snapshot, with at most one upload in flight.",
     )
 
+    verify_reused_every: int = Field(
+        default=16,
+        ge=1,
+        description="What checkpoints share is sent once. In so many commits all of it that is still in use is read "
+        "back once and verified, a part in each; what fails is sent again. 1: all of it in each commit.",
+    )
+
     @field_validator("upload_dir", mode="before")
     @classmethod
     def _one_kind_of_target(cls, value: object) -> object:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,13 +18,14 @@ from prefect_tune.core.events import CheckpointRef
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.manifest import About, Manifest
-from prefect_tune.core.restore import read_manifest, restore, verify
+from prefect_tune.core.restore import checkpoints_with, read_manifest, restore, verify
+from prefect_tune.core.reverification import Reverification
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import Stamp
 from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING
+from prefect_tune.tasks.transient import RETRYING, retrying
 
 __all__ = [
     "ClonedCheckpoint",
@@ -33,6 +34,7 @@ __all__ = [
     "code_of_checkpoint",
     "damage_of_checkpoint",
     "delete_checkpoint",
+    "find_damaged",
     "find_leftovers",
     "restore_checkpoint",
     "save_checkpoint",
@@ -51,6 +53,8 @@ class SavedCheckpoint:
     file_count: int
     sent_bytes: int
     """New bytes; the rest was on the target already."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """By path, what is wrong with blobs of earlier checkpoints that were read back; this one does not refer to them."""
 
 
 @task(name="save-checkpoint", task_run_name="save {key.trial.trial} step {key.step}", **RETRYING)
@@ -62,6 +66,7 @@ def save_checkpoint(
     *,
     parent: CheckpointKey | None = None,
     collected_up_to: int = 0,
+    reverification: Reverification | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> SavedCheckpoint:
     """Publish the local `directory` as the checkpoint `key` on `target`: when it returns, it is there, whole.
@@ -76,6 +81,7 @@ def save_checkpoint(
         about: step, metrics, write id and the like. A try with the same write id is the same save.
         parent: the newest live checkpoint, where `core.trial.parent_of_next` names it: what it holds is not sent.
         collected_up_to: what `core.trial.reused_from` says of the trial; see `core.commit.reusable`.
+        reverification: which blobs that it reuses are read back first; see `core.reverification`.
         timeout_seconds: by then it has ended, one way or the other, and nothing goes on in the background.
 
     Raises:
@@ -88,8 +94,26 @@ def save_checkpoint(
     directory = Path(directory).absolute()
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         reuse = reusable(store, key.trial, _if_readable(store, parent), collected_up_to)
-        done = commit(store, key, StagedFiles(directory), about, reuse=reuse, side_by_side=transfers)
-        return SavedCheckpoint(key, done.manifest.size_bytes, len(done.manifest.files), done.sent_bytes)
+        staged = StagedFiles(directory)
+        done = commit(store, key, staged, about, reuse=reuse, side_by_side=transfers, reverification=reverification)
+        manifest = done.manifest
+        return SavedCheckpoint(key, manifest.size_bytes, len(manifest.files), done.sent_bytes, done.damaged)
+
+
+def find_damaged(
+    target: StorageTarget,
+    keys: Sequence[CheckpointKey],
+    blobs: Mapping[str, str],
+    *,
+    timeout_seconds: float = 120.0,
+) -> Mapping[CheckpointKey, str]:
+    """Return which of the checkpoints refer to one of the damaged `blobs`; see `core.restore.checkpoints_with`."""
+
+    def look() -> Mapping[CheckpointKey, str]:
+        with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+            return checkpoints_with(store, keys, blobs, side_by_side=transfers)
+
+    return retrying(look)
 
 
 def find_leftovers(

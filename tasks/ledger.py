@@ -23,15 +23,22 @@ from prefect_tune.core.errors import (
     Superseded,
     TuneError,
 )
-from prefect_tune.core.events import CheckpointRef, Committed, Event, Finished, Reported, Retired
+from prefect_tune.core.events import CheckpointRef, Committed, Event, Finished, Quarantined, Reported, Retired
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import About
 from prefect_tune.core.retention import retired, retired_aside
+from prefect_tune.core.reverification import Reverification
 from prefect_tune.core.trial import Status, Trial, newest_key, parent_of_next, reused_from
 from prefect_tune.core.values import Stamp, StepReport, shown_size
 from prefect_tune.tasks.book import Book
-from prefect_tune.tasks.checkpoints import SavedCheckpoint, delete_checkpoint, find_leftovers, save_checkpoint
+from prefect_tune.tasks.checkpoints import (
+    SavedCheckpoint,
+    delete_checkpoint,
+    find_damaged,
+    find_leftovers,
+    save_checkpoint,
+)
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import unseen
@@ -73,6 +80,7 @@ class Ledger:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._synced_at = time.monotonic()
         self._ending: Sequence[Event] = ()
+        self._commit_count = 0
         self.code = ""
         """The digest of the trainable's source, once the trial has told it."""
         self.asks_at: int | None = None
@@ -208,6 +216,7 @@ class Ledger:
             unseen(self._about(handed_over.report, self._reports(step))),
             parent=unseen(parent_of_next(self._plan.trial, self._trial)),
             collected_up_to=reused_from(self._trial),
+            reverification=Reverification(self._commit_count, self._plan.sync.verify_reused_every),
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
 
@@ -235,9 +244,31 @@ class Ledger:
             upload_seconds=round(upload_seconds, 3),
         )
         done = [Finished(trial=trial, reason=handed_over.over, returned=False)] if handed_over.over else []
-        self._write((committed, *done), up_to=key.step)
+        damaged = self._damaged(saved, [each for each in self._trial.checkpoints if each.sequence not in going])
+        self._write((committed, *damaged, *done), up_to=key.step)
+        self._commit_count += 1
         known = {each.sequence: each for each in (*live, *aside)}
         return [key.trial.checkpoint_key(known[sequence]) for sequence in going]
+
+    def _damaged(self, saved: SavedCheckpoint, live: Sequence[CheckpointRef]) -> Sequence[Quarantined]:
+        """Put aside the live checkpoints that refer to blobs which the save found damaged."""
+        if not saved.damaged:
+            return []
+        self._log.error(
+            "step %d does not reuse what is damaged on the target, and sent it again: %s",
+            saved.key.step,
+            "; ".join(saved.damaged.values()),
+        )
+        keys = [self._plan.trial.checkpoint_key(each) for each in live]
+        try:
+            found = find_damaged(self._plan.target, keys, saved.damaged)
+        except TuneError as error:  # the checkpoint that was saved is whole: it is committed all the same
+            self._log.warning("which earlier checkpoints are damaged is not known until they are read: %s", error)
+            return []
+        for key in found:
+            self._log.error("step %d shares what is damaged, and is put aside", key.step)
+        trial = self._plan.trial.trial
+        return [Quarantined(trial=trial, sequence=key.sequence, reason=why) for key, why in found.items()]
 
     def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
         """Journal the reports that wait, those after step `up_to` excepted, and `events`."""

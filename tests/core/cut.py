@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from prefect_tune.core import chunks, commit, restore
+from prefect_tune.core import chunks, commit, verified_reads
 
 __all__ = ["cut_small"]
 
@@ -21,5 +21,5 @@ def cut_small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit, "pieces", lambda files: chunks.pieces(files, _CHUNK_BYTES))
         patch.setattr(commit, "groups", lambda cut: chunks.groups(cut, _BLOB_BYTES))
-        patch.setattr(restore, "BLOB_BYTES", _BLOB_BYTES)
+        patch.setattr(verified_reads, "BLOB_BYTES", _BLOB_BYTES)
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -29,8 +29,9 @@ from prefect_tune.core.events import (
 from prefect_tune.core.experiment import Experiment, nothing_yet
 from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.manifest import About, Manifest
-from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.restore import checkpoints_with, read_manifest
 from prefect_tune.core.retention import Retention, retired, retired_aside
+from prefect_tune.core.reverification import Reverification
 from prefect_tune.core.segments import write_due_segment
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint, reused_from
@@ -83,6 +84,11 @@ class Session:
     """Reports that are not journaled yet."""
     doomed: Sequence[CheckpointKey] = ()
     """What the last entry retired."""
+    reverify_every: int = 3
+    commit_count: int = 0
+    """In this attempt."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """The blobs that the last save found damaged."""
     clearing: Literal["careful", "careless", "none"] = "careful"
     """What it does with what others left: the careless one does not say first that nobody is to reuse it."""
 
@@ -115,6 +121,7 @@ class Session:
 
     def start(self) -> None:
         """Begin an attempt from the newest checkpoint that verifies."""
+        self.commit_count = 0
         while newest := newest_checkpoint(self.trial):
             key = CheckpointKey(trial=KEY, step=newest.step, sequence=newest.sequence)
             try:
@@ -163,14 +170,16 @@ class Session:
             trained_seconds=float(step),
             reports=tuple(self.waiting),
         )
-        manifest = retried(lambda: self._commit(key, files, about)).manifest
+        done = retried(lambda: self._commit(key, files, about))
+        manifest, self.damaged = done.manifest, done.damaged
         self.witness.published[key.step, key.sequence] = manifest.blob_paths()
         return manifest
 
     def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Committed:
         reuse = committing.reusable(self.store, KEY, self.parent, reused_from(self.trial))
         source = MemoryFiles(files, empty_directories=["none"])
-        return committing.commit(self.store, key, source, about, reuse=reuse, side_by_side=map)
+        turn = Reverification(self.commit_count, self.reverify_every)
+        return committing.commit(self.store, key, source, about, reuse=reuse, side_by_side=map, reverification=turn)
 
     def acknowledge(self, manifest: Manifest) -> Sequence[CheckpointKey]:
         """Journal a published checkpoint; return those that it retires."""
@@ -185,12 +194,21 @@ class Session:
         aside = retired_aside(self.trial.aside, live, self.retention)
         going = (*retired(live, self.retention), *(each.sequence for each in aside))
         reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]
-        self.append([*reports, Committed(trial=KEY.trial, checkpoint=new, retires=going)])
+        stay = [KEY.checkpoint_key(each) for each in self.trial.checkpoints if each.sequence not in going]
+        self.append([*reports, Committed(trial=KEY.trial, checkpoint=new, retires=going), *self._damaged(stay)])
+        self.commit_count += 1
         self.witness.acknowledged.append((new.step, new.sequence))
         self.waiting.clear()
         self.parent = manifest
         doomed = [each for each in (*live, *aside) if each.sequence in going]
         return [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in doomed]
+
+    def _damaged(self, keys: Sequence[CheckpointKey]) -> Sequence[Quarantined]:
+        """Those of the checkpoints that refer to what the last save found damaged."""
+        if not self.damaged:
+            return []
+        found = retried(lambda: checkpoints_with(self.store, keys, self.damaged, side_by_side=map))
+        return [Quarantined(trial=KEY.trial, sequence=key.sequence, reason=why) for key, why in found.items()]
 
     def collect_early(self, new: CheckpointRef, going: tuple[int, ...]) -> None:
         """Delete what is retired before the journal says so: for a mutant, which must be caught."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Model:
     unsure: Save | None = None
     """A save that was cut short: whether it counts, the next owner decides."""
     damaged: set[str] = field(default_factory=set)
+    inherited: Counter[str] = field(default_factory=Counter)
+    """How many saves in a row, in this attempt, have referred to a damaged blob."""
     step: int = 0
     status: str = "pending"
 
@@ -109,8 +112,13 @@ class Trial(RuleBasedStateMachine):
             allowed = [before, self.model.live, self.model.keep_the_last_two()]
         else:
             allowed = [before]
-        assert found in allowed
+        assert any(self._is_allowed(found, each) for each in allowed)
         self.model.live, self.model.unsure = found, None
+
+    def _is_allowed(self, found: list[Save], allowed: list[Save]) -> bool:
+        """Whether they are these, or all of them that are whole, and some of the others."""
+        missing = [each for each in allowed if each not in found]
+        return [each for each in allowed if each in found] == found and all(map(self._is_damaged, missing))
 
     @rule()
     def crash(self) -> None:
@@ -164,12 +172,23 @@ class Trial(RuleBasedStateMachine):
         for _ in range(times):
             self._train(steps).save()
             self._note(self.witness.acknowledged[-1])
-            self.model.live = self.model.keep_the_last_two()
+            self._inherit()
 
     def _note(self, save: Save) -> None:
         assert save[0] == self.model.step
         self.model.live.append(save)
         self.model.files[save] = self.witness.saved[save]
+
+    def _inherit(self) -> None:
+        """What was found damaged is put aside; nothing damaged is reused in as many saves as find it for certain."""
+        owner, live = self.owner, self.model.keep_the_last_two()
+        assert owner
+        self.model.live = [(each.step, each.sequence) for each in owner.trial.checkpoints]
+        assert self._is_allowed(self.model.live, live)
+        assert self.model.live[-1:] == live[-1:]
+        paths = self._manifest(live[-1]).blob_paths()
+        self.model.inherited = Counter({path: self.model.inherited[path] + 1 for path in paths & self.model.damaged})
+        assert all(count < owner.reverify_every for count in self.model.inherited.values())
 
     @rule(nth=st.integers(1, 16), way=st.sampled_from([Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]))
     def die_in_a_save(self, nth: int, way: Way) -> None:
@@ -181,7 +200,7 @@ class Trial(RuleBasedStateMachine):
             owner.save()
         if len(self.witness.acknowledged) > told:
             self._note(unsure)
-            self.model.live = self.model.keep_the_last_two()
+            self._inherit()
         else:
             self.model.unsure = unsure
             self.model.files[unsure] = self.witness.saved.get(unsure, [])
@@ -203,6 +222,7 @@ class Trial(RuleBasedStateMachine):
         assert self.owner
         self.owner.waiting.clear()
         self.owner.start()
+        self.model.inherited.clear()
         self.model.status = "running"
         while self.model.live and self._is_damaged(self.model.live[-1]):
             self.model.live.pop()

@@ -8,7 +8,7 @@ from types import FunctionType
 
 import pytest
 
-from prefect_tune.core import adopt, collect, commit, experiment, journal, restore, segments, settle, trial
+from prefect_tune.core import adopt, collect, commit, experiment, journal, segments, settle, trial, verified_reads
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneError
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.restore import read_manifest
@@ -194,7 +194,7 @@ MUTANTS = {
         },
     ),
     "no digest check": Mutant(
-        every_flipped_blob, {restore._verified: {"if found != wanted.chunk.digest:": "if False:"}}
+        every_flipped_blob, {verified_reads._verified: {"if found != wanted.chunk.digest:": "if False:"}}
     ),
     "overwrite instead of create": Mutant(
         meeting_owners, {settle.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}

@@ -103,7 +103,7 @@ def tiny_cut(chunk: int, blob: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prefect_tune.core.commit.pieces", lambda files: pieces(files, chunk))
         patch.setattr("prefect_tune.core.commit.groups", lambda cut: groups(cut, blob))
-        patch.setattr("prefect_tune.core.restore.BLOB_BYTES", blob)
+        patch.setattr("prefect_tune.core.verified_reads.BLOB_BYTES", blob)
         yield
 
 

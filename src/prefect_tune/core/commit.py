@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
 from typing import Protocol, TypeVar
 
 from prefect_tune.core.chunks import FileStat, Piece, Source, blob_digest, groups, pieces
@@ -18,6 +20,7 @@ from prefect_tune.core.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from prefect_tune.core.reverification import Reverification, Unverified, due_reads, verify_read
 from prefect_tune.core.sealed import as_read_back
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
@@ -56,14 +59,22 @@ class Reusable:
     blobs: Mapping[Digest, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
+    def without(self, paths: Collection[str]) -> Reusable:
+        """Return the same without the blobs at `paths`."""
+        chunks = {digest: place for digest, place in self.chunks.items() if place.path not in paths}
+        blobs = {digest: path for digest, path in self.blobs.items() if path not in paths}
+        return Reusable(chunks, blobs, self.sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a commit did: the manifest, and what it cost to send."""
+    """What a commit did: the manifest, what it cost to send, and what it found damaged."""
 
     manifest: Manifest
     sent_blobs: int
     sent_bytes: int
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """By path, what is wrong with blobs that were read back; they are not reused, and their bytes were sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,9 @@ class _Blob:
 
     chunks: tuple[tuple[Piece, Digest, _Place], ...]
     written: tuple[str, int] | None
+
+    def refers_to(self, paths: Collection[str]) -> bool:
+        return any(place.path in paths for _, _, place in self.chunks)
 
 
 def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, collected_up_to: int) -> Reusable:
@@ -114,11 +128,15 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none can be had
     *,
     reuse: Reusable,
     side_by_side: Mapper,
+    reverification: Reverification | None = None,
 ) -> Committed:
     """Publish `source` as the checkpoint `key`.
 
     A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same
     bytes twice is the same as committing them once.
+
+    Of what is reused, `reverification` says what is read back before; where that fails, its bytes are sent again, to a
+    new path. Without it what is reused is trusted.
 
     Raises:
         InvalidInput: `about` holds what JSON cannot say; nothing was sent.
@@ -128,13 +146,39 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none can be had
         StagedFilesChanged: the directory was written to meanwhile.
     """
     about = as_read_back(about)
-    work = groups(pieces(source.files))
+    work = list(groups(pieces(source.files)))
     blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
-    written = dict(blob.written for blob in blobs if blob.written)
+    written = _written(blobs)
+    manifest = _manifest(key, source, about, blobs)
+    unverified = _unverified(store, manifest, written, reverification, side_by_side) if reverification else {}
+    if unverified:
+        good = reuse.without(unverified)
+        again = [blob.refers_to(unverified) for blob in blobs]
+        redone = side_by_side(lambda group: _place(store, key, source, group, good), compress(work, again))
+        blobs = [*compress(blobs, map(not_, again)), *redone]
+        written |= _written(blobs)
+        manifest = _manifest(key, source, about, blobs)
     source.require_unchanged()
     _see(store, key.trial, written)
-    manifest = publish(store, key, _manifest(key, source, about, [chunk for blob in blobs for chunk in blob.chunks]))
-    return Committed(manifest, len(written), sum(written.values()))
+    published = publish(store, key, manifest)
+    damaged = {each.path: each.why for each in unverified.values() if each.is_damaged}
+    return Committed(published, len(written), sum(written.values()), damaged)
+
+
+def _written(blobs: Iterable[_Blob]) -> dict[str, int]:
+    return dict(blob.written for blob in blobs if blob.written)
+
+
+def _unverified(
+    store: ObjectStore,
+    manifest: Manifest,
+    written: Collection[str],
+    reverification: Reverification,
+    side_by_side: Mapper,
+) -> dict[str, Unverified]:
+    """By path, the blobs that were due to be verified and are not to be reused."""
+    found = side_by_side(lambda read: verify_read(store, manifest, read), due_reads(manifest, written, reverification))
+    return {each.path: each for each in found if each is not None}
 
 
 def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
@@ -188,13 +232,11 @@ def _see(store: ObjectStore, trial: TrialKey, written: Mapping[str, int]) -> Non
             )
 
 
-def _manifest(
-    key: CheckpointKey, source: Source, about: About, chunks: Iterable[tuple[Piece, Digest, _Place]]
-) -> Manifest:
+def _manifest(key: CheckpointKey, source: Source, about: About, placed: Iterable[_Blob]) -> Manifest:
     blobs: dict[str, int] = {}
     refs: list[BlobRef] = []
     of_file: dict[int, list[tuple[int, ChunkRef]]] = {}
-    for piece, digest, place in chunks:
+    for piece, digest, place in (chunk for each in placed for chunk in each.chunks):
         if place.path not in blobs:
             blobs[place.path] = len(refs)
             path = place.path.partition("/")[2]
