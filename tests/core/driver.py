@@ -129,6 +129,7 @@ class Session:
                 self.head = retried(lambda: restored(self.store, self.parent))["head"]
                 break
             except (CheckpointCorrupt, CheckpointNotFound) as bad:
+                self.parent = None
                 self.append([Quarantined(trial=KEY.trial, sequence=newest.sequence, reason=str(bad))])
         self.append(
             [

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from prefect_tune.core import experiment as folding
 from prefect_tune.core import trial as trials
-from prefect_tune.core.errors import CheckpointCorrupt, Superseded
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
 from prefect_tune.core.events import (
     AttemptEnded,
     Cause,
@@ -32,6 +32,8 @@ from prefect_tune.core.events import (
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.manifest import Manifest
 from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.reverification import verify_read
+from prefect_tune.core.verified_reads import reads
 from tests.core.cut import cut_small
 from tests.core.driver import KEY, Files, Session, Witness
 from tests.core.family import Family
@@ -55,8 +57,8 @@ class Model:
     unsure: Save | None = None
     """A save that was cut short: whether it counts, the next owner decides."""
     damaged: set[str] = field(default_factory=set)
-    inherited: Counter[str] = field(default_factory=Counter)
-    """How many saves in a row, in this attempt, have referred to a damaged blob."""
+    saves_since: Counter[str] = field(default_factory=Counter)
+    """How many saves there were since a blob was damaged."""
     step: int = 0
     status: str = "pending"
 
@@ -118,7 +120,10 @@ class Trial(RuleBasedStateMachine):
     def _is_allowed(self, found: list[Save], allowed: list[Save]) -> bool:
         """Whether they are these, or all of them that are whole, and some of the others."""
         missing = [each for each in allowed if each not in found]
-        return [each for each in allowed if each in found] == found and all(map(self._is_damaged, missing))
+        published = self.witness.published
+        return [each for each in allowed if each in found] == found and all(
+            published[each] & self.model.damaged for each in missing
+        )
 
     @rule()
     def crash(self) -> None:
@@ -180,15 +185,16 @@ class Trial(RuleBasedStateMachine):
         self.model.files[save] = self.witness.saved[save]
 
     def _inherit(self) -> None:
-        """What was found damaged is put aside; nothing damaged is reused in as many saves as find it for certain."""
+        """What was found damaged is put aside, and what was damaged so many saves ago is in no newest checkpoint."""
         owner, live = self.owner, self.model.keep_the_last_two()
         assert owner
         self.model.live = [(each.step, each.sequence) for each in owner.trial.checkpoints]
         assert self._is_allowed(self.model.live, live)
         assert self.model.live[-1:] == live[-1:]
-        paths = self._manifest(live[-1]).blob_paths()
-        self.model.inherited = Counter({path: self.model.inherited[path] + 1 for path in paths & self.model.damaged})
-        assert all(count < owner.reverify_every for count in self.model.inherited.values())
+        newest = self._manifest(live[-1])
+        read = [verify_read(self.store, newest, each) for each in reads(newest)]
+        self.model.saves_since.update(self.model.damaged)
+        assert all(self.model.saves_since[each.path] < owner.reverify_every for each in read if each)
 
     @rule(nth=st.integers(1, 16), way=st.sampled_from([Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]))
     def die_in_a_save(self, nth: int, way: Way) -> None:
@@ -222,7 +228,6 @@ class Trial(RuleBasedStateMachine):
         assert self.owner
         self.owner.waiting.clear()
         self.owner.start()
-        self.model.inherited.clear()
         self.model.status = "running"
         while self.model.live and self._is_damaged(self.model.live[-1]):
             self.model.live.pop()
@@ -279,12 +284,16 @@ class Trial(RuleBasedStateMachine):
         data[at % len(data)] ^= 1
         self.store.objects[path] = bytes(data)
         self.model.damaged.add(path)
+        self.model.saves_since[path] = 0
 
     def _is_damaged(self, save: Save) -> bool:
         manifest = self._manifest(save)
         try:
             restored(self.store, manifest)
-        except CheckpointCorrupt:
+        except (
+            CheckpointCorrupt,
+            CheckpointNotFound,
+        ):  # the save that was cut short may have put it aside, or retired it
             assert manifest.blob_paths() & self.model.damaged
             return True
         return False

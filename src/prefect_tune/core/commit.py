@@ -150,7 +150,7 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none can be had
     blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
     written = _written(blobs)
     manifest = _manifest(key, source, about, blobs)
-    unverified = _unverified(store, manifest, written, reverification, side_by_side) if reverification else {}
+    unverified = _unverified(store, manifest, reuse, reverification, side_by_side) if reverification else {}
     if unverified:
         good = reuse.without(unverified)
         again = [blob.refers_to(unverified) for blob in blobs]
@@ -172,12 +172,13 @@ def _written(blobs: Iterable[_Blob]) -> dict[str, int]:
 def _unverified(
     store: ObjectStore,
     manifest: Manifest,
-    written: Collection[str],
+    reuse: Reusable,
     reverification: Reverification,
     side_by_side: Mapper,
 ) -> dict[str, Unverified]:
     """By path, the blobs that were due to be verified and are not to be reused."""
-    found = side_by_side(lambda read: verify_read(store, manifest, read), due_reads(manifest, written, reverification))
+    shared = frozenset(place.path for place in reuse.chunks.values())
+    found = side_by_side(lambda read: verify_read(store, manifest, read), due_reads(manifest, shared, reverification))
     return {each.path: each for each in found if each is not None}
 
 

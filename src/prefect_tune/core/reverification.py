@@ -1,13 +1,14 @@
 """Read reused blobs back, each one once in so many commits, so that none is reused for ever on its size alone.
 
 A listing tells that a blob is there and how long it is, and nothing of its bytes: one that rots on the target would
-spoil every later checkpoint. An attempt begins with a restore, which verifies all that its first commit can reuse; from
-then on each commit verifies the reused blobs whose turn it is.
+spoil every later checkpoint. An attempt begins with a restore, which verifies every byte of the checkpoint before its
+first commit. From then on each commit verifies, of the blobs that it shares with the checkpoint before it, those whose
+turn it is. Of others that it reuses it verifies all: a save that was cut short has left them, or content has come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from prefect_tune.core.errors import CheckpointCorrupt, DeadlineExceeded, StoreRefused, StoreUnavailable
@@ -47,18 +48,17 @@ class Unverified:
     """Whether its bytes are missing or altered; otherwise they could not be read."""
 
 
-def due_reads(manifest: Manifest, sent: Iterable[str], reverification: Reverification) -> Sequence[Read]:
-    """Return the requests that verify what `manifest` reuses of the blobs whose turn it is.
+def due_reads(manifest: Manifest, shared: Collection[str], reverification: Reverification) -> Sequence[Read]:
+    """Return the requests that verify what is due of the blobs that `manifest` reuses.
 
-    A blob of the save's own sequence was written by an earlier try of it, and no checkpoint refers to it yet.
+    `shared` are those of the checkpoint before it. A blob of the save's own sequence is new: a try of this save has
+    sent it.
     """
-    fresh = frozenset(sent)
     due = {
         index
         for index in range(len(manifest.blobs))
-        if (path := manifest.blob_path(index)) not in fresh
-        and blob_sequence(path) < manifest.sequence
-        and reverification.is_due(path)
+        if blob_sequence(path := manifest.blob_path(index)) < manifest.sequence
+        and (path not in shared or reverification.is_due(path))
     }
     return [read for read in reads(manifest) if read.blob in due]
 
