@@ -25,11 +25,13 @@ from urllib.parse import urlsplit
 
 from benchmarks.resident import resident_bytes
 
-__all__ = ["BUCKET", "CLIENTS", "Measured", "client_act"]
+__all__ = ["BUCKET", "CLIENTS", "VERIFY_EVERY", "Measured", "client_act"]
 
 BUCKET = "bucket"
 KEYS = ("AKIAIOSFODNN7EXAMPLE", "x" * 40)
 CLIENTS = ("ray", "ours", "raw")
+VERIFY_EVERY = 16
+"""As `SyncConfig.verify_reused_every` is, unless it is set."""
 _TIMEOUT = timedelta(minutes=10)
 _BLOB_BYTES = 16 << 20
 _RAW_CONNECTIONS = 4
@@ -65,6 +67,7 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     from prefect_tune.core.layout import CheckpointKey, TrialKey
     from prefect_tune.core.manifest import About
     from prefect_tune.core.restore import read_manifest, restore
+    from prefect_tune.core.reverification import Reverification
     from prefect_tune.stores.deadline import Deadline
     from prefect_tune.stores.object_storage import ObstoreStore, client_times
     from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
@@ -96,7 +99,9 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     def save() -> None:
         with opened() as store, side_by_side() as transfers:
             reuse = reusable(store, trial, read_manifest(store, parent) if parent else None, 0)
-            commit(store, key, StagedFiles(directory), about, reuse=reuse, side_by_side=transfers)
+            turn = Reverification(step - 1, VERIFY_EVERY)
+            staged = StagedFiles(directory)
+            commit(store, key, staged, about, reuse=reuse, side_by_side=transfers, reverification=turn)
 
     def fetch() -> None:
         with opened() as store, side_by_side() as transfers:

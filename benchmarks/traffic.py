@@ -11,13 +11,13 @@ import argparse
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from benchmarks.clients import client_act
+from benchmarks.clients import VERIFY_EVERY, client_act
 from benchmarks.tables import circumstances, table, write
 from prefect_tune.core.errors import StoreRefused
 from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
@@ -29,11 +29,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one save sent: requests of any kind, blobs, and the bytes of blobs."""
+    """What one save sent and read: requests of any kind, blobs, and the bytes of blobs."""
 
     requests: int
     blobs: int
     blob_bytes: int
+    read_bytes: int
 
 
 @contextmanager
@@ -53,7 +54,8 @@ def _save(sink: S3Sink, directory: Path, step: int, client: str = "ours") -> Tra
     sink.reset()
     client_act(client, "save", sink.endpoint, directory, step)()
     blobs = [request for request in sink.log if is_blob(request)]
-    return Traffic(len(sink.log), len(blobs), sum(request.bytes_in for request in blobs))
+    read = [request.bytes_out for request in sink.log if request.method == "GET" and "/blobs/" in request.path]
+    return Traffic(len(sink.log), len(blobs), sum(request.bytes_in for request in blobs), sum(read))
 
 
 def is_blob(request: SinkRequest) -> bool:
@@ -67,11 +69,11 @@ def many_files(client: str = "ours") -> Traffic:
         return _save(sink, directory, 1, client)
 
 
-def unchanged() -> Traffic:
-    """Save 256 MiB as 2,000 files, and save them again."""
-    with _checkpoint(2000, 256 * MIB // 2000) as (sink, directory):
+def unchanged(times: int = VERIFY_EVERY, file_count: int = 2000) -> Sequence[Traffic]:
+    """Save files of 128 KiB, 256 MiB unless said otherwise, and save them again so many times."""
+    with _checkpoint(file_count, 256 * MIB // 2000) as (sink, directory):
         _save(sink, directory, 1)
-        return _save(sink, directory, 2)
+        return [_save(sink, directory, step) for step in range(2, 2 + times)]
 
 
 def one_of_ten() -> Traffic:
@@ -112,15 +114,18 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
     asked = parser.parse_args()
-    rays, again = many_files("ray"), interrupted(10)
+    rays, again, same = many_files("ray"), interrupted(10), unchanged()
+    most = max(same, key=lambda each: each.read_bytes)
+    fewest = min(same, key=lambda each: each.read_bytes)
     rows = [
         _row("256 MiB as 2,000 files, Ray's way", rays, ""),
         _row("256 MiB as 2,000 files", many_files(), "at most 40 requests"),
-        _row("the same again, unchanged", unchanged(), "no blob bytes"),
+        _row(f"the same again, unchanged: the save of {VERIFY_EVERY} that reads least back", fewest, "no blob bytes"),
+        _row(f"the save of {VERIFY_EVERY} that reads most back", most, f"all {VERIFY_EVERY} together: each blob once"),
         _row("one of ten files of 25.6 MiB changed", one_of_ten(), "at most 29.6 MiB: the file and one chunk"),
         _row("again after an upload that broke off behind 10 of 16 blobs", again[0], "at most 6 blobs"),
     ]
-    head = ["saving", "requests", "blobs sent", "MiB of blobs sent", "limit"]
+    head = ["saving", "requests", "blobs sent", "MiB of blobs sent", "MiB of blobs read", "limit"]
     text = f"{table(head, rows)}\n\n{circumstances('pyarrow', 'obstore')}"
     print(text)
     if asked.write:
@@ -128,7 +133,8 @@ def _main() -> None:
 
 
 def _row(what: str, sent: Traffic, limit: str) -> list[str]:
-    return [what, f"{sent.requests:,}", f"{sent.blobs:,}", f"{sent.blob_bytes / MIB:.1f}", limit]
+    sizes = (f"{size / MIB:.1f}" for size in (sent.blob_bytes, sent.read_bytes))
+    return [what, f"{sent.requests:,}", f"{sent.blobs:,}", *sizes, limit]
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from prefect_tune.core.manifest import About
 from prefect_tune.core.retention import retired, retired_aside
 from prefect_tune.core.reverification import Reverification
 from prefect_tune.core.trial import Status, Trial, newest_key, parent_of_next, reused_from
-from prefect_tune.core.values import Stamp, StepReport, shown_size
+from prefect_tune.core.values import Stamp, StepReport, plural, shown_size
 from prefect_tune.tasks.book import Book
 from prefect_tune.tasks.checkpoints import (
     SavedCheckpoint,
@@ -244,31 +244,36 @@ class Ledger:
             upload_seconds=round(upload_seconds, 3),
         )
         done = [Finished(trial=trial, reason=handed_over.over, returned=False)] if handed_over.over else []
-        damaged = self._damaged(saved, [each for each in self._trial.checkpoints if each.sequence not in going])
+        stay = [each for each in self._trial.checkpoints if each.sequence not in going]
+        damaged = self._sharing_damage(saved, stay)
         self._write((committed, *damaged, *done), up_to=key.step)
         self._commit_count += 1
+        self._tell_damage(saved, damaged)
         known = {each.sequence: each for each in (*live, *aside)}
         return [key.trial.checkpoint_key(known[sequence]) for sequence in going]
 
-    def _damaged(self, saved: SavedCheckpoint, live: Sequence[CheckpointRef]) -> Sequence[Quarantined]:
-        """Put aside the live checkpoints that refer to blobs which the save found damaged."""
+    def _sharing_damage(self, saved: SavedCheckpoint, live: Sequence[CheckpointRef]) -> Sequence[Quarantined]:
+        """What puts aside the `live` checkpoints that refer to blobs which the save found damaged."""
         if not saved.damaged:
             return []
-        self._log.error(
-            "step %d does not reuse what is damaged on the target, and sent it again: %s",
-            saved.key.step,
-            "; ".join(saved.damaged.values()),
-        )
         keys = [self._plan.trial.checkpoint_key(each) for each in live]
         try:
             found = find_damaged(self._plan.target, keys, saved.damaged)
-        except TuneError as error:  # the checkpoint that was saved is whole: it is committed all the same
+        except TuneError as error:  # what was saved is whole, and is committed all the same
             self._log.warning("which earlier checkpoints are damaged is not known until they are read: %s", error)
             return []
-        for key in found:
-            self._log.error("step %d shares what is damaged, and is put aside", key.step)
         trial = self._plan.trial.trial
         return [Quarantined(trial=trial, sequence=key.sequence, reason=why) for key, why in found.items()]
+
+    def _tell_damage(self, saved: SavedCheckpoint, aside: Sequence[Quarantined]) -> None:
+        if saved.damaged:
+            self._log.error(
+                "step %d: %s damaged on the target, and sent again; %d earlier checkpoints are put aside: %s",
+                saved.key.step,
+                plural(len(saved.damaged), "blob that it would have reused is", "blobs that it would have reused are"),
+                len(aside),
+                "; ".join(saved.damaged.values()),
+            )
 
     def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
         """Journal the reports that wait, those after step `up_to` excepted, and `events`."""

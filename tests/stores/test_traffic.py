@@ -13,9 +13,15 @@ def test_two_thousand_files_take_at_most_forty_requests() -> None:
 
 
 def test_an_unchanged_checkpoint_sends_no_blob_bytes() -> None:
-    sent = traffic.unchanged()
+    (sent,) = traffic.unchanged(times=1)
     assert sent.blob_bytes == 0
-    assert sent.requests <= 6
+    assert sent.requests <= 6 + sent.read_bytes // (8 * MIB)
+
+
+def test_unchanged_checkpoints_read_each_blob_back_once_in_the_turns_of_all() -> None:
+    saves = traffic.unchanged(file_count=400)
+    assert sum(each.read_bytes for each in saves) == 400 * (256 * MIB // 2000)
+    assert sum(each.requests for each in saves) <= 3 * len(saves) + 4
 
 
 def test_one_changed_file_of_ten_sends_its_own_bytes_and_at_most_a_chunk_more() -> None:

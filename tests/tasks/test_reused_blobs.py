@@ -1,0 +1,106 @@
+"""A training whose target rots while it runs: what is damaged is put aside in time, and sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import SyncConfig
+from prefect_tune.core.errors import StoreUnavailable, Superseded
+from prefect_tune.core.events import Cause, Committed, Quarantined
+from prefect_tune.core.inspection import read_one
+from prefect_tune.core.retention import Retention
+from prefect_tune.tasks import ledger as module
+from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.ledger import Ledger
+from prefect_tune.tasks.plan import TrialPlan
+from tests.tasks.test_ledger import TRIAL, Desk, WeatheredTarget, ended, until
+
+EVERY = 3
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Desk, Ledger]]:
+    """An attempt with two checkpoints that share a file, which has rotted since."""
+    monkeypatch.setattr(module, "save_checkpoint", save_checkpoint.fn)
+    monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
+    monkeypatch.setattr(module, "unseen", lambda argument: argument)
+    target = WeatheredTarget(path=str(tmp_path / "target"))
+    sync = SyncConfig(verify_reused_every=EVERY)
+    desk = Desk(TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync), tmp_path)
+    ledger = desk.attempt()
+    saves(desk, ledger, 1, 2)
+    desk.rot_oldest_blob()
+    yield desk, ledger
+    ledger.end(ended(Cause.MACHINE, "away"))
+    with suppress(Superseded):  # where another attempt has begun
+        ledger.close()
+
+
+def saves(desk: Desk, ledger: Ledger, *steps: int) -> None:
+    for step in steps:
+        desk.save(ledger, step, backbone=b"frozen")
+    until(lambda: ledger.error or desk.committed[-1:] == [steps[-1]], seconds=60)
+    assert ledger.error is None
+
+
+def damaged_steps(desk: Desk) -> list[int]:
+    with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        return [key.step for key in desk.live() if read_one(store, key, side_by_side=map).damage]
+
+
+def test_what_shares_a_rotten_blob_is_put_aside_in_the_entry_that_commits_the_good_one(
+    training: tuple[Desk, Ledger],
+) -> None:
+    desk, ledger = training
+    assert damaged_steps(desk) == [1, 2]
+    saves(desk, ledger, *range(3, 3 + EVERY))
+    assert damaged_steps(desk) == []
+    found = [entry.events for entry in desk.entries() if any(isinstance(each, Quarantined) for each in entry.events)]
+    assert len(found) == 1
+    committed = [each.checkpoint.step for each in found[0] if isinstance(each, Committed)]
+    aside = [each for each in found[0] if isinstance(each, Quarantined)]
+    assert [each.sequence for each in aside] == [each.checkpoint.sequence for each in desk.state().aside]
+    assert [each.checkpoint.step for each in desk.state().aside] == list(range(1, committed[0]))
+    assert all("expected blake3" in each.reason for each in aside)
+    assert [key.step for key in desk.live()] == list(range(committed[0], 3 + EVERY))
+
+
+def test_an_attempt_after_it_goes_on_from_a_whole_checkpoint_and_sends_no_damage(
+    training: tuple[Desk, Ledger],
+) -> None:
+    desk, ledger = training
+    saves(desk, ledger, *range(3, 3 + EVERY))
+    again = desk.attempt()
+    saves(desk, again, 9, 10)
+    again.end(ended(Cause.MACHINE, "away"))
+    again.close()
+    assert damaged_steps(desk) == []
+    assert {9, 10} <= {key.step for key in desk.live()}
+
+
+def test_what_retention_retires_in_that_entry_is_not_put_aside(training: tuple[Desk, Ledger]) -> None:
+    desk, ledger = training
+    ledger._plan = replace(desk.plan, retention=Retention(last=1))
+    saves(desk, ledger, *range(3, 3 + EVERY))
+    assert (desk.state().aside, damaged_steps(desk)) == ((), [])
+    assert [key.step for key in desk.live()] == [2 + EVERY]
+
+
+def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all_the_same(
+    training: tuple[Desk, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, ledger = training
+
+    def away(*_: object) -> Callable[[], None]:
+        raise StoreUnavailable("503")
+
+    monkeypatch.setattr(module, "find_damaged", away)
+    saves(desk, ledger, *range(3, 3 + EVERY))
+    assert damaged_steps(desk)[:2] == [1, 2]
+    assert 2 + EVERY not in damaged_steps(desk)
