@@ -6,7 +6,6 @@ Imported where training happens, and therefore light: what a method needs is imp
 from __future__ import annotations
 
 import os
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -109,9 +108,9 @@ class Checkpoint(metaclass=_Advising):
     ) -> str:
         """Make a local directory of the files and return its path. It is the caller's, and stays.
 
-        Without `path` it is a temporary one, and the same one each time for this object and its copies in
-        other processes, until somebody writes to it. Of several processes that ask for one directory one
-        downloads and the others wait. A directory appears whole or not at all. What lies there already
+        Without `path` it is a temporary one, which no other user can write to, and the same one each time for this
+        object and its copies in other processes, until somebody writes to it. Of several processes that ask for one
+        directory one downloads and the others wait. A directory appears whole or not at all. What lies there already
         is not downloaded again.
 
         Raises:
@@ -131,9 +130,10 @@ class Checkpoint(metaclass=_Advising):
 
     def _to_temporary_directory(self, deadline: Deadline) -> str:
         from prefect_tune.stores.destinations import Occupied, fill
+        from prefect_tune.stores.user_folder import user_folder
 
         filling = self._place.now().filling(self._token, deadline, shared=True)
-        base = Path(tempfile.gettempdir()).resolve() / f"checkpoint_tmp_{self._token}"
+        base = user_folder().resolve() / f"checkpoint_tmp_{self._token}"
         for destination in (base if number == 0 else Path(f"{base}-{number}") for number in count()):
             try:
                 fill(destination, filling, deadline)

@@ -133,14 +133,17 @@ def test_an_entry_of_a_newer_version_is_refused_loudly(left: MemoryStore, number
 class _Bomb:
     """Unpickling it leaves a mark."""
 
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return (Path.touch, (Path("/tmp/prefect-tune-was-here"),))
+        return (Path.touch, (self._mark,))
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_is_never_read(left: MemoryStore, protocol: int) -> None:
-    mark = Path("/tmp/prefect-tune-was-here")
-    payload = pickle.dumps(_Bomb(), protocol)
+def test_a_pickle_is_never_read(left: MemoryStore, protocol: int, tmp_path: Path) -> None:
+    mark = tmp_path / "was-here"
+    payload = pickle.dumps(_Bomb(mark), protocol)
     with pytest.raises(CheckpointCorrupt):
         decode_manifest(payload, "here")
     with pytest.raises(JournalCorrupt):

@@ -8,21 +8,18 @@ have torn is never looked at again.
 from __future__ import annotations
 
 import glob
-import os
 import shutil
 import socket
-import stat
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from prefect_tune.core.errors import StoreRefused
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.directories import Seal, copy_directory, seal_of
 from prefect_tune.stores.file_lock import FileLock, Share, tries
+from prefect_tune.stores.user_folder import user_folder
 
 __all__ = ["Fetch", "NodeCopies", "node_folder"]
 
@@ -39,13 +36,9 @@ def node_folder() -> Path:
     """Return the folder for what the processes of this user share on this machine until it restarts.
 
     Raises:
-        StoreRefused: somebody else could write to it.
+        StoreRefused: there is no folder that this user alone can write to.
     """
-    folder = Path(tempfile.gettempdir(), f"prefect-tune-{os.geteuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise StoreRefused(f"{folder}: others can write to it: remove it, or set TMPDIR to a folder of your own")
+    folder = user_folder()
     boot = folder / _boot()
     with suppress(FileExistsError):
         boot.mkdir(mode=0o700)

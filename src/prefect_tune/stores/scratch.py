@@ -6,8 +6,6 @@ import glob
 import os
 import shutil
 import socket
-import stat
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,14 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
-from prefect_tune.core.errors import StoreRefused
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.file_lock import FileLock, Share
+from prefect_tune.stores.user_folder import user_folder
 
 __all__ = ["ScratchDirectory"]
 
 _LOCK = ".alive"
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ScratchDirectory:
@@ -142,9 +139,7 @@ os.register_at_fork(after_in_child=_have_a_home_of_ones_own)
 @contextmanager
 def _locked_directory() -> Iterator[Path]:
     """Yield a new directory that is removed at the end. What killed processes left goes first: the kernel knows."""
-    shared = Path(tempfile.gettempdir()) / f"prefect-tune-{os.getuid()}"
-    shared.mkdir(mode=0o700, exist_ok=True)
-    _require_own(shared)
+    shared = user_folder()
     _clear_away_the_dead(shared)
     directory, alive = _made(shared)
     try:
@@ -152,16 +147,6 @@ def _locked_directory() -> Iterator[Path]:
     finally:
         alive.release()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _require_own(shared: Path) -> None:
-    """Its name can be guessed: in a temporary directory that all users share another one could have made it first."""
-    found = shared.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
-        raise StoreRefused(
-            f"{shared}: expected a directory that user {os.geteuid()} owns and no other user can write to, found "
-            f"{stat.filemode(found.st_mode)} of user {found.st_uid}; remove it, or set TMPDIR to another directory"
-        )
 
 
 def _made(shared: Path) -> tuple[Path, FileLock]:
@@ -176,7 +161,7 @@ def _made(shared: Path) -> tuple[Path, FileLock]:
 def _clear_away_the_dead(shared: Path) -> None:
     """Of this machine only: on a shared disk another machine's locks are not always seen."""
     for directory in shared.glob(f"{glob.escape(socket.gethostname())}-*"):
-        if not (directory / _LOCK).exists():
+        if directory.is_symlink() or not (directory / _LOCK).exists():
             continue  # being made this very moment, or not ours
         with suppress(FileNotFoundError):  # somebody else clears it away too
             if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
