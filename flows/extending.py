@@ -14,12 +14,12 @@ from prefect.context import FlowRunContext
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events import Extended
 from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch
+from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
 from prefect_tune.core.search.search import Search
-from prefect_tune.flows.asked import Asked, only_in_code
+from prefect_tune.flows.asked import Asked, only_in_code, space_of
 from prefect_tune.flows.spelled import search_from
 
-__all__ = ["DEFAULT_SAMPLES", "extended", "place_of_run", "require_one_count", "search_of"]
+__all__ = ["DEFAULT_SAMPLES", "extended", "place_of_run", "require_one_count", "search_of", "with_default_samples"]
 
 
 def place_of_run() -> str:
@@ -78,12 +78,38 @@ def extended(asked: Asked, state: Experiment, place_of_run: Callable[[], str]) -
     """
     added = asked.samples_per_run
     if added is None:
-        return asked, ()
+        return with_default_samples(asked, state), ()
     run = place_of_run()
     before, chosen = _samples_before(asked, state), asked.num_samples or 0  # by a person, while the run was suspended
     if run in state.extensions:
         return replace(asked, num_samples=max(before, chosen)), ()
     return replace(asked, num_samples=max(before + added, chosen)), (Extended(run=run, samples=added),)
+
+
+def with_default_samples(asked: Asked, state: Experiment) -> Asked:
+    """Return `asked` with the default number of samples where that is not ten, for the journal to keep.
+
+    A journal without a number means ten, whatever its space: an experiment that was begun with ten keeps them.
+    """
+    if asked.num_samples is not None or asked.samples_per_run is not None or not _leaves_count_open(asked.search):
+        return asked
+    default, settings = default_samples(space_of(asked.space or {})), state.settings
+    if default == DEFAULT_SAMPLES:
+        return asked
+    before = settings.get("num_samples", DEFAULT_SAMPLES) if _leaves_count_open(settings.get("search")) else None
+    return replace(asked, num_samples=DEFAULT_SAMPLES if settings and before == DEFAULT_SAMPLES else default)
+
+
+def _leaves_count_open(search: object) -> bool:
+    match search:
+        case None | "RandomSearch":
+            return True
+        case RandomSearch(num_samples=samples) | {"RandomSearch": {"num_samples": samples}}:
+            return samples is None
+        case {"RandomSearch": {}}:
+            return True
+        case _:
+            return False
 
 
 def search_of(asked: Asked) -> Search:
@@ -93,7 +119,7 @@ def search_of(asked: Asked) -> Search:
         InvalidInput: it is no search, or cannot be told how many.
     """
     if asked.search is None:
-        return RandomSearch(DEFAULT_SAMPLES if asked.num_samples is None else asked.num_samples)
+        return RandomSearch(asked.num_samples)
     return search_from(asked.search, asked.num_samples)
 
 
@@ -105,6 +131,8 @@ def _samples_before(asked: Asked, state: Experiment) -> int:
     said: Any = state.settings.get("num_samples")
     counted: Any = said if said is not None else search_of(replace(asked, search=search, num_samples=None))
     found = getattr(counted, "num_samples", counted)
+    if found is None and _leaves_count_open(search):
+        return DEFAULT_SAMPLES
     if not isinstance(found, int) or found == ENDLESS:
         raise InvalidInput(
             f"samples_per_run: experiment {state.name!r} was not begun with a number of samples that some could be "

@@ -44,6 +44,7 @@ def first_turn(asked: Asked, known: Loaded | None) -> SearchTurn:
     """
     name, shown = experiment_name(asked.experiment), last_form()
     if shown is None and asked.samples_per_run is None:
+        asked = asked if known is None else extending.with_default_samples(asked, known.experiment)
         return SearchTurn(asked, name, known)
     known = known or retrying(lambda: read_known(resolve_target(asked.target), name))
     asked, _ = extending.extended(asked, known.experiment, extending.place_of_run)
@@ -76,4 +77,4 @@ def _form(asked: Asked, state: Experiment, why: str = "") -> Form:
     target = resolve_target(asked.target)
     code = code_note(state, asked)
     page = page_of(state, target.uri, objective_of(asked.metric, asked.mode), code, why)
-    return form_of_search(_standing(asked), page)
+    return form_of_search(_standing(extending.with_default_samples(asked, state)), page)

@@ -82,8 +82,8 @@ def tune(
         metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` where it is nested; or
             several.
         mode: whether a small metric is good (`min`), or a large one (`max`); one for all, or one for each.
-        num_samples: how many configurations are tried in all; with a grid, how often each point. Default: 10, or what
-            `search` says.
+        num_samples: how many configurations are tried in all; with a grid, how often each point. Default: 10, for a
+            grid alone (nothing else is drawn) 1, or what `search` says.
         samples_per_run: in place of `num_samples`: how many this run adds to those of earlier runs, for a schedule.
             What these left over comes first. A run that is started again (Retry, Resume, automation) adds nothing more.
         stop: when a trial has had enough: `{"step": 100}` or other limits of metrics, reached from below (`>=`, as

@@ -17,8 +17,8 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events import Described, Event
 from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.flows.agreement import settings_today
-from prefect_tune.flows.asked import Asked
-from prefect_tune.flows.extending import extended, place_of_run
+from prefect_tune.flows.asked import Asked, from_settings, settings_of, space_of
+from prefect_tune.flows.extending import extended, place_of_run, search_of
 from prefect_tune.flows.resuming import read_known
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
@@ -76,6 +76,55 @@ def test_what_was_begun_by_hand_is_extended_from_there(before: Mapping[str, Any]
     assert total(run(begun(**before), "a", samples_per_run=5)) == samples
 
 
+GRID = {"space": {"row": pt.grid_search([1, 2, 3])}}
+OPEN = [None, "RandomSearch", {"RandomSearch": {"constant_grid_search": True}}, pt.RandomSearch(points_to_evaluate=[])]
+
+
+def samples_of(state: Experiment, **options: Any) -> int | None:
+    """How many trials there are to be in all."""
+    now, _ = extended(asked(**options), state, _nobody)
+    return search_of(now).trial_count(space_of(now.space or {}))
+
+
+@pytest.mark.parametrize("search", OPEN)
+def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: object) -> None:
+    state = nothing_yet("grid")
+    for number in ("a", "b", "c"):
+        assert samples_of(state, search=search, **GRID) == 3
+        state = run(state, number, search=search, **GRID)
+        assert total(state) == 1
+    resumed = from_settings(state.settings, {"target": "/runs"}, {})
+    assert search_of(resumed).trial_count(GRID["space"]) == 3
+    assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 6
+
+
+@pytest.mark.parametrize("search", OPEN)
+def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_goes_on(search: object) -> None:
+    written = settings_of(asked(search=search, **GRID))
+    assert "num_samples" not in written
+    state = after(nothing_yet("grid"), [Described(settings=written)])
+    resumed, _ = extended(from_settings(state.settings, {"target": "/runs"}, {}), state, _nobody)
+    assert search_of(resumed).trial_count(GRID["space"]) == 30
+    assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
+    for number in ("a", "b", "c"):
+        assert samples_of(state, search=search, **GRID) == 30
+        state = run(state, number, search=search, **GRID)
+
+
+@pytest.mark.parametrize("options", [{"num_samples": 4}, {"search": {"RandomSearch": {"num_samples": 4}}}])
+def test_a_number_that_is_given_holds_for_a_grid_alone(options: Any) -> None:
+    old = after(nothing_yet("grid"), [Described(settings=settings_of(asked(**GRID)))])
+    for state in (nothing_yet("grid"), old):
+        assert samples_of(state, **GRID, **options) == 12
+
+
+def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
+    space = {"row": pt.grid_search([1, 2, 3]), "x": pt.uniform(0, 1)}
+    state = run(nothing_yet("grid"), "a", space=space)
+    assert "num_samples" not in state.settings
+    assert samples_of(state, space=space) == 30
+
+
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
     state = run(nothing_yet("nightly"), "a", samples_per_run=5)
     same, added = extended(asked(num_samples=3), state, _nobody)
@@ -114,6 +163,14 @@ def search(target: LocalTarget, **options: Any) -> pt.Results:
         "isolation": "thread",
     }
     return pt.tune(DIGITS, **{**common, **options})
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_search_of_a_grid_alone_trains_each_point_once(local_target: LocalTarget) -> None:
+    results = search(local_target, space={"row": pt.grid_search([3, 1, 2])})
+    assert sorted(map(str, rows(results))) == ["1", "2", "3"]
+    assert len(pt.resume("nightly", target=local_target, stop={"step": 3}).trials) == 3
+    assert len(pt.resume("nightly", target=local_target, num_samples=2).trials) == 6
 
 
 def rows(results: pt.Results) -> Sequence[object]:

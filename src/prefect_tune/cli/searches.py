@@ -63,7 +63,7 @@ _Budget = Annotated[float | None, asks("--time-budget-seconds", "S", "After so l
 _Scheduler = Annotated[str | None, asks("--scheduler", "JSON", 'Such as {"ASHA": {"max_t": 81}}.')]
 _Search = Annotated[str | None, asks("--search", "JSON", "Likewise. Default: random and grid search.")]
 _Samples = Annotated[
-    int | None, asks("--num-samples", "N", "Trials; with a grid, of each point. Default: 10.", at_least=1)
+    int | None, asks("--num-samples", "N", "Trials; of a grid: of each point. Default: 10; grid alone: 1.", at_least=1)
 ]
 _MoreSamples = Annotated[int | None, asks("--samples-per-run", "N", "Instead: so many more than before.", at_least=1)]
 _Heard = Annotated[list[str] | None, asks("--callback", "MODULE:NAME", "Who hears of the trials.")]

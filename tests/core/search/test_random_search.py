@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import choice, grid_search, randint, sample_from, uniform
 from prefect_tune.core.search.grid import choices_at, grids_of, point_count, points_of
-from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
+from prefect_tune.core.search.random_search import ENDLESS, RandomSearch, default_samples
 from prefect_tune.core.search.reading import is_same
 from prefect_tune.core.search.search import Exhausted, Proposals, Proposed
 from prefect_tune.core.search.space import resolve, valid_space
@@ -94,6 +94,32 @@ def test_a_grid_of_spaces_has_the_points_of_each() -> None:
     shown = [(config["batch"], config["model"]["kind"], config["model"].get("depth")) for config in configs]
     models = [("mlp", 1), ("mlp", 2), ("cnn", None)]
     assert shown == [(batch, *model) for model in models for batch in (32, 64)]
+
+
+@pytest.mark.parametrize(
+    ("space", "samples"),
+    [
+        ({"a": grid_search([1, 2]), "b": 3}, 1),
+        ({"a": {"b": [grid_search([1, 2]), 5]}}, 1),
+        ({"a": grid_search([{"b": grid_search([1, 2])}, {"b": 3}])}, 1),
+        ({"a": grid_search([1, 2]), "b": uniform(0, 1)}, 10),
+        ({"a": grid_search([{"b": uniform(0, 1)}, {"b": 3}])}, 10),
+        ({"a": grid_search([1, 2]), "b": choice([1, 2])}, 10),
+        ({"a": grid_search([1, 2]), "b": sample_from(lambda config: config["a"])}, 10),
+        ({"a": uniform(0, 1)}, 10),
+        ({"a": 1}, 10),
+        ({}, 10),
+    ],
+)
+def test_without_a_number_a_grid_alone_is_tried_once_and_all_else_ten_times(space: Config, samples: int) -> None:
+    assert default_samples(space) == samples
+    tried = proposals_of(RandomSearch(), space, count=1000)
+    assert tried == proposals_of(RandomSearch(samples), space, count=1000)
+    assert len(tried) == RandomSearch().trial_count(space) == samples * point_count(grids_of(space))
+
+
+def test_a_number_that_is_given_holds_for_a_grid_alone() -> None:
+    assert len(proposals_of(RandomSearch(10), {"a": grid_search([1, 2])})) == 20
 
 
 def test_a_value_that_stands_twice_in_a_grid_is_tried_twice() -> None:
