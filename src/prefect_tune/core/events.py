@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.particulars import Aside, Cause, CheckpointRef, Claim, ForkOrigin, Lesson, Owner
+from prefect_tune.core.texts import Message
 from prefect_tune.core.trial_events import (
     AttemptEnded,
     Claimed,
@@ -132,12 +133,12 @@ class StopAsked(Value):
     """
 
     type: Literal["stop-asked"] = "stop-asked"
-    reason: str
+    reason: Message
     trial: TrialId | None = None
     """None for the whole experiment."""
     request: str | None = None
     """The write id of the request on the target; None where a stopper or a limit of the experiment's own says so."""
-    refused: str = ""
+    refused: Message = ""
     """Why nothing comes of it; empty where it is done."""
 
 
@@ -145,7 +146,7 @@ class Answered(Value):
     """A person has answered a question; the same entry holds what follows from that for the experiment."""
 
     type: Literal["answered"] = "answered"
-    key: str
+    key: Message
     """Of the question, which is answered once."""
     answer: Mapping[str, object]
     trial: TrialId | None = None

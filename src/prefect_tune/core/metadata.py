@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from pydantic_core import from_json
+
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointCorrupt,
@@ -40,12 +42,12 @@ def plain_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
     """Return `metadata` as JSON gives it back.
 
     Raises:
-        InvalidInput: JSON cannot say it (an object, a NaN, a loop).
+        InvalidInput: JSON cannot say it (an object, a NaN, a loop, half a character).
     """
     if not isinstance(metadata, Mapping):
         raise InvalidInput(f"metadata: expected a dict, found {type(metadata).__name__}")
     try:
-        said: dict[str, object] = json.loads(json.dumps(dict(metadata), allow_nan=False))
+        said: dict[str, object] = from_json(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as unsaid:
         raise InvalidInput(f"metadata: JSON cannot say it: {unsaid}; convert it, or save it as a file") from unsaid
     return said

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from prefect_tune.core.errors import BadMetric
+from prefect_tune.core.numbers import is_finite, shown
 
 __all__ = ["storable"]
 
@@ -62,9 +62,9 @@ def _element_count(value: object) -> object:
 
 
 def _finite(value: float, where: str) -> float:
-    if math.isfinite(value):
+    if is_finite(value):
         return value
-    raise BadMetric(f"{where}: found {value}; training has diverged, or the metric divides by zero")
+    raise BadMetric(f"{where}: found {shown(value)}; training has diverged, or the metric divides by zero")
 
 
 def _text(value: str, where: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Literal, TypeAlias
 
 from pydantic import model_validator
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.numbers import is_finite, shown
 from prefect_tune.core.values import Value, metric_in
 
 __all__ = ["Mode", "Objective", "objective_of"]
@@ -66,7 +65,8 @@ def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
 
 def _number(metrics: Mapping[str, object], name: str, where: str) -> float:
     value = metric_in(metrics, name)
-    with suppress(OverflowError):  # a whole number that no float can hold
-        if isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-    raise BadMetric(f"{where}: expected a number for metric {name!r}, found {value!r}; reported were {sorted(metrics)}")
+    if isinstance(value, int | float) and is_finite(value):
+        return float(value)
+    raise BadMetric(
+        f"{where}: expected a number for metric {name!r}, found {shown(value)}; reported were {sorted(metrics)}"
+    )

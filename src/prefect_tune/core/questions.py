@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.numbers import is_finite, is_number, shown
+from prefect_tune.core.texts import is_unicode
 
 __all__ = ["GO_ON", "Scalar", "answer_to", "default_of", "valid_fields"]
 
@@ -32,13 +33,13 @@ def _valid(name: object, value: object) -> object:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidInput(f"fields: {name!r}: expected a name made of letters, digits and underscores")
     if isinstance(value, list | tuple):
-        if value and all(isinstance(each, str) for each in value):
+        if value and all(isinstance(each, str) and is_unicode(each) for each in value):
             return list(value)
-    elif isinstance(value, Scalar) and not (isinstance(value, float) and not math.isfinite(value)):
+    elif isinstance(value, Scalar) and (is_unicode(value) if isinstance(value, str) else is_finite(value)):
         return value
     raise InvalidInput(
         f"fields: {name!r}: expected its default (a truth value, a number, a text) or a list of texts to choose from, "
-        f"found {value!r}"
+        f"found {shown(value)}"
     )
 
 
@@ -69,12 +70,11 @@ def _answered(name: str, field: object, given: object) -> Scalar:
             return str(given)
         raise InvalidInput(f"{name}: expected one of {', '.join(map(str, field))}, found {given!r}")
     kind = type(default)
-    if kind is float and isinstance(given, int) and not isinstance(given, bool):
+    if kind is float and is_number(given):
         return float(given)
-    is_finite = not isinstance(given, float) or math.isfinite(given)
-    if isinstance(given, Scalar) and type(given) is kind and is_finite:
+    if isinstance(given, Scalar) and type(given) is kind and (isinstance(given, str) or is_finite(given)):
         return given
-    raise InvalidInput(f"{name}: expected {_KINDS[kind]}, found {given!r}")
+    raise InvalidInput(f"{name}: expected {_KINDS[kind]}, found {shown(given)}")
 
 
 _KINDS: Mapping[type, str] = {bool: "yes or no", int: "a whole number", float: "a number", str: "a text"}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.hints import did_you_mean
+from prefect_tune.core.numbers import is_number, shown
 
 __all__ = ["Machine", "Resources", "resources_of", "slots_on"]
 
@@ -44,8 +44,8 @@ def resources_of(given: Mapping[str, object], where: str) -> Resources:
 
 
 def _amount(amount: object, where: str) -> float:
-    if not isinstance(amount, int | float) or isinstance(amount, bool) or not math.isfinite(amount) or amount < 0:
-        raise InvalidInput(f"{where}: expected a number of at least 0, found {amount!r}")
+    if not isinstance(amount, int | float) or not is_number(amount) or amount < 0:
+        raise InvalidInput(f"{where}: expected a number of at least 0, found {shown(amount)}")
     if amount > 1 and amount != int(amount):
         raise InvalidInput(f"{where}: expected a whole number, or a part of one, found {amount!r}")
     return amount

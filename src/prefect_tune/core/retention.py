@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from prefect_tune.core.events import Aside, CheckpointRef
+from prefect_tune.core.numbers import is_finite
 from prefect_tune.core.values import Value, metric_in
 
 __all__ = ["Retention", "retired", "retired_aside"]
@@ -86,5 +86,4 @@ def _best(checkpoints: Sequence[CheckpointRef], policy: Retention) -> Sequence[C
 
 def _score(checkpoint: CheckpointRef, metric: str | None) -> float | None:
     value = metric_in(checkpoint.metrics, metric or "")
-    usable = isinstance(value, int | float) and not math.isnan(value)
-    return float(value) if usable and isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and is_finite(value) else None

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.numbers import is_number, shown
 from prefect_tune.core.values import StepReport, metric_in
 
 __all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stopper", "as_stopper", "limits_in", "some_time"]
@@ -193,13 +194,13 @@ def some_time(given: object, where: str) -> timedelta:
         InvalidInput: it is neither, or not more than nothing.
     """
     try:
-        is_number = isinstance(given, int | float) and not isinstance(given, bool)
-        time = timedelta(seconds=given) if is_number else given  # type: ignore[arg-type]  # mypy forgets what it is
+        is_seconds = isinstance(given, int | float) and not isinstance(given, bool)
+        time = timedelta(seconds=given) if is_seconds else given  # type: ignore[arg-type]  # mypy forgets what it is
     except (OverflowError, ValueError):
         time = None
     if isinstance(time, timedelta) and time > timedelta(0):
         return time
-    raise InvalidInput(f"{where}: expected a number of seconds or a timedelta, more than nothing, found {given!r}")
+    raise InvalidInput(f"{where}: expected a number of seconds or a timedelta, more than nothing, found {shown(given)}")
 
 
 def limits_in(stopper: Stopper) -> Mapping[str, float]:
@@ -210,9 +211,11 @@ def limits_in(stopper: Stopper) -> Mapping[str, float]:
 
 
 def _limit(name: object, limit: object) -> float:
-    if isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit):
+    if isinstance(limit, float) and math.isinf(limit):
+        return limit  # it is never reached, or at once
+    if isinstance(limit, int | float) and is_number(limit):
         return float(limit)
-    raise InvalidInput(f"stop: limit of {name!r}: expected a number, found {limit!r}")
+    raise InvalidInput(f"stop: limit of {name!r}: expected a number, found {shown(limit)}")
 
 
 def _number(metrics: Mapping[str, object], name: str) -> float:

@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from prefect_tune.core.layout import CheckpointKey
 from prefect_tune.core.particulars import Cause, CheckpointRef, Claim
 from prefect_tune.core.schedulers.scheduler import Decision
+from prefect_tune.core.texts import Message
 from prefect_tune.core.values import StepReport, TrialId, Value, without_none, without_unset
 
 __all__ = [
@@ -117,7 +118,7 @@ class Quarantined(TrialEvent):
 
     type: Literal["quarantined"] = "quarantined"
     sequence: int
-    reason: str
+    reason: Message
     kills: bool = False
     """Whether it is put aside for what it does to the trainable; its bytes are as they were committed."""
 
@@ -141,7 +142,7 @@ class Cloned(TrialEvent):
     checkpoint: CheckpointRef
     source: CheckpointKey
     config: Mapping[str, object] | None = None
-    reason: str
+    reason: Message
 
 
 class Rebased(TrialEvent):
@@ -189,7 +190,7 @@ class PutAside(TrialEvent):
 
     type: Literal["put-aside"] = "put-aside"
     sequence: int
-    reason: str
+    reason: Message
 
 
 class Reinstated(TrialEvent):
@@ -210,8 +211,8 @@ class Questioned(TrialEvent):
     """The trial asks a person, and its attempt is about to end: it goes on when it has an answer."""
 
     type: Literal["questioned"] = "questioned"
-    key: str
-    question: str
+    key: Message
+    question: Message
     fields: Mapping[str, object]
     """What is asked for, by name: each with its default, or with the choices, the first of which is that."""
 
@@ -221,7 +222,7 @@ class AttemptEnded(TrialEvent):
 
     type: Literal["attempt-ended"] = "attempt-ended"
     cause: Cause
-    message: str
+    message: Message
     at_start: bool = False
     """Whether it died by itself before its first step, so that what it restored may be to blame."""
 
@@ -231,14 +232,14 @@ class GaveUp(TrialEvent):
 
     type: Literal["gave-up"] = "gave-up"
     cause: Cause
-    message: str
+    message: Message
 
 
 class Finished(TrialEvent):
     """The trial is done: a stop criterion was met, or the trainable returned."""
 
     type: Literal["finished"] = "finished"
-    reason: str
+    reason: Message
     returned: bool = False
     """Whether the trainable ended by itself, so that no larger budget makes it go on."""
     left: bool = False
@@ -249,14 +250,14 @@ class Requeued(TrialEvent):
     """A trial that had ended goes on: more steps, or another try."""
 
     type: Literal["requeued"] = "requeued"
-    reason: str
+    reason: Message
 
 
 class Paused(TrialEvent):
     """The scheduler wants the slot for others: the trial saved what it could, and waits to be resumed."""
 
     type: Literal["paused"] = "paused"
-    reason: str
+    reason: Message
 
 
 class Resumed(TrialEvent):

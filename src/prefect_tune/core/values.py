@@ -10,6 +10,7 @@ from typing import Annotated, NewType, Self, TypeAlias, TypeVar
 
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 
 from prefect_tune.core.errors import InvalidInput
 
@@ -41,6 +42,7 @@ Metrics: TypeAlias = Mapping[str, object]
 Digest = NewType("Digest", str)
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+_SURELY_READ = 100  # brackets: each is a level at most
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -169,10 +171,14 @@ def canonical_json(value: object) -> bytes:
     """Encode `value` so that equal values give equal bytes.
 
     Raises:
-        ValueError: it holds a NaN or an infinity, which JSON cannot say.
+        ValueError: it holds a NaN or an infinity, which JSON cannot say, or what no reader would read back: half a
+            character (a surrogate), or more than about 200 levels.
         TypeError: it holds something else that JSON cannot say.
     """
-    return _ENCODER.encode(value).encode()
+    text = _ENCODER.encode(value)
+    if "\\ud" in text or text.count("{") + text.count("[") > _SURELY_READ:
+        from_json(text)
+    return text.encode()
 
 
 def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str) -> _Model:

@@ -9,6 +9,7 @@ from pydantic import Field, TypeAdapter
 
 from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.events import Cause
+from prefect_tune.core.texts import Message, PathName
 from prefect_tune.core.values import StepReport, Value
 
 __all__ = [
@@ -53,15 +54,15 @@ class Start(Value):
     """`module:name`, or a pickle in hexadecimal, made by the supervisor itself a moment ago."""
     stopper: str
     """Likewise."""
-    import_path: tuple[str, ...]
+    import_path: tuple[PathName, ...]
     config: Mapping[str, object]
-    directory: str
+    directory: PathName
     """For the trial's own files (logs, plots): synced as artifacts."""
-    staging: str
+    staging: PathName
     """Where checkpoint directories are handed over."""
-    temporary: str
+    temporary: PathName
     """Where the trial's temporary files go."""
-    restored: str | None
+    restored: PathName | None
     from_step: int
     trained_seconds: float
     curve: tuple[StepReport, ...]
@@ -100,7 +101,7 @@ class Leave(Value):
     """End now: the answer at a milestone, or without having been asked."""
 
     type: Literal["leave"] = "leave"
-    reason: str
+    reason: Message
     save: bool
     """Whether the state is wanted, where the trainable can save it at any step."""
     for_good: bool
@@ -121,12 +122,12 @@ class StepDone(Value):
 
     type: Literal["step-done"] = "step-done"
     report: StepReport
-    checkpoint: str | None = None
+    checkpoint: PathName | None = None
     handed_over: bool = False
     """Whether the directory is the supervisor's now, to be removed once it is committed."""
     asks: bool = False
     """Whether the trial waits to be told whether to go on."""
-    over: str = ""
+    over: Message = ""
     """Why the trial is done with this step, where nobody has to be asked: it can be journaled with the checkpoint."""
 
 
@@ -142,14 +143,14 @@ class StateSaved(Value):
 
     type: Literal["state-saved"] = "state-saved"
     report: StepReport
-    checkpoint: str
+    checkpoint: PathName
 
 
 class Question(Value):
     """What the trial asks a person: it goes on when it has an answer."""
 
-    key: str
-    question: str
+    key: Message
+    question: Message
     fields: Mapping[str, object]
 
 
@@ -157,7 +158,7 @@ class TrialEnded(Value):
     """Nothing more will come: the trial is done, or (`interrupted`) it saved as it was asked to."""
 
     type: Literal["trial-ended"] = "trial-ended"
-    reason: str
+    reason: Message
     returned: bool = False
     left: bool = False
     """Whether it ended because it was told to leave for good."""
@@ -175,8 +176,8 @@ class Broke(Value):
 
     type: Literal["broke"] = "broke"
     cause: Cause
-    message: str
-    traceback: str
+    message: Message
+    traceback: Message
 
 
 ToTrial: TypeAlias = Annotated[Surroundings | Start | Saved | StopAndSave | GoOn | Leave, Field(discriminator="type")]

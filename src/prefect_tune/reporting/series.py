@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
+from prefect_tune.core.numbers import is_number
 from prefect_tune.core.values import leaves
 
 __all__ = ["Series", "numbers_in"]
@@ -66,10 +66,4 @@ def numbers_in(metrics: Mapping[str, object]) -> Mapping[str, float]:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number that no float can hold
-        return None
-    return number if math.isfinite(number) else None
+    return float(value) if isinstance(value, int | float) and is_number(value) else None

@@ -12,8 +12,9 @@ from typing import TypeAlias
 from prefect_tune.core import draws
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.hints import did_you_mean_or_has
+from prefect_tune.core.numbers import is_number
 from prefect_tune.core.search.domains import Branch, Choice, Grid, SampleFrom, frozen
-from prefect_tune.core.search.ranges import Float, Integer, Normal, Range, is_number
+from prefect_tune.core.search.ranges import Float, Integer, Normal, Range
 
 __all__ = ["Explorer", "Mutations", "as_mutations", "require_names_of"]
 

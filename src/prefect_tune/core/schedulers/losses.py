@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from prefect_tune.core import numbers
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.schedulers.scheduler import TrialReport
 
@@ -32,4 +31,4 @@ def is_count(value: object, at_least: int) -> bool:
 
 def is_number(value: object, at_least: float) -> bool:
     """Whether `value` is a finite number; True is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and at_least <= value < math.inf
+    return isinstance(value, int | float) and numbers.is_number(value) and at_least <= value

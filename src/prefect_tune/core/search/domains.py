@@ -11,7 +11,9 @@ from numbers import Integral
 from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.search.ranges import Float, Integer, Normal, Range, is_number
+from prefect_tune.core.numbers import is_finite, is_number, shown
+from prefect_tune.core.search.ranges import Float, Integer, Normal, Range
+from prefect_tune.core.texts import is_unicode
 
 __all__ = [
     "Branch",
@@ -37,9 +39,10 @@ __all__ = [
     "uniform",
 ]
 
+_DEEPEST = 100  # readers of JSON stop at about 200
 _NO_JSON = (
-    "a configuration is JSON: text, numbers, true, false, null, lists and objects. Name a class or function by a "
-    "text that the trainable looks up"
+    "a configuration is JSON: Unicode text, finite numbers, true, false, null, lists and objects. Name a class or "
+    "function by a text that the trainable looks up"
 )
 
 
@@ -181,7 +184,7 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
     return SampleFrom(function)
 
 
-def frozen(node: object, where: str) -> object:
+def frozen(node: object, where: str, levels: int = _DEEPEST) -> object:
     """Return a copy of part of a space: domains as they are, everything else plain JSON.
 
     Raises:
@@ -189,17 +192,21 @@ def frozen(node: object, where: str) -> object:
     """
     if isinstance(node, Domain | SampleFrom) or node is None or isinstance(node, bool):
         return node
+    if levels <= 0:
+        raise InvalidInput(f"{where[:80]}…: expected at most {_DEEPEST} levels, found more: {_NO_JSON}")
     if isinstance(node, Mapping):
-        return {_key(key, where): frozen(value, f"{where}.{key}") for key, value in node.items()}
+        return {_key(key, where): frozen(value, f"{where}.{key}", levels - 1) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return [frozen(value, f"{where}[{index}]") for index, value in enumerate(node)]
-    if isinstance(node, str):
+        return [frozen(value, f"{where}[{index}]", levels - 1) for index, value in enumerate(node)]
+    if isinstance(node, str) and is_unicode(node):
         return str(node)
-    if isinstance(node, Integral):
-        return int(node)
+    if isinstance(node, Integral) and is_finite(whole := int(node)):
+        return whole
     if is_number(node):
         return float(node)
-    raise InvalidInput(f"{where}: expected a value or a domain, found {node!r} ({type(node).__name__}): {_NO_JSON}")
+    raise InvalidInput(
+        f"{where}: expected a value or a domain, found {shown(node)} ({type(node).__name__}): {_NO_JSON}"
+    )
 
 
 def domains_in(node: object) -> Iterator[Domain | SampleFrom]:
@@ -224,9 +231,9 @@ def has_grid(node: object) -> bool:
 
 
 def _key(key: object, where: str) -> str:
-    if isinstance(key, str):
+    if isinstance(key, str) and is_unicode(key):
         return str(key)
-    raise InvalidInput(f"{where}: expected text for a key, as JSON has it, found {key!r}")
+    raise InvalidInput(f"{where}: expected text for a key, as JSON has it, found {key!a}")
 
 
 def _options(options: Sequence[object], name: str) -> tuple[object, ...]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Integral, Real
+from numbers import Integral
 from statistics import NormalDist
-from typing import Literal, TypeAlias, TypeGuard
+from typing import Literal, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.numbers import is_number, shown
 
-__all__ = ["Float", "Integer", "Normal", "Range", "Scale", "is_number"]
+__all__ = ["Float", "Integer", "Normal", "Range", "Scale"]
 
 Scale: TypeAlias = Literal["linear", "log"]
 
@@ -171,25 +172,20 @@ Range: TypeAlias = Float | Integer | Normal
 """A domain of numbers: `at(quantile)` draws, `nearest(value)` rounds, `contains(value)` tells."""
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number; True and False are none."""
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
-
-
 def _finite(domain: Range, name: str) -> float:
     value: object = getattr(domain, name)
     if is_number(value):
         return float(value)
     hint = "; YAML reads 1e-4 as text, and 1.0e-4 as a number" if isinstance(value, str) else ""
-    raise InvalidInput(f"{domain!r}: expected a finite number for {name}, found {value!r}{hint}")
+    raise InvalidInput(f"{shown(domain)}: expected a finite number for {name}, found {shown(value)}{hint}")
 
 
 def _whole(domain: Range, name: str) -> int:
     value: object = getattr(domain, name)
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidInput(f"{domain!r}: expected a whole number for {name}, found {value!r}")
+        raise InvalidInput(f"{shown(domain)}: expected a whole number for {name}, found {shown(value)}")
     if abs(int(value)) > _LARGEST_INTEGER:
-        raise InvalidInput(f"{domain!r}: expected at most 2^64 for {name}, found {value!r}")
+        raise InvalidInput(f"{shown(domain)}: expected at most 2^64 for {name}, found {shown(value)}")
     return int(value)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from prefect_tune.core.numbers import is_number
 from prefect_tune.core.search.domains import Branch, Choice, Domain, Grid, SampleFrom
-from prefect_tune.core.search.ranges import Float, Integer, Normal, Range, is_number
+from prefect_tune.core.search.ranges import Float, Integer, Normal, Range
 from prefect_tune.core.search.space import below, option
 
 __all__ = ["Found", "Misfit", "Missing", "Reading", "agrees", "holds", "is_same", "read"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.numbers import is_number
 from prefect_tune.core.objective import Objective
-from prefect_tune.core.search.ranges import is_number
 from prefect_tune.core.search.search import Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.values import StepReport, leaves
 

@@ -1,0 +1,158 @@
+"""Text and numbers from outside: what no reader reads back is refused or escaped, before anything is written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.events import Cause
+from prefect_tune.core.metadata import plain_metadata
+from prefect_tune.core.numbers import is_finite, is_number, shown
+from prefect_tune.core.objective import objective_of
+from prefect_tune.core.questions import answer_to, valid_fields
+from prefect_tune.core.resources import resources_of
+from prefect_tune.core.search.domains import grid_search, randint, uniform
+from prefect_tune.core.search.space import valid_space
+from prefect_tune.core.stoppers import MaxTime, as_stopper
+from prefect_tune.core.texts import readable
+from prefect_tune.core.trial_events import AttemptEnded
+from prefect_tune.core.values import StepReport, canonical_json
+from prefect_tune.core.wire import Broke, StepDone, TrialEnded, from_trial
+from prefect_tune.reporting.series import numbers_in
+
+HALF = "\udcff"  # half a character, as of a file name that is not UTF-8
+HUGE = 10**400  # no float holds it
+ENORMOUS = 10**5000  # Python does not even write it down
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"x": value}
+    return value
+
+
+LOOP: dict[str, Any] = {}
+LOOP["itself"] = LOOP
+
+
+# --------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("number", [HUGE, -HUGE, ENORMOUS, Fraction(HUGE), float("nan"), float("inf")], ids=shown)
+def test_what_no_float_holds_is_not_finite_and_can_be_shown(number: Any) -> None:
+    assert not is_finite(number)
+    assert not is_number(number)
+    assert len(shown(number)) < 120
+
+
+@pytest.mark.parametrize("number", [0, -1.5, 10**308, 2**63, Fraction(1, 3), sys.float_info.max])
+def test_what_a_float_holds_is_finite(number: Any) -> None:
+    assert is_number(number)
+
+
+@pytest.mark.parametrize("number", [HUGE, -HUGE, ENORMOUS], ids=shown)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda number: objective_of("loss", "min").loss({"loss": number}, "here"),  # type: ignore[union-attr]  # it is one
+        lambda number: uniform(0, number),
+        lambda number: randint(0, number),
+        lambda number: grid_search([number]),
+        lambda number: valid_space({"x": number}),
+        lambda number: valid_fields({"count": number}),
+        lambda number: answer_to({"rate": 0.5}, {"rate": number}),
+        lambda number: answer_to({"count": 5}, {"count": number}),
+        lambda number: resources_of({"cpu": number}, "here"),
+        lambda number: as_stopper({"loss": number}),
+        MaxTime,
+    ],
+    ids=[
+        *("an objective", "a range", "whole numbers", "a grid", "a space", "a field", "an answer", "a whole answer"),
+        *("resources", "a limit", "a time"),
+    ],
+)
+def test_a_number_that_no_float_holds_is_one_clear_error(use: Callable[[int], object], number: int) -> None:
+    with pytest.raises((InvalidInput, BadMetric)) as error:
+        use(number)
+    assert "expected" in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_a_number_that_no_float_holds_is_not_drawn_and_not_ranked() -> None:
+    assert numbers_in({"a": HUGE, "b": 1, "c": True}) == {"b": 1.0}
+    assert as_stopper({"loss": float("inf")}).why_stop([StepReport(step=1, metrics={"loss": 1})]) is None
+
+
+# ------------------------------------------------------------------------------------------------------ text
+
+
+@pytest.mark.parametrize("value", [HALF, [f"a{HALF}"], {HALF: 1}, nested(300), float("nan"), ENORMOUS], ids=shown)
+def test_what_could_not_be_read_back_is_never_written(value: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        canonical_json({"value": value})
+
+
+@pytest.mark.parametrize("value", ["\U0001f600", "\\udcff", "\0", "é", nested(150), HUGE], ids=shown)
+def test_what_can_be_read_back_is_written(value: Any) -> None:
+    report = StepReport.model_validate_json(b'{"step":1,"metrics":%b}' % canonical_json({"value": value}))
+    assert report.metrics == {"value": value}
+
+
+@pytest.mark.parametrize("value", [HALF, [HALF], {HALF: 1}, nested(300), LOOP, ENORMOUS], ids=type)
+def test_a_space_and_metadata_that_could_not_be_read_back_are_refused(value: object) -> None:
+    with pytest.raises(InvalidInput, match="JSON") as error:
+        valid_space({"x": value})
+    str(error.value).encode()
+    with pytest.raises(InvalidInput, match="JSON"):
+        plain_metadata({"x": value})
+
+
+@pytest.mark.parametrize("field", [HALF, [HALF, "b"]])
+def test_a_question_that_no_form_could_show_is_refused(field: object) -> None:
+    with pytest.raises(InvalidInput, match="expected its default"):
+        valid_fields({"name": field})
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("plain é \U0001f600", "plain é \U0001f600"),
+        (f"a{HALF}b", "a\\udcffb"),
+        ("a\0b", "a\\x00b"),
+        ("\ud83d\ude00", "\\ud83d\\ude00"),  # the halves of a pair, each for itself
+    ],
+)
+def test_text_of_any_origin_becomes_readable(text: str, same: str) -> None:
+    assert readable(text) == readable(readable(text)) == same
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, HALF * 10**6, "\0" * 99_999], ids=["long", "halves", "NULs"])
+def test_of_an_enormous_text_the_ends_are_kept(text: str) -> None:
+    kept = readable(f"begin {text} end")
+    assert len(kept) <= 100_000
+    assert kept.startswith("begin ")
+    assert kept.endswith(" end")
+    assert "characters left out" in kept
+    assert readable(kept) == kept
+
+
+@pytest.mark.parametrize("text", [HALF, "\0", "x" * 10**6], ids=["half", "NUL", "long"])
+def test_an_events_and_a_messages_text_can_be_read_back(text: str) -> None:
+    event = AttemptEnded(trial="t", cause=Cause.USER, message=f"ValueError: {text}")
+    assert AttemptEnded.model_validate_json(canonical_json(event.model_dump(mode="json"))) == event
+    for message in (Broke(cause=Cause.USER, message=text, traceback=text), TrialEnded(reason=text)):
+        assert from_trial.validate_json(message.model_dump_json()) == message
+
+
+@pytest.mark.parametrize("path", ["/tmp/plain", "/tmp/é", f"/tmp/{HALF}"])
+def test_a_path_goes_through_a_message_whatever_its_bytes(path: str) -> None:
+    done = StepDone(report=StepReport(step=1, metrics={}), checkpoint=str(Path(path)))
+    heard = from_trial.validate_json(done.model_dump_json())
+    assert heard == done

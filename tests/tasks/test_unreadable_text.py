@@ -1,0 +1,118 @@
+"""Text that no JSON holds, and numbers that no float holds, from a trial: each becomes one failure with its cause."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events import Cause
+from prefect_tune.core.stoppers import Stopper
+from prefect_tune.core.values import StepReport
+from prefect_tune.core.wire import Broke, StepDone, TrialEnded
+from tests.flows.training import experiment_at
+from tests.tasks.test_training import _trained
+
+Config = Mapping[str, Any]
+HALF = "\udcff"
+
+
+class _Worded(Exception):
+    def __str__(self) -> str:
+        return f"\0{HALF}" + "x" * 10**6
+
+
+def _raises_half_a_character(_: Config) -> None:
+    raise ValueError(HALF)
+
+
+def _raises_from_another(_: Config) -> None:
+    try:
+        raise KeyError(HALF)
+    except KeyError as error:
+        raise MemoryError("not enough") from error
+
+
+def _raises_an_enormous_text(_: Config) -> None:
+    raise _Worded
+
+
+def _reads_a_file_with_such_a_name(_: Config) -> None:
+    Path(f"/nowhere/{HALF}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("function", "cause", "said"),
+    [
+        (_raises_half_a_character, Cause.USER, "ValueError: \\udcff"),
+        (_raises_from_another, Cause.OUT_OF_MEMORY, "MemoryError: not enough"),
+        (_raises_an_enormous_text, Cause.USER, "_Worded: \\x00\\udcffxxx"),
+        (_reads_a_file_with_such_a_name, Cause.USER, "FileNotFoundError: "),
+        (lambda _: {"loss": 10**400}, Cause.BAD_METRIC, "'loss': found 1000"),
+        (lambda _: {"loss": 10**5000}, Cause.BAD_METRIC, "'loss': found a whole number of 16610 bits"),
+    ],
+)
+def test_what_a_trainable_raises_arrives_with_its_message_and_its_cause(
+    tmp_path: Path,
+    function: Callable[[Config], object],
+    cause: Cause,
+    said: str,
+) -> None:
+    _, broke = _trained(tmp_path, function)
+    assert isinstance(broke, Broke)
+    assert broke.cause is cause
+    assert said in broke.message
+    assert len(broke.message) + len(broke.traceback) <= 200_000
+
+
+class _WordyStopper(Stopper):
+    def why_stop(self, reports: Sequence[StepReport]) -> str:
+        del reports
+        return f"\0{HALF}" + "x" * 10**6
+
+
+def test_the_reason_of_a_stopper_arrives_readable(tmp_path: Path) -> None:
+    def trains(_: Config) -> None:
+        pt.report({"loss": 1})
+
+    *_, ended = _trained(tmp_path, trains, stopper=_WordyStopper())
+    assert isinstance(ended, TrialEnded)
+    assert ended.reason.startswith("\\x00\\udcffxxx")
+    assert len(ended.reason) <= 100_000
+
+
+def test_a_trial_whose_folders_are_not_utf8_trains_and_saves(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+
+    def trains(_: Config) -> None:
+        directory = pt.get_trial().new_checkpoint_dir()
+        (directory / "weights").write_text("w")
+        pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
+
+    done = next(each for each in _trained(folder, trains) if isinstance(each, StepDone))
+    assert done.checkpoint is not None
+    assert Path(done.checkpoint).is_relative_to(folder)
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.timeout(300)
+def test_the_failure_of_a_training_is_in_its_journal_and_it_goes_on(tmp_path: Path) -> None:
+    target, marker = LocalTarget(path=tmp_path / "target"), tmp_path / "mended"
+
+    def trains(_: Config) -> None:
+        if not marker.exists():
+            raise ValueError(f"\0{HALF}")
+
+    common: dict[str, Any] = {"target": target, "experiment": "e", "isolation": "process"}
+    with pytest.raises(pt.TrialFailed, match=r"ValueError: \\x00\\udcff"):
+        pt.durable_trainable(trains, {}, **common)
+    (trial,) = experiment_at(target, "e").trials.values()
+    assert r"ValueError: \x00\udcff" in trial.reason
+    marker.touch()
+    pt.durable_trainable(trains, {}, **common)
