@@ -111,11 +111,18 @@ def nursery(control_fd: int, supervisor: int) -> _Life | None:
             _bury(deaths, nannies)
         if control_fd in rung:
             if (asked := _next_asked(control)) is None:
-                return None
+                break
             if not _is_given(nannies.values(), asked) and (line := _new_nannys_line(nannies, asked)) is not None:
+                _close([control, *nannies.values()])
                 return partial(_nanny, line, asked, alive, before)
             asked.close()
+    _close([control, *nannies.values()])
     return None
+
+
+def _close(sockets: Collection[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 def _next_asked(control: socket.socket) -> _Asked | None:
@@ -203,12 +210,14 @@ def _nanny(nursery: socket.socket, first: _Asked, alive: Collection[int], before
     asked: _Asked | None = first
     while asked is not None:
         if (trial := _fork(asked)) == 0:
+            nursery.close()
             return partial(_trial, asked, nanny, before)
         os.close(asked.channel)
         os.close(asked.output)
         is_done = trial < 0 or _look_after(trial, asked.status, deaths, alive)
         os.close(asked.status)
         asked = _next_when_free(nursery, alive) if is_done and _has_nobody_left() else None
+    nursery.close()
     return None
 
 
