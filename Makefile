@@ -15,16 +15,37 @@ CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/nul
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE  # images set it; here it would have hundreds of processes compile all of Prefect anew
-.PHONY: FORCE help demo test check lint house layers types docs screenshots deep integrations bench lock format clean
+.PHONY: FORCE help demo test test-all test-newer check lint house layers types docs screenshots deep integrations bench lock format clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.demo  ## train, kill in the middle of an upload, resume, compare
 	$(BIN)/prefect-tune demo
 
 test: $(VENV)/.dev  ## the normal suite
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# Each Python that runs under its name, or is one of pyenv's, has a venv of its own.
+ALL_PYTHONS := 3.11 3.12 3.13
+NEWER_PYTHONS := 3.12 3.13
+# What hangs on the interpreter most, and needs no server: values, JSON, locks, files, schedulers, the search.
+QUICK_TESTS := tests/core/search tests/core/test_values.py tests/core/test_wire.py tests/core/test_golden.py \
+	tests/core/test_journal.py tests/core/test_trial.py tests/core/test_texts_and_numbers.py tests/stores/test_posix.py \
+	tests/stores/test_file_lock.py tests/stores/test_scratch.py tests/stores/test_staging.py tests/stores/test_user_folder.py
+FIND_PYTHON = for each in python$$version "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/python; do \
+	"$$each" -c "import sys; sys.exit(sys.version.split('.')[:2] != '$$version'.split('.'))" 2>/dev/null \
+	&& python=$$each && break; done
+ON_EACH = failed=0; for version in $(1); do python=; $(FIND_PYTHON); \
+	if [ -z "$$python" ]; then echo "Python $$version: not found, not tested"; continue; fi; echo "Python $$version:"; \
+	{ $(MAKE) --no-print-directory PYTHON="$$python" VENV=$(VENV)-$$version $(VENV)-$$version/.dev && $(2); } || failed=1; \
+	done; exit $$failed
+
+test-all:  ## the normal suite on each Python that is there, 3.11 to 3.13
+	@$(call ON_EACH,$(ALL_PYTHONS),$(VENV)-$$version/bin/python -m pytest -n $(WORKERS))
+
+test-newer:  ## some seconds of it on 3.12 and 3.13, where they are there
+	@$(call ON_EACH,$(NEWER_PYTHONS),$(VENV)-$$version/bin/python -W error::ResourceWarning -m pytest -q -n 2 $(QUICK_TESTS))
 
 check: lint house layers types  ## lint, format, house numbers, layers, types
 
@@ -75,7 +96,7 @@ lock: $(VENV)/.venv  ## newest versions that fit, into requirements/
 	$(LOCK) --extra demo -c requirements/dev.txt -o requirements/demo.txt pyproject.toml requirements/build.in
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(VENV)-integrations build dist site prefect_tune.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-integrations $(addprefix $(VENV)-,$(ALL_PYTHONS)) build dist site prefect_tune.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(ROOMS) -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.venv:

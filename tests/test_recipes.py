@@ -37,7 +37,7 @@ def test_the_recipes_for_object_stores_and_dask_work_from_top_to_bottom(prefect_
     stores, dask = RECIPES / "object-stores.md", RECIPES / "dask.md"
     with moto_server() as url:
         keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
-        boto3.client("s3", endpoint_url=url, **keys).create_bucket(Bucket="runs")
+        boto3.Session().client("s3", endpoint_url=url, **keys).create_bucket(Bucket="runs")
         there = [
             Block(each.language, each.code.replace("http://minio.example.com:9000", url))
             for each in blocks(stores, "python", "bash")

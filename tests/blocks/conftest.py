@@ -41,7 +41,7 @@ def _no_ambient_cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="session")
 def moto() -> Iterator[str]:
     with moto_server() as url:
-        boto3.client("s3", **boto_options(url)).create_bucket(Bucket="bucket")
+        boto3.Session().client("s3", **boto_options(url)).create_bucket(Bucket="bucket")
         yield url
 
 

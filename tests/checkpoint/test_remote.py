@@ -334,10 +334,10 @@ def test_a_directory_that_is_written_to_meanwhile_is_not_handed_out(kind: type[M
 
 def test_updates_from_everywhere_are_kept_by_a_server_with_conditional_writes(staged: Path) -> None:
     with moto_server() as endpoint:
-        boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
-        with open_location(read_uri(f"s3://bucket?endpoint_url={endpoint}"), timeout=MINUTE) as store:
+        boto3.Session().client("s3", endpoint_url=endpoint).create_bucket(Bucket="said-of-it")
+        with open_location(read_uri(f"s3://said-of-it?endpoint_url={endpoint}"), timeout=MINUTE) as store:
             committed(store, staged)
-        checkpoint = pt.Checkpoint(f"s3://bucket/{KEY.folder}?endpoint_url={endpoint}")
+        checkpoint = pt.Checkpoint(f"s3://said-of-it/{KEY.folder}?endpoint_url={endpoint}")
         with CheckpointUser(checkpoint, "say", "x", "5") as one, CheckpointUser(checkpoint, "say", "y", "5") as two:
             assert one.go_on() == two.go_on() == 0
         assert checkpoint.get_metadata() == {f"{name}{number}": number for name in "xy" for number in range(5)}

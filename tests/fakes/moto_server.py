@@ -31,7 +31,11 @@ S3Response.put_object = _in_one_step  # type: ignore[method-assign, assignment] 
 
 @contextmanager
 def moto_server() -> Iterator[str]:
-    """Serve from a thread of this process, and yield the URL."""
+    """Serve from a thread of this process, and yield the URL.
+
+    All servers of a process show the same buckets, also after their end: give each test module buckets of its own.
+    Speak with them through a `boto3.Session()`: the default one keeps the first keys that it finds, for all who come.
+    """
     started = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     started.start()
     try:

@@ -92,7 +92,7 @@ def s3_at(port: int, *, request_timeout_seconds: float = 60) -> S3Target:
 def _make_bucket(port: int) -> None:
     import boto3
 
-    client = boto3.client(
+    client = boto3.Session().client(
         "s3",
         endpoint_url=f"http://127.0.0.1:{port}",
         region_name="us-east-1",

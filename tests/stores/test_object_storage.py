@@ -71,7 +71,7 @@ class TestOnARealServer(StoreContract):
     @pytest.fixture
     def store(self, moto: str) -> ObstoreStore:
         bucket = f"bucket-{next(self.numbers)}"
-        client = boto3.client(
+        client = boto3.Session().client(
             "s3",
             endpoint_url=moto,
             region_name="us-east-1",
@@ -274,7 +274,7 @@ def test_closing_lets_go_of_the_connections(sink: S3Sink) -> None:
 
 
 def test_a_bucket_that_was_deleted_meanwhile_is_not_taken_for_an_empty_one(moto: str) -> None:
-    client = boto3.client(
+    client = boto3.Session().client(
         "s3",
         endpoint_url=moto,
         region_name="us-east-1",

@@ -20,6 +20,8 @@ from prefect_tune.stores.user_folder import user_folder
 
 NAME = f"prefect-tune-{os.geteuid()}"
 NOBODY = 65534
+# A child that only changes its user and makes a folder takes no lock that another thread might hold.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, which takes root")
 
 

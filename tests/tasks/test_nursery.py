@@ -135,8 +135,11 @@ def ignored_by_a_new_python() -> list[str]:
 
 
 def but_for_ctrl_c(ignored: list[str]) -> list[int]:
-    """Who runs the tests in the background has it ignored, until a flow in this process has taken care of it."""
-    return [int(mask, 16) & ~(1 << (signal.SIGINT - 1)) for mask in ignored]
+    """Who runs the tests in the background has it ignored, until a flow in this process has taken care of it.
+
+    Nor are 32 and 33 compared: glibc has them ignored in what Python 3.13 starts by `posix_spawn`.
+    """
+    return [int(mask, 16) & ~(1 << (signal.SIGINT - 1)) & ~(0b11 << 31) for mask in ignored]
 
 
 def test_a_trial_leads_its_own_session_and_finds_a_process_as_good_as_new(nursery: Nursery, tmp_path: Path) -> None:
