@@ -45,6 +45,7 @@ from prefect_tune.tasks.attempt import Failed
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.tasks.interruption import interruptible
 from prefect_tune.tasks.line import SoloLine
+from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import Orders, TrialPlan, payload
 from prefect_tune.tasks.stamp import new_stamp
 from prefect_tune.tasks.transient import retrying_refusals, unseen
@@ -179,6 +180,8 @@ def _train(task: _Task, turn: TrainingTurn) -> Experiment:
     def attempts(stop: threading.Event) -> Experiment:
         check_target(plan.target)
         known = _require_one_training(plan)
+        if plan.isolation == "process" and not _is_finished(known.experiment):
+            nursery.prepare()  # it gets ready meanwhile
         owner = owner_after(known.experiment, task.policy.max_restarts, answered=turn.answered)
         state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(known))
         herald = Herald(_subject(plan), known.experiment, get_run_logger())
@@ -190,16 +193,23 @@ def _train(task: _Task, turn: TrainingTurn) -> Experiment:
             state = _ready(task, news, followed(plan, state, turn))
             turn.reached(state)
             _say_where_it_stands(task, state)
-            is_done = state.trial(_TRIAL).status is Status.FINISHED
-            with nullcontext() if is_done else heralded(herald, stop):
+            with nullcontext() if _is_finished(state) else heralded(herald, stop):
                 while state.trial(_TRIAL).status is Status.PENDING and not (state.questions or stop.is_set()):
-                    state = _attempt(task, news, state, stop)
+                    state = _attempt(task, news, state, SoloLine(plan, nursery, stop, news))
                     turn.reached(state)
                 reporter.conclude()  # it draws the last page while the herald ends
         return state
 
-    with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
+    with (
+        Nursery(slots=0) as nursery,
+        as_one_owner(plan.target, name),
+        say_what_is_resumable(lambda: turn.state),
+    ):
         return interruptible(attempts, grace=plan.grace)
+
+
+def _is_finished(state: Experiment) -> bool:
+    return _TRIAL in state.trials and state.trial(_TRIAL).status is Status.FINISHED
 
 
 def _ended(task: _Task, state: Experiment) -> TrialResult:
@@ -223,10 +233,10 @@ def _require_one_training(plan: TrialPlan) -> Loaded:
     return known
 
 
-def _attempt(task: _Task, news: SoloListener, state: Experiment, stop: threading.Event) -> Experiment:
+def _attempt(task: _Task, news: SoloListener, state: Experiment, line: SoloLine) -> Experiment:
     """Run one attempt, then decide what its end means."""
     orders = Orders(epoch=state.epoch, answers=answers_for(_TRIAL, state.answers))
-    attempt = run_trial(task.plan, orders, SoloLine(task.plan, stop, news))
+    attempt = run_trial(task.plan, orders, line)
     outcome, after = attempt.outcome, attempt.experiment
     if not isinstance(outcome, Failed):
         return after

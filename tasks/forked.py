@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Forks:
         return Expected(_Ends(Connection(connection.detach()), status, output, home))
 
     def end(self) -> None:
-        """End it; what it has forked lives on."""
+        """End it; what it has forked has ended, or lives on."""
         if not self._was_asked:
             self._process.kill()  # it may be importing still
         self._control.close()
@@ -74,6 +75,11 @@ class Forks:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def let_go(self) -> None:
+        """Ask it for nothing any more, and do not wait: it stays as long as what it has forked."""
+        self._control.close()
+        threading.Thread(target=self._process.wait, name="fork-server", daemon=True).start()
 
     def kill(self) -> None:
         """End it at once, be it stopped."""

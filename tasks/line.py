@@ -15,7 +15,7 @@ from prefect_tune.core.wire import GoOn, Leave, Start
 from prefect_tune.tasks.nursery import Nursery
 from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.trial_channel import TrialChannel, trial_process
+from prefect_tune.tasks.trial_channel import TrialChannel
 from prefect_tune.tasks.trial_output import Log
 
 __all__ = ["Answer", "DirectLine", "Heard", "Hearer", "Line", "SoloLine", "Told", "Wrote"]
@@ -128,10 +128,10 @@ class Hearer(Protocol):
 class SoloLine:
     """The line of a trial that is all there is: nobody is asked, and somebody looks on."""
 
-    def __init__(self, plan: TrialPlan, stop: threading.Event, hearer: Hearer) -> None:
+    def __init__(self, plan: TrialPlan, nursery: Nursery, stop: threading.Event, hearer: Hearer) -> None:
         self.stop = stop
         self.reads_journal = False
-        self.process = trial_process
+        self.process = nursery.process
         self._trial = plan.trial.trial
         self._hearer = hearer
 

@@ -17,7 +17,7 @@ from prefect_tune.tasks.forked import Child, Expected, Forks
 from prefect_tune.tasks.trial_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.tasks.trial_output import Log, TrialOutput
 
-__all__ = ["Nursery"]
+__all__ = ["Nursery", "supervised_process"]
 
 # Read when an interpreter or the C library starts: a fork has what its parent was started with.
 _READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
@@ -30,6 +30,7 @@ class Nursery:
     """Processes for many trials. Enter it, then call `process`, from as many threads as you like.
 
     They are forked from one process that has imported what every trial needs; the first call starts it, or `prepare`.
+    Trials whose environment has other variables that are read at a process's start are forked from one of their own.
     A class trainable whose `reset_config` accepts the next trial's configuration serves that trial too, in the same
     process and with the same object, without `cleanup` and `setup`; a function gets a new process each time. A
     process that failed, was interrupted, or whose trainable has declined serves no other trial: the next one is
@@ -37,10 +38,11 @@ class Nursery:
 
     Args:
         slots: no process is kept, or forked ahead, where there would then be more than so many, those in use among
-            them.
+            them. With 0, each process serves one trial, and cleans up before it says that the trial has ended.
     """
 
     def __init__(self, *, slots: int) -> None:
+        self._slots = slots
         self._pool = _Pool(slots)
 
     def __enter__(self) -> Self:
@@ -58,11 +60,14 @@ class Nursery:
     def prepare(self) -> None:
         """Start what the first trial will need, and do not wait for it."""
         if sys.platform == "linux":
-            self._pool.forks()
+            self._pool.forks(AS_IT_IS)
 
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
-        """Train in a process that serves nothing else meanwhile. Leaving the block kills it, unless it is kept.
+        """Train in a process that serves nothing else meanwhile. Leaving the block ends it, unless it is kept.
+
+        Whatever it has started ends with it, in whatever session, also where this process is killed, or the trial's
+        is. (Where there is no Linux: what has not left its session.)
 
         Args:
             log: where its output goes, in the caller's context.
@@ -71,15 +76,15 @@ class Nursery:
         Raises:
             OSError: the machine has no room for another process.
         """
-        if sys.platform != "linux" or not self._pool.can_give(environment):
-            # Elsewhere nothing sees to it that a fork ends with its supervisor.
+        if sys.platform != "linux":
             with trial_process(start, log, environment) as alone:
                 yield alone
             return
+        start = start.model_copy(update={"waits": self._slots > 0})
         request = _Request(start, log, _Kind(start.trainable, start.import_path, frozenset(environment.items())))
         with self._pool.using():
             child = self._pool.waiting_child(request.kind)
-            borrowed = _Borrowed(child or self._pool.new_child(), log)
+            borrowed = _Borrowed(child or self._pool.new_child(environment), log)
             channel = _PooledChannel(self._pool, request, borrowed, has_served=child is not None)
             try:
                 channel.begin()
@@ -90,7 +95,14 @@ class Nursery:
             finally:
                 channel.close()
         if not channel.keeps:
-            self._pool.expect()
+            self._pool.expect(environment)
+
+
+@contextmanager
+def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+    """Train in a process that serves no other trial, as `Nursery.process` does; nothing of it outlives the block."""
+    with Nursery(slots=0) as nursery, nursery.process(start, log, environment) as channel:
+        yield channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +130,21 @@ class _Pool:
         self._used_count = 0
         self._waiting: list[tuple[_Kind, Child]] = []
         self._expected: list[tuple[Forks, Expected]] = []
-        self._forks: Forks | None = None
-        self._started_with: Mapping[str, str] = {}
+        self._forks: dict[frozenset[tuple[str, str]], Forks] = {}
         self._closed = False
 
-    def can_give(self, environment: Mapping[str, str]) -> bool:
-        """Whether a fork can have this environment."""
-        self.forks()
-        return _read_at_start({**os.environ, **environment}) == self._started_with
-
-    def forks(self) -> Forks:
-        """Return what forks, started where it is not running."""
+    def forks(self, environment: Mapping[str, str]) -> Forks:
+        """Return what forks processes that can have this environment, started where it is not running."""
+        read_at_start = frozenset(_read_at_start({**os.environ, **environment}).items())
         with self._guard:
             if self._closed:
                 raise RuntimeError("the nursery is closed")
-            if self._forks is None:
-                self._started_with = _read_at_start(os.environ)
-                self._forks = Forks.start(os.environ)
-            return self._forks
+            if (found := self._forks.pop(read_at_start, None)) is None:
+                found = Forks.start({**os.environ, **dict(read_at_start)})
+            self._forks[read_at_start] = found  # the one that was used last comes last
+            if len(self._forks) > self._slots + 1:
+                self._forks.pop(next(iter(self._forks))).let_go()
+            return found
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -161,29 +170,33 @@ class _Pool:
         child.end()
         return self.waiting_child(kind)
 
-    def expect(self) -> None:
+    def expect(self, environment: Mapping[str, str]) -> None:
         """Have a process forked in place of one that has ended: the next trial need not wait for it."""
         with self._guard, suppress(OSError):  # no room: whoever needs one will be told
             in_sight = self._used_count + len(self._waiting) + len(self._expected)
-            if self._forks is not None and in_sight < self._slots:
-                self._expected.append((self._forks, self._forks.fork()))
+            if self._forks and not self._closed and in_sight < self._slots:
+                forks = self.forks(environment)
+                self._expected.append((forks, forks.fork()))
 
-    def new_child(self) -> Child:
+    def new_child(self, environment: Mapping[str, str]) -> Child:
         """Return a new process, in place of those that wait for another kind of trial where there are too many."""
         self.dismiss_waiting(slots=self._slots)
-        while (expected := self._next_expected()) is not None:
+        while (expected := self._next_expected(environment)) is not None:
             if (child := self._child_of(*expected)) is not None:
                 return child
         for _ in range(_TRIES):
-            forks = self.forks()
+            forks = self.forks(environment)
             if (child := forks.fork().child()) is not None:
                 return child
             self._lose(forks)
         raise OSError(f"a trial's process cannot be had: {_TRIES} nurseries in a row did not answer")
 
-    def _next_expected(self) -> tuple[Forks, Expected] | None:
+    def _next_expected(self, environment: Mapping[str, str]) -> tuple[Forks, Expected] | None:
         with self._guard:
-            return self._expected.pop(0) if self._expected else None
+            forks = self.forks(environment)
+            mine = [each for each in self._expected if each[0] is forks]
+            self._expected = [each for each in self._expected if each not in mine[:1]]
+        return mine[0] if mine else None
 
     def _child_of(self, forks: Forks, expected: Expected) -> Child | None:
         """Return a process that was forked ahead; None where it died meanwhile, or there was no room for it then."""
@@ -211,11 +224,12 @@ class _Pool:
     def close(self) -> None:
         with self._guard:
             self._closed = True
-            forks, self._forks = self._forks, None
+            forks, self._forks = [*self._forks.values()], {}
+            is_used = self._used_count > 0
         self.dismiss_waiting()
         self.forget_expected()
-        if forks is not None:
-            forks.end()
+        for each in forks:
+            each.let_go() if is_used else each.end()
 
     def dismiss_waiting(self, *, slots: int = 0) -> None:
         """End those that have waited longest, down to as many as there are slots."""
@@ -236,8 +250,7 @@ class _Pool:
     def _lose(self, forks: Forks) -> None:
         """Forget a nursery that has died, or is stopped; what it has forked does not need it."""
         with self._guard:
-            if self._forks is forks:
-                self._forks = None
+            self._forks = {start: each for start, each in self._forks.items() if each is not forks}
         forks.kill()
 
 
@@ -334,7 +347,7 @@ class _PooledChannel(TrialChannel):
         if not ended.startswith("exited with code 0"):
             self._request.log.warning("a process that was kept from an earlier trial %s; a new one is started", ended)
         with self._changing:
-            self._borrowed = _Borrowed(self._pool.new_child(), self._request.log)
+            self._borrowed = _Borrowed(self._pool.new_child(dict(self._request.kind.environment)), self._request.log)
             self.go_over_to(self._borrowed.child.connection, self._borrowed)
             self._is_on_trial = False
             self.begin()

@@ -19,7 +19,8 @@ from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import StepReport
 from prefect_tune.core.wire import Start, StopAndSave
 from prefect_tune.tasks.line import Answer
-from prefect_tune.tasks.trial_channel import TrialChannel, trial_process
+from prefect_tune.tasks.nursery import supervised_process
+from prefect_tune.tasks.trial_channel import TrialChannel
 from prefect_tune.tasks.trial_output import Log
 
 __all__ = ["StoreLine"]
@@ -66,7 +67,7 @@ class StoreLine:
         return self
 
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
-        return trial_process(start, log, environment)
+        return supervised_process(start, log, environment)
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         """Begin to look for answers."""

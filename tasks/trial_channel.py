@@ -89,7 +89,10 @@ def _reader_of(connection: Connection) -> MessageReader[FromTrial]:
 
 @contextmanager
 def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
-    """Train in a child process of its own session. Leaving the block kills what is left of it.
+    """Train in a child process of its own session. Leaving the block kills what is left in that session.
+
+    For systems that are not Linux, which have no child subreapers: what the trial has started in other sessions lives
+    on, and so does what is left of it where this process is killed. On Linux `Nursery.process` is used.
 
     Args:
         environment: variables of this trial, beside or in place of this process's own.

@@ -5,9 +5,11 @@ whole whatever the supervisor is doing. Between it and each trial's process stan
 
     supervisor <- nursery <- nanny <- trial's process <- whatever that starts
 
-The nanny ends the trial's process when the supervisor says so or is gone, kills what it has left running, in
-sessions of its own too, and says how it ended. Then she may look after another one. A nursery that dies takes nobody
-along.
+The nanny is a child subreaper: what the trial starts stays below her, in whatever session. When the supervisor says so
+or is gone, and when the trial's process has ended, she ends all of it, and says how the trial ended. Then she may look
+after another one. The nursery is a child subreaper too, in a session of its own: it ends what a nanny leaves who was
+killed. A nursery that is killed takes nothing along; its nannies finish their work. Only `kill -9` of both leaves
+processes alive, those of the trial that are not the trial's own: Linux kills that one with its nanny.
 """
 
 from __future__ import annotations
@@ -31,13 +33,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-import cloudpickle
-
 from prefect_tune import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
-from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.stoppers import Never
-from prefect_tune.core.wire import Start
-from prefect_tune.trial_process import serve, train
+from prefect_tune.trial_process import flush_output, rehearse, serve
 
 __all__ = ["live", "nursery"]
 
@@ -52,7 +49,9 @@ _NOT_FOR_US = (
     signal.SIGUSR2,
     signal.SIGXCPU,
 )
+_STRAYS_LEAVE_WITHIN = timedelta(seconds=0.5)  # resource trackers clear away in milliseconds
 _STRAYS_DIE_WITHIN = timedelta(seconds=2)
+_LOOK_AGAIN = timedelta(seconds=0.05)
 _NANNIES_STAY = timedelta(seconds=0.2)  # where another trial follows, its process is asked for at once
 _FREE = b"free"
 _libc = ctypes.CDLL(None)
@@ -88,9 +87,7 @@ def live(life: _Life | None) -> NoReturn:
     except BaseException:  # noqa: BLE001 - the process's edge: its last words, and its exit code
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # closed, or nobody reads any more
-                stream.flush()
+        flush_output()
         os._exit(code)
 
 
@@ -104,7 +101,7 @@ def nursery(control_fd: int, supervisor: int) -> _Life | None:
         return None  # it died before the line above
     control = socket.socket(fileno=control_fd)
     nannies: dict[int, socket.socket] = {}
-    copy_context().run(_rehearse)
+    copy_context().run(rehearse)
     gc.freeze()  # what all children share is not touched, and so not copied, by their collections
     while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
         if deaths in rung:
@@ -116,7 +113,8 @@ def nursery(control_fd: int, supervisor: int) -> _Life | None:
                 _close([control, *nannies.values()])
                 return partial(_nanny, line, asked, alive, before)
             asked.close()
-    _close([control, *nannies.values()])
+    _outlive(nannies, deaths)
+    control.close()
     return None
 
 
@@ -155,47 +153,26 @@ def _new_nannys_line(nannies: dict[int, socket.socket], asked: _Asked) -> socket
     return None
 
 
-def _rehearse() -> None:
-    """Run an attempt here, so that what is made when it is first needed need not be made in every child."""
-    ours, theirs = socket.socketpair()
-    with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
-        near.send_bytes(_REHEARSAL.model_dump_json().encode())
-        train(far, whole_process=False)
-
-
-def _trains_nothing(_config: Mapping[str, object]) -> Mapping[str, object]:
-    return {"loss": 1.0}
-
-
-_REHEARSAL = Start(
-    experiment="rehearsal",
-    trial="rehearsal",
-    attempt=1,
-    trainable=cloudpickle.dumps(_trains_nothing).hex(),
-    stopper=cloudpickle.dumps(Never()).hex(),
-    import_path=(),
-    config={},
-    directory="",
-    staging="",
-    temporary="",
-    restored=None,
-    from_step=0,
-    trained_seconds=0.0,
-    curve=(),
-    cadence=Cadence(),
-    overlap=False,
-)
-
-
-def _bury(deaths: int, nannies: dict[int, socket.socket]) -> None:
-    """Forget the nannies that have ended; where one did not end in order, kill what it was to look after."""
-    os.read(deaths, 4096)
+def _bury(deaths: int, nannies: dict[int, socket.socket]) -> bool:
+    """Forget the nannies that have ended, and kill what one who was killed has left; return whether a child lives."""
+    _silence(deaths)
     with suppress(ChildProcessError):
         while (death := os.waitpid(-1, os.WNOHANG))[0]:
-            if (nanny := nannies.pop(death[0], None)) is not None:
-                nanny.close()
-            if death[1] != 0:
-                _kill(_children() - nannies.keys())
+            if (line := nannies.pop(death[0], None)) is not None:
+                line.close()
+            if line is None or death[1] != 0:
+                _send(signal.SIGKILL, _children() - nannies.keys())
+        return True
+    return False
+
+
+def _outlive(nannies: dict[int, socket.socket], deaths: int) -> None:
+    """Stay until the last nanny has left: what one leaves who is killed meanwhile is not to live on."""
+    for line in nannies.values():
+        line.close()  # who is free leaves at once
+    while _bury(deaths, nannies) and nannies:
+        _rung([deaths])
+    _end_strays(deaths)
 
 
 # ---------------------------------------------------------------------------------------------------- the nanny
@@ -203,6 +180,7 @@ def _bury(deaths: int, nannies: dict[int, socket.socket]) -> None:
 
 def _nanny(nursery: socket.socket, first: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
     """Look after one trial's process, and then after the next that she is asked for."""
+    os.setsid()  # a kill of the nursery's group is none of hers
     _keep_only(nursery.fileno(), *first.descriptors, *alive)
     _be_called(b"trial-nanny")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -228,7 +206,7 @@ def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) ->
     """
     _say(status, f"born {os.getpid()} {trial}")
     by_itself = _ends_by_itself(trial, deaths, [status, *alive])
-    _say(status, f"ended {_end(trial)}")
+    _say(status, f"ended {_end(trial, deaths)}")
     return by_itself
 
 
@@ -261,7 +239,7 @@ def _ends_by_itself(trial: int, deaths: int, ends: Collection[int]) -> bool:
         elif _rung([deaths, *ends]).intersection(ends):
             return False
         else:
-            os.read(deaths, 4096)
+            _silence(deaths)
     return True
 
 
@@ -271,20 +249,34 @@ def _first_dead() -> int | None:
     return found.si_pid if found else None
 
 
-def _end(trial: int) -> int:
-    """Kill the trial's process, its session, and what has left that; return the trial's wait status."""
+def _end(trial: int, deaths: int) -> int:
+    """Kill the trial's process, end all that it has left; return the trial's wait status."""
     os.kill(trial, signal.SIGKILL)  # changes nothing about one that is dead already
-    os.waitid(os.P_PID, trial, os.WEXITED | os.WNOWAIT)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(trial, signal.SIGKILL)
     _, status = os.waitpid(trial, 0)
-    until = time.monotonic() + _STRAYS_DIE_WITHIN.total_seconds()
-    with suppress(ChildProcessError):  # none is left
-        while time.monotonic() < until:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                _kill(_children())
-                time.sleep(0.001)
+    _end_strays(deaths)
     return status
+
+
+def _end_strays(deaths: int) -> None:
+    """End what the trial has left: by SIGTERM first, for what clears away after the others ignores that, and leaves."""
+    kill_at = time.monotonic() + _STRAYS_LEAVE_WITHIN.total_seconds()
+    give_up_at = kill_at + _STRAYS_DIE_WITHIN.total_seconds()
+    asked: set[int] = set()
+    while _has_children() and (now := time.monotonic()) < give_up_at:
+        left = _children()  # those whose parent has died since are among them
+        _send(signal.SIGTERM, left - asked) if now < kill_at else _send(signal.SIGKILL, left)
+        asked |= left
+        if _rung([deaths], _LOOK_AGAIN):
+            _silence(deaths)
+
+
+def _has_children() -> bool:
+    """Bury the dead; return whether another child lives."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
 
 
 # --------------------------------------------------------------------------------------------- the trial's process
@@ -323,6 +315,11 @@ def _bell_for_deaths() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     return reading
+
+
+def _silence(bell: int) -> None:
+    with suppress(BlockingIOError):  # it has not rung
+        os.read(bell, 4096)
 
 
 def _while_alive(pid: int) -> list[int]:
@@ -366,10 +363,10 @@ def _children() -> set[int]:
     return found
 
 
-def _kill(pids: Collection[int]) -> None:
+def _send(number: signal.Signals, pids: Collection[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _fork(asked: _Asked) -> int:

@@ -12,21 +12,24 @@ import importlib
 import inspect
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, cast
 
+from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.events import Cause
-from prefect_tune.core.stoppers import Stopper
+from prefect_tune.core.stoppers import Never, Stopper
 from prefect_tune.core.values import digest_of
 from prefect_tune.core.wire import Broke, Start, Surroundings, TrialEnded
+from prefect_tune.group_signals import ignore_group_signals
 from prefect_tune.message_stream import MalformedMessage
 from prefect_tune.ranks import claim_process
 from prefect_tune.session import TrialSession
@@ -34,7 +37,7 @@ from prefect_tune.supervisor_connection import SupervisorConnection
 from prefect_tune.surroundings import settle_in
 from prefect_tune.trainable import Trainable, TrialOver, enter, require_trainable
 
-__all__ = ["load_trainable", "serve", "train"]
+__all__ = ["flush_output", "load_trainable", "rehearse", "serve", "train"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_TEXT = 100_000  # of an error: it is journaled
@@ -63,7 +66,7 @@ class _SetUp:
 
 def main(channel_fd: int, lifeline_fd: int) -> None:
     """Serve one attempt on the inherited descriptors."""
-    _be_deaf_to_the_group()
+    ignore_group_signals()
     _be_killed_with_the_supervisor()
     threading.Thread(target=_die_with_supervisor, args=(lifeline_fd,), daemon=True).start()
     train(Connection(channel_fd), whole_process=True)
@@ -73,7 +76,7 @@ def train(channel: Connection, *, whole_process: bool) -> None:
     """Run the attempt that the channel's first message describes, and say on the channel how it ended."""
     connection = SupervisorConnection(channel)
     start = cast("Start", connection.receive())
-    _Attempts(connection, whole_process=whole_process, may_wait=False).run(start)
+    _Attempts(connection, whole_process=whole_process).run(start.model_copy(update={"waits": False}))
 
 
 def serve(channel: Connection) -> None:
@@ -81,13 +84,21 @@ def serve(channel: Connection) -> None:
 
     Returns as well, without a word, when it declines the next one, and when nobody needs it any more.
     """
-    _be_deaf_to_the_group()
+    ignore_group_signals()
     connection = SupervisorConnection(channel)
-    attempts = _Attempts(connection, whole_process=True, may_wait=True)
+    attempts = _Attempts(connection, whole_process=True)
     with suppress(_Declined):
         while (start := _next_start(connection)) is not None and attempts.run(start):
             pass
     attempts.clean_up()
+
+
+def rehearse() -> None:
+    """Run an attempt here, so that what is made when it is first needed need not be made in every fork."""
+    ours, theirs = socket.socketpair()
+    with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
+        near.send_bytes(_rehearsal().model_dump_json().encode())
+        train(far, whole_process=False)
 
 
 def load_trainable(name: str) -> object:
@@ -113,6 +124,33 @@ def load_trainable(name: str) -> object:
     return found
 
 
+def _trains_nothing(_config: Mapping[str, object]) -> Mapping[str, object]:
+    return {"loss": 1.0}
+
+
+def _rehearsal() -> Start:
+    import cloudpickle
+
+    return Start(
+        experiment="rehearsal",
+        trial="rehearsal",
+        attempt=1,
+        trainable=cloudpickle.dumps(_trains_nothing).hex(),
+        stopper=cloudpickle.dumps(Never()).hex(),
+        import_path=(),
+        config={},
+        directory="",
+        staging="",
+        temporary="",
+        restored=None,
+        from_step=0,
+        trained_seconds=0.0,
+        curve=(),
+        cadence=Cadence(),
+        overlap=False,
+    )
+
+
 def _next_start(connection: SupervisorConnection) -> Start | None:
     """Return the next trial to serve; None when there will be none."""
     while True:
@@ -132,11 +170,9 @@ def _next_start(connection: SupervisorConnection) -> Start | None:
 class _Attempts:
     """The attempts of one process, and the trainable that goes from one to the next."""
 
-    def __init__(self, connection: SupervisorConnection, *, whole_process: bool, may_wait: bool) -> None:
+    def __init__(self, connection: SupervisorConnection, *, whole_process: bool) -> None:
         self._connection = connection
         self._whole_process = whole_process
-        self._may_wait = may_wait
-        self._process = os.getpid()
         self._session: TrialSession | None = None
         self._kept: _SetUp | None = None
         if whole_process:
@@ -154,8 +190,6 @@ class _Attempts:
         except _Declined:
             raise
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
-            if os.getpid() != self._process:
-                _end_forked_child(error)
             ended = _broke(error)
         self._say_end(ended)
         return isinstance(ended, TrialEnded) and ended.waits
@@ -182,14 +216,17 @@ class _Attempts:
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, and its end was not
         try:
             session.ask_first()
-            if isinstance(trainable, type):
-                return self._run_class(session, _set_up(trainable, start), start)
-            if isinstance(trainable, _SetUp):
-                return self._run_class(session, _reset(trainable, start), start)
+            with _forks_end():
+                if isinstance(trainable, type):
+                    return self._run_class(session, _set_up(trainable, start), start)
+                if isinstance(trainable, _SetUp):
+                    return self._run_class(session, _reset(trainable, start), start)
             function = cast("TrainFunction", trainable)
             session.loaded(_code(function))
             session.begin()
-            return session.finish(function(dict(start.config)))
+            with _forks_end():
+                returned = function(dict(start.config))
+            return session.finish(returned)
         except TrialOver as over:
             return over.ended(waits=self._kept is not None)
 
@@ -202,7 +239,7 @@ class _Attempts:
         try:
             _train_until_over(session, trainable)
         except TrialOver as over:
-            if self._may_wait and not over.interrupted and ready.can_become_another():
+            if start.waits and not over.interrupted and ready.can_become_another():
                 self._kept = ready
             return over.ended(waits=self._kept is not None)
         finally:
@@ -230,6 +267,33 @@ def _reset(kept: _SetUp, start: Start) -> _SetUp:
     if not kept.trainable.reset_config(dict(start.config)):
         raise _Declined
     return kept
+
+
+@contextmanager
+def _forks_end() -> Iterator[None]:
+    """End a fork of the trial's process that leaves the trainable: how the trial ends is not its to say."""
+    trial, code = os.getpid(), 1
+    try:
+        yield
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        raise
+    except BaseException:
+        if os.getpid() != trial:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != trial:
+            flush_output()
+            os._exit(code)
+
+
+def flush_output() -> None:
+    """Write what was printed; before `os._exit`, which does not."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads any more
+            stream.flush()
 
 
 def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
@@ -261,18 +325,6 @@ def _sendable(text: str) -> str:
     return f"{text[:half]}\n[{surplus} characters left out]\n{text[-half:]}"
 
 
-def _end_forked_child(error: BaseException) -> NoReturn:
-    """End a child that the trainable has forked, and that came out of it, as Python ends a process."""
-    code = 1
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    else:
-        traceback.print_exception(error)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
-
-
 def _be_quiet_when_a_thread_leaves() -> None:
     """Print no traceback where the trial's end ends a thread: the trainable's own thread, or the log, says it."""
     before = threading.excepthook
@@ -298,15 +350,6 @@ def _cause(error: BaseException) -> Cause:
             return Cause.USER
 
 
-def _be_deaf_to_the_group() -> None:
-    """A group-wide SIGTERM (SLURM, a terminal) must not end training before the supervisor has asked for the state.
-
-    A handler, unlike SIG_IGN, is not inherited by what the trainable starts.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-
-
 def _be_killed_with_the_supervisor() -> None:
     """Have Linux see to it, also while C code holds the interpreter; elsewhere the lifeline must do."""
     if sys.platform == "linux":
@@ -322,6 +365,5 @@ def _die_with_supervisor(lifeline_fd: int) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
     # Threads and children that the trainable left behind must not keep a finished trial alive.
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    flush_output()
     os._exit(0)

@@ -82,7 +82,7 @@ class Driver:
 
     def trials(self) -> Sequence[int]:
         """Return the processes that train, found by what they are, not by what the flow says."""
-        return [pid for pid in self.family() if b"prefect_tune.trial_process" in _file_of(pid, "cmdline")]
+        return [pid for pid in self.family() if _file_of(pid, "comm") == b"trial\n"]
 
     def family(self) -> Sequence[int]:
         """Return every process that descends from this one and lives, whoever its parent is by now."""

@@ -176,12 +176,12 @@ def test_a_search_and_its_deployment_runs_are_killed_and_the_table_is_the_same(
 
 def _struck(driver: Driver, worker: subprocess.Popen[bytes], chance: random.Random) -> bool:
     """Kill the search, a run of the deployment with its trial, or the trial alone; return whether there was one."""
-    victim = chance.choice(["search", "prefect.engine", "prefect_tune.trial_process"])
+    victim = chance.choice(["search", "prefect.engine", "trial"])
     if victim == "search":
         driver.kill()
         return True
     below = psutil.Process(worker.pid).children(recursive=True)
-    found = [each for each in below if any(victim in word for word in each.cmdline())][:1]
+    found = [each for each in below if each.name() == victim or any(victim == word for word in each.cmdline())][:1]
     for each in [below for top in found for below in [*top.children(recursive=True), top]]:
         with suppress(psutil.NoSuchProcess):
             each.kill()

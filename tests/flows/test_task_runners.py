@@ -40,8 +40,10 @@ def ray() -> TaskRunner:
 
 
 def worker_of(pid: int) -> int:
-    """The trial's process is a child of the process that supervises it."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    """The process that supervises a trial is above the one that it was forked from."""
+    while Path(f"/proc/{pid}/comm").read_text().startswith("trial"):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
 
 
 def kill_the_first_worker(witness: Path, killed: list[int]) -> None:

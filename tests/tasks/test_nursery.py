@@ -170,10 +170,16 @@ def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
         found_in(nursery, tmp_path)
 
 
-def test_what_only_a_new_interpreter_can_have_is_had_from_one(nursery: Nursery, tmp_path: Path) -> None:
-    found = [found_in(nursery, tmp_path, {"PYTHONHASHSEED": "7"})["hash"] for _ in range(2)]
-    assert found[0] == found[1]
-    assert found_in(nursery, tmp_path)["hash"] != found[0]
+def test_what_only_a_new_interpreter_can_have_is_had_from_one_that_serves_all_such_trials(tmp_path: Path) -> None:
+    with family() as ours, Nursery(slots=1) as nursery:
+        seeded = [found_in(nursery, tmp_path, {"PYTHONHASHSEED": "7"}) for _ in range(2)]
+        server = ours.one("trial-nursery")
+        assert seeded[0]["hash"] == seeded[1]["hash"] != found_in(nursery, tmp_path)["hash"]
+        assert server in ours.pids("trial-nursery")
+        assert found_in(nursery, tmp_path, {"PYTHONHASHSEED": "7"})["hash"] == seeded[0]["hash"]
+        assert len(ours.pids("trial-nursery")) == 2
+        found_in(nursery, tmp_path, {"PYTHONHASHSEED": "8"})
+        until(lambda: len(ours.pids("trial-nursery")) == 2, what=lambda: "the end of the one not used for longest")
 
 
 def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(

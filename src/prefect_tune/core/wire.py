@@ -75,6 +75,8 @@ class Start(Value):
     """Whether a class trainable saves there before it asks."""
     answers: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
     """What persons have answered the trial, by the keys of its questions."""
+    waits: bool = True
+    """Whether the process may wait for another trial afterwards, where its trainable can become that."""
 
 
 class Saved(Value):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import glob
+import hashlib
+import itertools
 import os
 import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from uuid import uuid4
 
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.file_lock import FileLock, Share
@@ -90,6 +91,7 @@ class _Home:
         self._taken_count = 0
         self._undo = ExitStack()
         self._directory = Path()
+        self._names = itertools.count(1)
         self._spare: dict[tuple[str, ...], list[_Tree]] = {}
 
     def take(self, folders: tuple[str, ...]) -> _Tree:
@@ -102,20 +104,24 @@ class _Home:
                 if (tree := spare.pop()).is_there():
                     return tree
         try:
-            return _Tree.made(self._directory / uuid4().hex, folders)
+            return _Tree.made(self._new_path(), folders)
         except BaseException:
             self._leave()
             raise
 
     def take_back(self, tree: _Tree) -> None:
         try:
-            if tree.folders and (other := tree.renamed(self._directory / uuid4().hex)) is not None:
+            if tree.folders and (other := tree.renamed(self._new_path())) is not None:
                 with self._guard:
                     self._spare.setdefault(tree.folders, []).append(other)
             else:
                 shutil.rmtree(tree.path, ignore_errors=True)
         finally:
             self._leave()
+
+    def _new_path(self) -> Path:
+        """Short: a socket in a trial's temporary directory has 107 bytes for its path (multiprocessing, PyTorch)."""
+        return self._directory / str(next(self._names))
 
     def _leave(self) -> None:
         with self._guard:
@@ -149,18 +155,22 @@ def _locked_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _this_machine() -> str:
+    """Eight characters in place of a name that may have 64."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
 def _made(shared: Path) -> tuple[Path, FileLock]:
     """Whoever clears away at this very moment may take a directory that is not locked yet for a dead one's."""
     while True:
-        directory = shared / f"{socket.gethostname()}-{uuid4().hex}"
-        directory.mkdir(mode=0o700)
+        directory = Path(tempfile.mkdtemp(prefix=f"{_this_machine()}-", dir=shared))
         with suppress(FileNotFoundError):
             return directory, FileLock.take(directory / _LOCK, Share.ALONE, Deadline.after(timedelta(seconds=10)))
 
 
 def _clear_away_the_dead(shared: Path) -> None:
     """Of this machine only: on a shared disk another machine's locks are not always seen."""
-    for directory in shared.glob(f"{glob.escape(socket.gethostname())}-*"):
+    for directory in shared.glob(f"{_this_machine()}-*"):
         if directory.is_symlink() or not (directory / _LOCK).exists():
             continue  # being made this very moment, or not ours
         with suppress(FileNotFoundError):  # somebody else clears it away too

@@ -1,0 +1,202 @@
+"""Trainables that compute in processes of their own, by each of the usual ways, and report a step once those work."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from multiprocessing.pool import Pool
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import prefect_tune as pt
+from tests.trainables.witness import tell
+
+__all__ = ["WAYS", "forks_from_a_thread", "pools", "returns_in_a_fork", "terminates", "terminates_at_once", "trains"]
+
+Config = Mapping[str, Any]
+Metrics = Mapping[str, Any]
+Open = Callable[[Config], Any]
+
+
+def trains(config: Config) -> None:
+    """Report steps while workers are busy, as `config["way"]` has them; end after `config["steps"]`, or when told."""
+    with WAYS[config["way"]](config):
+        for step in range(int(config["steps"])):
+            with TemporaryDirectory() as directory:
+                Path(directory, "step").write_text(str(step))
+                pt.report({"step": step}, checkpoint=pt.Checkpoint.from_directory(directory))
+            tell(config["witness"], "trained", step)
+            time.sleep(0.02)
+
+
+def busy(witness: str, seconds: float = 600) -> None:
+    """Say so, and compute: a worker that nobody waits for."""
+    tell(witness, "worker", 0)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _wait_for_workers(config: Config, count: int) -> None:
+    from tests.trainables.witness import told
+
+    while sum(each.act == "worker" for each in told(Path(config["witness"]))) < count:
+        time.sleep(0.005)
+
+
+@contextmanager
+def _pool(config: Config, method: str) -> Iterator[None]:
+    """Leaving `with Pool()` terminates workers in the middle of what they do."""
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        pool.map_async(busy, [config["witness"]] * 2, chunksize=1)
+        _wait_for_workers(config, 2)
+        yield
+
+
+@contextmanager
+def _executor(config: Config) -> Iterator[None]:
+    """Its `with` waits for the workers, so they do not take long; one that is left behind is not waited for."""
+    with ProcessPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(busy, config["witness"], 0.5)
+        _wait_for_workers(config, 2)
+        yield
+
+
+@contextmanager
+def _loky(config: Config) -> Iterator[None]:
+    """Workers that are kept, with a file in shared memory: joblib's defaults."""
+    import numpy as np
+    from joblib import Parallel, delayed
+
+    big = np.zeros(1 << 18)
+    with Parallel(n_jobs=2) as parallel:
+        assert parallel(delayed(_sum)(big, config["witness"]) for _ in range(4)) == [0.0] * 4
+        _wait_for_workers(config, 2)
+        yield
+
+
+def _sum(numbers: Any, witness: str) -> float:
+    tell(witness, "worker", 0)
+    return float(numbers.sum())
+
+
+@contextmanager
+def _subprocess(config: Config) -> Iterator[None]:
+    with subprocess.Popen(["sh", "-c", "sleep 600; true"]) as child:
+        tell(config["witness"], "worker", 0)
+        try:
+            yield
+        finally:
+            child.kill()  # the shell; its `sleep` lives on
+
+
+@contextmanager
+def _daemon(config: Config) -> Iterator[None]:
+    """Twice forked, in a session of its own; nobody ends it."""
+    script = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(600)"
+    subprocess.run([sys.executable, "-S", "-c", script], check=True)
+    tell(config["witness"], "worker", 0)
+    yield
+
+
+@contextmanager
+def _shared_memory(config: Config) -> Iterator[None]:
+    """A segment that only multiprocessing's resource tracker removes, where its maker is killed."""
+    with closing(SharedMemory(create=True, size=1 << 16)) as memory:
+        Path(config["witness"]).with_suffix(".shared").write_text(memory.name)
+        tell(config["witness"], "worker", 0)
+        yield
+        memory.unlink()
+
+
+@contextmanager
+def _data_loader(config: Config) -> Iterator[None]:
+    """PyTorch's, in the middle of an epoch."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    loader = DataLoader(TensorDataset(torch.arange(10_000)), num_workers=2, persistent_workers=True)
+    with ExitStack() as stack:
+        batches = iter(loader)
+        next(batches)
+        tell(config["witness"], "worker", 0)
+        stack.callback(batches._shutdown_workers)  # type: ignore[attr-defined]  # as its `__del__`
+        yield
+
+
+WAYS: Mapping[str, Open] = {
+    "fork": partial(_pool, method="fork"),
+    "forkserver": partial(_pool, method="forkserver"),
+    "spawn": partial(_pool, method="spawn"),
+    "ProcessPoolExecutor": _executor,
+    "loky": _loky,
+    "subprocess": _subprocess,
+    "daemon": _daemon,
+    "shared memory": _shared_memory,
+    "DataLoader": _data_loader,
+}
+
+
+def pools(config: Config) -> Metrics:
+    """Opens and leaves many pools, one after the other."""
+    for _ in range(int(config["rounds"])):
+        with Pool(4) as pool:
+            pool.map(abs, range(4))
+    return {"rounds": config["rounds"]}
+
+
+def terminates(config: Config) -> Metrics:
+    """Ends a forked worker as multiprocessing does; says how it ended."""
+    return {"codes": [_code_of_terminated(config, number) for number in (signal.SIGTERM, signal.SIGINT)]}
+
+
+def _code_of_terminated(config: Config, number: int, *, at_once: bool = False) -> int | None:
+    gate = Path(f"{config['witness']}.{number}")
+    worker = multiprocessing.get_context("fork").Process(target=_touch_and_wait, args=(gate,))
+    worker.start()
+    while not at_once and not gate.exists():
+        time.sleep(0.001)
+    os.kill(worker.pid or 0, number)
+    worker.join(20)
+    return worker.exitcode
+
+
+def _touch_and_wait(gate: Path) -> None:
+    gate.touch()
+    time.sleep(600)
+
+
+def terminates_at_once(config: Config) -> Metrics:
+    """Ends forked workers the moment they are there, before they have run a line of their own."""
+    found = [_code_of_terminated(config, signal.SIGTERM, at_once=True) for _ in range(int(config["rounds"]))]
+    return {"codes": sorted(set(found), key=str)}
+
+
+def forks_from_a_thread(config: Config) -> Metrics:
+    """Forks where it is not the main thread that forks, while others do the same."""
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: _code_of_terminated(config, signal.SIGTERM), range(12)))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return {"codes": sorted(set(found), key=str), "blocked": len(blocked), "threads": threading.active_count()}
+
+
+def returns_in_a_fork(config: Config) -> Metrics:
+    """Forks by hand, and returns in the child too (or raises): an accident, whose victim is not the trial."""
+    if os.fork() == 0:
+        if config["raises"]:
+            raise RuntimeError("in the fork")
+        return {"where": "in the fork"}
+    os.wait()
+    return {"where": "in the trial"}
