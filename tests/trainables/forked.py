@@ -75,11 +75,17 @@ def computes(config: Config) -> None:
 
 
 def daemonizes(config: Config) -> Metrics:
-    """Leaves a child, a child in a session of its own, and an orphan in a session of its own."""
+    """Leaves a child, a child in a session of its own, and an orphan in a session of its own.
+
+    With `config["stubborn"]` these do not end by SIGTERM.
+    """
+    trap = "trap '' TERM; " if config.get("stubborn") else ""
     for detached in (False, True):
-        child = subprocess.Popen(["sleep", "1000"], start_new_session=detached)
+        child = subprocess.Popen(["sh", "-c", f"{trap}exec sleep 1000"], start_new_session=detached)
         tell(config["witness"], "child", child.pid)
-    script = "import os; os.setsid(); print(os.fork() or os.close(1) or os.execlp('sleep', 'sleep', '1000'))"
+    ignored = "signal.signal(15, signal.SIG_IGN); " if config.get("stubborn") else ""
+    sleep = "os.fork() or os.close(1) or os.execlp('sleep', 'sleep', '1000')"
+    script = f"import os, signal; os.setsid(); {ignored}print({sleep})"
     orphan = subprocess.run([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
     tell(config["witness"], "orphan", int(orphan))
     for _ in range(3):  # orphans that end before the trial does

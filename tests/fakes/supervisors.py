@@ -1,0 +1,99 @@
+"""Supervisors of one trial, made to be killed: forked from a process that has imported everything already."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from prefect_tune.tasks.nursery import Nursery, supervised_process
+from tests.fakes.nurseries import Family, heard, start_of, until
+from tests.trainables.forked import daemonizes
+from tests.trainables.witness import told
+
+__all__ = ["PATIENCE_SECONDS", "WAYS", "Watched", "watched"]
+
+PATIENCE_SECONDS = 60.0  # of a machine that is busy with other tests
+WAYS = ("search", "training", "elsewhere", "search of its environment", "elsewhere of its environment")
+"""How a trial's process is had: as by `tune`, by `durable_trainable`, or by the workers of Dask, Ray and deployments."""
+_STARTED = 3  # by the trial, that live on: in its session, in one of their own, and without a parent
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A supervisor and its trial, in processes that the test may kill."""
+
+    supervisor: BaseProcess
+    folder: Path
+    ours: Family
+
+    @property
+    def trial(self) -> int:
+        return next(each.pid for each in told(self.folder / "witness") if each.act == "begin")
+
+    @property
+    def started(self) -> set[int]:
+        """What the trial has started."""
+        return {each.step for each in told(self.folder / "witness") if each.act in ("child", "orphan")}
+
+    @property
+    def orphan(self) -> int:
+        return next(each.step for each in told(self.folder / "witness") if each.act == "orphan")
+
+    def has_begun(self) -> bool:
+        return any(each.act == "begin" for each in told(self.folder / "witness"))
+
+    def kill(self, *who: str) -> None:
+        """By the names that processes have; all of them before one of them can do anything about it."""
+        known = {"supervisor": self.supervisor.pid, "trial": self.trial}
+        pids = [known.get(name) or self.ours.one(name) for name in who]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def living(self) -> set[int]:
+        """Of the trial and what it has started."""
+        return {self.trial, *self.started} & set(self.ours.pids())
+
+
+@contextmanager
+def watched(folder: Path, way: str, *, stubborn: bool = False) -> Iterator[Watched]:
+    """Have a trial trained that has started processes; none of them outlives the block, or the block fails."""
+    folder.mkdir(exist_ok=True)
+    ours = Family()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.flows.preloaded"])
+    supervisor = context.Process(target=_supervise, args=(str(folder), way, stubborn, ours.variable))
+    supervisor.start()
+    try:
+        made = Watched(supervisor, folder, ours)
+        until(made.has_begun, seconds=PATIENCE_SECONDS, what=lambda: f"a trial: {ours.names()}")
+        assert len(made.started) == _STARTED
+        yield made
+    finally:
+        supervisor.kill()
+        supervisor.join()
+    ours.require_none(seconds=PATIENCE_SECONDS)
+
+
+def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> None:
+    os.environ.update([mark])
+    environment = {"PYTHONHASHSEED": "7"} if way.endswith("of its environment") else {}
+    with ExitStack() as stack:
+        slots = {"search": 2, "training": 0}.get(way.split()[0])
+        process = supervised_process if slots is None else stack.enter_context(Nursery(slots=slots)).process
+        config = {"witness": f"{folder}/witness", "gate": "/none", "stubborn": stubborn}
+        start = start_of(daemonizes, Path(folder), config)
+        with process(start, logging.getLogger(), environment) as channel:
+            heard(channel, seconds=10 * PATIENCE_SECONDS)
+            channel.end()
+            Path(folder, "ended").touch()
+            threading.Event().wait()
