@@ -88,7 +88,7 @@ def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> 
     os.environ.update([mark])
     environment = {"PYTHONHASHSEED": "7"} if way.endswith("of its environment") else {}
     with ExitStack() as stack:
-        slots = {"search": 2, "training": 0}.get(way.split()[0])
+        slots = {"search": 2, "training": 0}.get(way.split(maxsplit=1)[0])
         process = supervised_process if slots is None else stack.enter_context(Nursery(slots=slots)).process
         config = {"witness": f"{folder}/witness", "gate": "/none", "stubborn": stubborn}
         start = start_of(daemonizes, Path(folder), config)

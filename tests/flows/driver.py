@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
+from tests.fakes.task_runners import dask, ray
+
 __all__ = ["Driver", "Drivers", "Flow", "Write", "until"]
 
-Flow: TypeAlias = Literal["durable_trainable", "tune"]
+Flow: TypeAlias = Literal["durable_trainable", "tune", "tune on Dask", "tune on Ray"]
 
 _MARK = "PREFECT_TUNE_TEST_DRIVER"
 
@@ -228,14 +230,19 @@ def _trained(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[st
     }
 
 
-def _searched(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _searched(
+    arguments: Sequence[Any], options: Mapping[str, Any], runner: Callable[[], Any] | None = None
+) -> Mapping[str, Any]:
     from prefect_tune.flows.tune import tune
 
-    results = tune(*arguments, **options)
+    flow = tune if runner is None else tune.with_options(task_runner=runner())
+    results = flow(*arguments, **options)
     return {"trials": {each.trial: str(each.status) for each in results.trials.values()}}
 
 
 _CALLS: Mapping[Flow, Callable[[Sequence[Any], Mapping[str, Any]], Mapping[str, Any]]] = {
     "durable_trainable": lambda arguments, options: _outcome(lambda: _trained(arguments, options)),
     "tune": lambda arguments, options: _outcome(lambda: _searched(arguments, options)),
+    "tune on Dask": lambda arguments, options: _outcome(lambda: _searched(arguments, options, dask)),
+    "tune on Ray": lambda arguments, options: _outcome(lambda: _searched(arguments, options, ray)),
 }

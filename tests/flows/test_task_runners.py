@@ -17,6 +17,7 @@ from prefect_tune.core.cadence import Cadence
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.trial import Status
 from prefect_tune.flows.tune import tune
+from tests.fakes.task_runners import dask, ray, worker_of
 from tests.flows.driver import until
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import curves
@@ -24,26 +25,6 @@ from tests.trainables.witness import told
 
 _STEPS = 12
 _ROWS = [3, 5, 8]
-
-
-def dask() -> TaskRunner:
-    from prefect_dask.task_runners import DaskTaskRunner
-
-    cluster = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-    return DaskTaskRunner(cluster_kwargs=cluster)
-
-
-def ray() -> TaskRunner:
-    prefect_ray = pytest.importorskip("prefect_ray")  # pip install 'prefect-tune[ray]': a hundred megabytes
-    quiet = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False}
-    return prefect_ray.RayTaskRunner("local", init_kwargs=quiet)  # and not a cluster that somebody has left running
-
-
-def worker_of(pid: int) -> int:
-    """The process that supervises a trial is above the one that it was forked from."""
-    while Path(f"/proc/{pid}/comm").read_text().startswith("trial"):
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid
 
 
 def kill_the_first_worker(witness: Path, killed: list[int]) -> None:

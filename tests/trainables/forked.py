@@ -91,7 +91,7 @@ def daemonizes(config: Config) -> Metrics:
     for _ in range(3):  # orphans that end before the trial does
         subprocess.run(["sh", "-c", "sleep 0.01 &"], check=True)
     tell(config["witness"], "begin", 1)
-    hold(config.get("gate"))
+    hold(config.get("gate"), seconds=float(config.get("seconds", 60)))
     return {"pid": os.getpid()}
 
 

@@ -1,0 +1,30 @@
+"""Dask and Ray on this machine, and which of their processes supervises a trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prefect.task_runners import TaskRunner
+
+__all__ = ["dask", "ray", "worker_of"]
+
+
+def dask() -> TaskRunner:
+    from prefect_dask.task_runners import DaskTaskRunner
+
+    cluster = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    return DaskTaskRunner(cluster_kwargs=cluster)
+
+
+def ray() -> TaskRunner:
+    prefect_ray = pytest.importorskip("prefect_ray")  # pip install 'prefect-tune[ray]': a hundred megabytes
+    quiet = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False}
+    return prefect_ray.RayTaskRunner("local", init_kwargs=quiet)  # and not a cluster that somebody has left running
+
+
+def worker_of(pid: int) -> int:
+    """The process that supervises a trial is above the one that it was forked from."""
+    while Path(f"/proc/{pid}/comm").read_text().startswith("trial"):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
