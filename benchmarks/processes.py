@@ -1,4 +1,4 @@
-"""What it costs to have a process for an attempt: started by itself, forked, or kept from the trial before.
+"""What it costs to have a process for an attempt: with all it needs, forked, or kept from the trial before.
 
 python -m benchmarks.processes [--write]
 
@@ -26,8 +26,7 @@ from pathlib import Path
 
 from benchmarks.tables import circumstances, table, write
 from prefect_tune.core.wire import Broke, FromTrial, StepDone, TrialEnded
-from prefect_tune.tasks.nursery import Nursery
-from prefect_tune.tasks.trial_channel import trial_process
+from prefect_tune.tasks.nursery import Nursery, supervised_process
 from tests.fakes.nurseries import start_of
 
 FEW = 5
@@ -140,8 +139,8 @@ class _Attempts:
 
     def said(self, trainable: str) -> list[FromTrial]:
         """Run an attempt; return what it said."""
-        open_channel = self._nursery.process if self._way.forks else trial_process
-        config = {"parent_too": self._way.forks}
+        open_channel = self._nursery.process if self._way.forks else supervised_process
+        config = {"forks": self._way.forks}
         start = start_of(trainable, self._room, config, steps=self._way.steps)
         said: list[FromTrial] = []
         with open_channel(start, _LOG) as channel:
@@ -153,7 +152,7 @@ class _Attempts:
 
 
 def _memory_mib(way: Way) -> float | None:
-    """The median memory of an attempt's process, and of the one that looks after it, that they share with nobody."""
+    """The median memory of an attempt: of its process, and of those above it that are there for it alone."""
     if not way.is_weighed:
         return None
     weights = []

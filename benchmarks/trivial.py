@@ -28,11 +28,20 @@ class Resettable(pt.Trainable):
 
 
 def weigh(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Report the memory that nobody else has: of this process and, where `config` says so, of its parent."""
-    pids = [os.getpid(), *([os.getppid()] if config["parent_too"] else [])]
-    return {"mib": sum(_private_kib(pid) for pid in pids) / 1024}
+    """Report the memory of this process and of its subreaper; where the fork server is its own, of that too.
+
+    A search's fork server has many of them: what they share with it does not count.
+    """
+    subreaper = os.getppid()
+    if config["forks"]:
+        return {"mib": sum(_kib(pid, "Private_") for pid in (os.getpid(), subreaper)) / 1024}
+    return {"mib": sum(_kib(pid, "Pss:") for pid in (os.getpid(), subreaper, _parent_of(subreaper))) / 1024}
 
 
-def _private_kib(pid: int) -> int:
+def _kib(pid: int, kind: str) -> int:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return sum(int(line.split()[1]) for line in lines if line.startswith(kind))
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -22,7 +22,7 @@ __all__ = ["PATIENCE_SECONDS", "WAYS", "Watched", "watched"]
 
 PATIENCE_SECONDS = 60.0  # of a machine that is busy with other tests
 WAYS = ("search", "training", "elsewhere", "search of its environment", "elsewhere of its environment")
-"""How a trial's process is had: as by `tune`, by `durable_trainable`, or by the workers of Dask, Ray and deployments."""
+"""How a trial's process is had: as by `tune`, by `durable_trainable`, by a worker of Dask or Ray, by a deployment."""
 _STARTED = 3  # by the trial, that live on: in its session, in one of their own, and without a parent
 
 

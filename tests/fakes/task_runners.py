@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ def dask() -> TaskRunner:
 
 def ray() -> TaskRunner:
     prefect_ray = pytest.importorskip("prefect_ray")  # pip install 'prefect-tune[ray]': a hundred megabytes
+    os.environ.setdefault(
+        "PYTHONPATH", str(Path(__file__).parents[2])
+    )  # its workers import the trainables of the tests
     quiet = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False}
     return prefect_ray.RayTaskRunner("local", init_kwargs=quiet)  # and not a cluster that somebody has left running
 
