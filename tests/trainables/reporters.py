@@ -198,7 +198,7 @@ def shows_sockets(_config: Config) -> Config:
 
 def reports_from_a_started_program(config: Config) -> Config:
     """Start `config["arguments"]`, or this program again; tell what it said, or what starting it raised."""
-    again = ["-m", str(sys.modules["__main__"].__spec__.name), *sys.argv[1:]]  # type: ignore[union-attr]  # by -m
+    again = ["-m", str(sys.modules["__main__"].__spec__.name), *sys.argv[1:]]  # type: ignore[union-attr]  # it was run by -m
     try:
         done = subprocess.run(
             [sys.executable, *config.get("arguments", again)],
