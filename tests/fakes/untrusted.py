@@ -112,7 +112,7 @@ def untrusted_folder(folder: Path, patch: pytest.MonkeyPatch) -> Untrusted:
     patch.syspath_prepend(str(code))
     shared = folder / "shared"
     make_root(shared)
-    shared.chmod(0o775)
+    shared.chmod(0o777)
     return Untrusted(LocalTarget(path=str(shared)), module, marker)
 
 

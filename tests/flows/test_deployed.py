@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target
 from prefect_tune.flows.deploying import Pool, deploy
 from prefect_tune.flows.deployments import Schedule, named, of_one_experiment, wanted
+from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at
 
 POOL, SECRET = "deployed", "never-shown-to-anybody"
@@ -157,3 +159,27 @@ def test_a_script_that_passes_the_block_itself_tells_nothing_either(client: Sync
             TRAINABLE, {"row": 1}, target=target, experiment="script", stop={"step": 1}, isolation="thread"
         )
     assert SECRET not in everything(client)
+
+
+def test_a_deployment_of_resume_runs_what_it_trusts_and_a_retry_of_its_run_nothing_else(
+    client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untrusted = untrusted_folder(tmp_path, monkeypatch)
+    settings = {"trainable": TRAINABLE, "space": {"row": 1}, "num_samples": 1, "metric": "error", "stop": {"step": 2}}
+    describe(untrusted.target, "theirs", {**settings, "isolation": "thread"})
+
+    def end_of(flow_run: FlowRun) -> State[Any]:
+        client.set_flow_run_state(flow_run.id, Pending(), force=True)  # as *Retry* does
+        return ended(client, name, flow_run)
+
+    name = deployed("resume", "theirs", {"target": untrusted.target.uri})
+    distrusting = begun(client, name)
+    assert "no package is trusted" in str(end_of(distrusting).message)
+    deployed("resume", "theirs", {"target": untrusted.target.uri, "trusted_packages": ["tests"]})
+    trusting = begun(client, name)
+    assert end_of(trusting).is_completed()
+    assert "no package is trusted" in str(end_of(distrusting).message)  # a run keeps its own parameters
+    untrusted.forge("trainable", "theirs")
+    for each in (trusting, begun(client, name)):
+        assert f"{untrusted.module} is not in a trusted package" in str(end_of(each).message)
+    assert not untrusted.marker.exists()
