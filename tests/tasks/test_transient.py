@@ -11,7 +11,7 @@ import pytest
 from prefect.states import Failed
 
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
-from prefect_tune.tasks import save_checkpoint, transient
+from prefect_tune.tasks import save_checkpoint
 from prefect_tune.tasks.experiment_state import check_target
 from prefect_tune.tasks.transient import is_transient, is_unavailable, retrying, retrying_refusals
 
@@ -41,7 +41,7 @@ class Target:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transient.time, "sleep", lambda _seconds: None)
+    monkeypatch.setattr("prefect_tune.tasks.transient.time.sleep", lambda _seconds: None)
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
@@ -97,6 +97,6 @@ def test_the_check_that_a_run_begins_with_takes_a_refusal_for_an_answer() -> Non
 
 
 def test_the_tries_of_a_task_last_longer_than_it_takes_to_replace_credentials() -> None:
-    pauses = cast("list[float]", save_checkpoint.retry_delay_seconds)
+    pauses = save_checkpoint.retry_delay_seconds
     assert len(pauses) == save_checkpoint.retries
     assert sum(pauses) > 60
