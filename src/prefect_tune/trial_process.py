@@ -1,12 +1,12 @@
-"""The process that a trial is trained in: `python -m prefect_tune.trial_process`, without Prefect.
+"""What runs in the process that a trial is trained in, without Prefect.
 
-It reads one `Start` from the channel that it inherits, trains, and says how it ended. It writes to
-no target. When its supervisor is gone it ends, and so does every process of its session.
+It reads a `Start` from its channel, trains, and says how it ended. It writes to no target. On Linux the process is
+forked and looked after by `prefect_tune.nursery`. Elsewhere it is `python -m prefect_tune.trial_process`: when its
+supervisor is gone it ends, and so does every process of its session.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import importlib
 import inspect
@@ -39,7 +39,6 @@ from prefect_tune.trainable import Trainable, TrialOver, enter, require_trainabl
 
 __all__ = ["flush_output", "load_trainable", "rehearse", "serve", "train"]
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_TEXT = 100_000  # of an error: it is journaled
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
@@ -67,7 +66,6 @@ class _SetUp:
 def main(channel_fd: int, lifeline_fd: int) -> None:
     """Serve one attempt on the inherited descriptors."""
     ignore_group_signals()
-    _be_killed_with_the_supervisor()
     threading.Thread(target=_die_with_supervisor, args=(lifeline_fd,), daemon=True).start()
     train(Connection(channel_fd), whole_process=True)
 
@@ -348,12 +346,6 @@ def _cause(error: BaseException) -> Cause:
             return Cause.BAD_METRIC
         case _:
             return Cause.USER
-
-
-def _be_killed_with_the_supervisor() -> None:
-    """Have Linux see to it, also while C code holds the interpreter; elsewhere the lifeline must do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _die_with_supervisor(lifeline_fd: int) -> None:

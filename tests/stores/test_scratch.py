@@ -82,3 +82,10 @@ def test_one_that_was_tidied_away_is_made_again(kept: Path) -> None:
     with ScratchDirectory(*FOLDERS) as second:
         assert first != second
         assert (second / "staging").is_dir()
+
+
+def test_its_path_leaves_room_for_sockets_whatever_the_machine_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has at most 107 bytes, of which multiprocessing takes 32."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "m" * 64)
+    with ScratchDirectory("1") as path:
+        assert len(str(path / "1")) - len(tempfile.gettempdir()) <= 48

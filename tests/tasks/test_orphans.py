@@ -64,6 +64,16 @@ def test_of_the_subreaper_and_the_fork_server_one_is_enough(tmp_path: Path, way:
         require_nothing_living(seen)
 
 
+def test_the_fork_server_stays_for_a_subreaper_that_is_killed_after_their_supervisor(tmp_path: Path) -> None:
+    with watched(tmp_path, "search") as seen:
+        subreaper = seen.ours.one("trial-nanny")
+        os.kill(subreaper, signal.SIGSTOP)  # it has not got round to its work
+        seen.kill("supervisor")
+        time.sleep(0.3)
+        os.kill(subreaper, signal.SIGKILL)
+        require_nothing_living(seen)
+
+
 def test_a_fork_server_that_is_killed_takes_nothing_along(tmp_path: Path) -> None:
     with watched(tmp_path, "search") as seen:
         seen.kill("trial-nursery")

@@ -78,7 +78,7 @@ def _executor(config: Config) -> Iterator[None]:
 def _loky(config: Config) -> Iterator[None]:
     """Workers that are kept, with a file in shared memory: joblib's defaults."""
     import numpy as np
-    from joblib import Parallel, delayed
+    from joblib import Parallel, delayed  # type: ignore[import-untyped]  # it has no types of its own
 
     big = np.zeros(1 << 18)
     with Parallel(n_jobs=2) as parallel:
