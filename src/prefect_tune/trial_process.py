@@ -39,7 +39,6 @@ from prefect_tune.trainable import Trainable, TrialOver, enter, require_trainabl
 
 __all__ = ["flush_output", "load_trainable", "rehearse", "serve", "train"]
 
-_LONGEST_TEXT = 100_000  # of an error: it is journaled
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
 
@@ -310,17 +309,15 @@ def _code(trainable: type | TrainFunction) -> str:
 
 def _broke(error: BaseException) -> Broke:
     cause = _cause(error)
-    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {error}"
-    return Broke(cause=cause, message=_sendable(message), traceback=_sendable(traceback.format_exc()))
+    message = str(error) if isinstance(error, _NotLoaded) else f"{type(error).__name__}: {_text_of(error)}"
+    return Broke(cause=cause, message=message, traceback=traceback.format_exc())
 
 
-def _sendable(text: str) -> str:
-    """Return text that UTF-8 can say, its middle left out where it is long: an error may show a whole array."""
-    text = text.encode(errors="backslashreplace").decode()
-    if (surplus := len(text) - _LONGEST_TEXT) <= 0:
-        return text
-    half = _LONGEST_TEXT // 2
-    return f"{text[:half]}\n[{surplus} characters left out]\n{text[-half:]}"
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as unsayable:  # noqa: BLE001 - whatever the user's class raises, the failure itself arrives
+        return f"(its text cannot be had: {type(unsayable).__name__})"
 
 
 def _be_quiet_when_a_thread_leaves() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

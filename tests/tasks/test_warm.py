@@ -163,8 +163,9 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
         else:
             last = heard(channel)[-1]
             assert isinstance(last, {"is interrupted": TrialEnded, "is killed": Loaded}.get(how, Broke))
+        served = set(ours.pids("trial"))
         channel.end()
-    assert not ours.pids("trial")
+    assert served.isdisjoint(ours.pids("trial"))  # the one that is forked ahead for the next trial may be there
     assert trained(3)["pid"] != before
     assert acts(witness).count("setup 3") == 1
 

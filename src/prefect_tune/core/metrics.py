@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.numbers import is_finite, shown
+from prefect_tune.core.texts import is_unicode
 
 __all__ = ["storable"]
 
@@ -47,8 +48,8 @@ def _plain(value: object, where: str, levels: int) -> object:
     if isinstance(value, list | tuple):
         return [_plain(each, f"{where}[{index}]", levels - 1) for index, each in enumerate(value)]
     item = getattr(value, "item", None)
-    if callable(item) and _element_count(value) == 1:
-        return _plain(item(), where, levels - 1)
+    if callable(item) and _element_count(value) == 1 and type(plain := item()) is not type(value):
+        return _plain(plain, where, levels - 1)  # `item` of NumPy's long doubles returns what it was called on
     raise BadMetric(
         f"{where}: expected a finite number, text, or JSON made of these, found {type(value).__name__}; "
         "convert it (float(x), x.tolist()), or save it in the checkpoint"
@@ -68,9 +69,6 @@ def _finite(value: float, where: str) -> float:
 
 
 def _text(value: str, where: str) -> str:
-    """Return a text that UTF-8 can say: a file name that is no UTF-8 has halves of characters in it."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BadMetric(f"{where}: expected Unicode text, found {value!a}; write ascii(x)") from error
-    return value
+    if is_unicode(value):
+        return value
+    raise BadMetric(f"{where}: expected Unicode text, found {value!a}; write ascii(x)")
