@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_tune.stores import scratch
 from prefect_tune.stores.scratch import ScratchDirectory
 
 FOLDERS = ("staging", "artifacts")
@@ -89,5 +90,6 @@ def test_one_that_was_tidied_away_is_made_again(kept: Path) -> None:
 def test_its_path_leaves_room_for_sockets_whatever_the_machine_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket's path has at most 107 bytes, of which multiprocessing takes 32."""
     monkeypatch.setattr(socket, "gethostname", lambda: "m" * 64)
+    monkeypatch.setattr(scratch, "_home", scratch._Home())
     with ScratchDirectory("1") as path:
         assert len(str(path / "1")) - len(tempfile.gettempdir()) <= 48
