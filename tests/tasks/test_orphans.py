@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ def require_nothing_living(seen: Watched) -> None:
     until(lambda: not seen.living(), seconds=PATIENCE_SECONDS, what=lambda: f"the end of {seen.living()}")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS[:-1], pytest.param(WAYS[-1], marks=pytest.mark.deep)])
 @pytest.mark.parametrize("killed", ["supervisor", "trial"])
 def test_all_that_a_trial_has_started_ends_when_it_or_its_supervisor_is_killed(
     tmp_path: Path, way: str, killed: str, record_property: Callable[[str, object], None]
@@ -45,22 +45,28 @@ def test_what_does_not_end_by_sigterm_is_killed(
         record_property(f"seconds until nothing lived: stubborn, {killed}", round(time.monotonic() - began, 3))
 
 
-_GUARDS: Mapping[str, tuple[str, ...]] = {
-    "the subreaper": ("trial-nanny",),
-    "the subreaper and the trial": ("trial-nanny", "trial"),
-    "the subreaper and the supervisor": ("trial-nanny", "supervisor"),
-    "the subreaper, the trial and the supervisor": ("trial-nanny", "trial", "supervisor"),
-    "the fork server and the trial": ("trial-nursery", "trial"),
-    "the fork server and the supervisor": ("trial-nursery", "supervisor"),
-    "the fork server, the trial and the supervisor": ("trial-nursery", "trial", "supervisor"),
-}
+_SUBREAPER, _FORK_SERVER = "trial-nanny", "trial-nursery"
+_GUARDS = [
+    (_SUBREAPER,),
+    (_SUBREAPER, "trial"),
+    (_FORK_SERVER, "trial"),
+    *(
+        pytest.param(each, marks=pytest.mark.deep)
+        for each in [
+            (_SUBREAPER, "supervisor"),
+            (_SUBREAPER, "trial", "supervisor"),
+            (_FORK_SERVER, "supervisor"),
+            (_FORK_SERVER, "trial", "supervisor"),
+        ]
+    ),
+]
 
 
-@pytest.mark.parametrize("killed", list(_GUARDS))
+@pytest.mark.parametrize("killed", _GUARDS, ids=" and ".join)
 @pytest.mark.parametrize("way", ["search", pytest.param("elsewhere", marks=pytest.mark.deep)])
-def test_of_the_subreaper_and_the_fork_server_one_is_enough(tmp_path: Path, way: str, killed: str) -> None:
+def test_of_the_subreaper_and_the_fork_server_one_is_enough(tmp_path: Path, way: str, killed: tuple[str, ...]) -> None:
     with watched(tmp_path, way) as seen:
-        seen.kill(*_GUARDS[killed])
+        seen.kill(*killed)
         require_nothing_living(seen)
 
 
