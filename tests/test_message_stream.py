@@ -77,8 +77,11 @@ def test_no_byte_is_read_beyond_a_message(ends: tuple[Connection, socket.socket]
 def test_a_message_may_be_as_long_as_the_limit_and_no_longer(
     ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
 ) -> None:
-    def of_length(length: int) -> TrialEnded:
-        return TrialEnded(reason="x" * (length - len(TrialEnded(reason="").model_dump_json())))
+    def saying(text: str) -> StepDone:
+        return StepDone(report=StepReport(step=1, metrics={"text": text}, trained_seconds=0.0))
+
+    def of_length(length: int) -> StepDone:
+        return saying("x" * (length - len(saying("").model_dump_json())))
 
     sending = threading.Thread(target=ends[1].sendall, args=(framed(of_length(_LIMIT_BYTES)),))
     sending.start()

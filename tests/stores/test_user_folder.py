@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import stat
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.stores.node_copies import node_folder
-from prefect_tune.stores.scratch import ScratchDirectory
+from prefect_tune.stores.scratch import ScratchDirectory, _this_machine
 from prefect_tune.stores.user_folder import user_folder
 
 NAME = f"prefect-tune-{os.geteuid()}"
@@ -197,12 +196,12 @@ def test_what_a_killed_process_left_is_removed_and_what_its_links_lead_to_stays(
     (outside / "folder").mkdir(parents=True)
     (outside / "folder" / ".alive").symlink_to(outside / "file")
     (outside / "file").write_text("precious")
-    left = user_folder() / f"{socket.gethostname()}-left"
+    left = user_folder() / f"{_this_machine()}-left"
     (left / "temporary").mkdir(parents=True)
     (left / ".alive").touch()
     (left / "temporary" / "folder").symlink_to(outside / "folder")
     (left / "temporary" / "file").symlink_to(outside / "file")
-    link = user_folder() / f"{socket.gethostname()}-link"
+    link = user_folder() / f"{_this_machine()}-link"
     link.symlink_to(outside / "folder")
     with ScratchDirectory():
         assert not left.exists()

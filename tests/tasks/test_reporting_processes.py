@@ -151,7 +151,7 @@ def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path
         assert found["forked"] == []
 
 
-@pytest.mark.parametrize(("how", "code"), [("return", 1), ("raise", 1), (0, 0), (7, 7)])
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), (0, 0), (7, 7)])
 def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_for_the_trial(
     opened: Opened, tmp_path: Path, how: object, code: int
 ) -> None:
