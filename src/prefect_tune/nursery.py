@@ -351,15 +351,15 @@ def _keep_only(*descriptors: int) -> None:
 
 def _children() -> set[int]:
     """Return the processes whose parent this one is, be it because theirs has died."""
-    me = str(os.getpid())
+    me = str(os.getpid()).encode()
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError):  # it has ended
-                # pid (name) state parent ...; the name may hold anything
-                found |= (
-                    {int(entry.name)} if (entry / "stat").read_text().rpartition(")")[2].split()[1] == me else set()
-                )
+                # pid (name) state parent ...; the name may hold anything, and be no text
+                _, parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+                if parent == me:
+                    found.add(int(entry.name))
     return found
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from prefect_tune.core.wire import TrialEnded
 from prefect_tune.tasks.nursery import Nursery
 from tests.fakes.nurseries import Hearing, family, heard, log_to, metrics_of, start_of, until
 from tests.trainables.forked import daemonizes, looks_around
 from tests.trainables.witness import told
 
 LOG = log_to(Hearing())
+_NOT_TEXT = b"\xff\xfe odd) S"
 
 
 def pid_of_a_trial(nursery: Nursery, folder: Path) -> int:
@@ -52,3 +58,37 @@ def test_trials_that_follow_each_other_as_a_nanny_leaves_all_have_one(tmp_path: 
             time.sleep(0.185 + number * 0.001)
             pid_of_a_trial(made, tmp_path)
         assert ours.one("trial-nursery") == nursery  # one that did not answer would have been replaced
+
+
+@contextmanager
+def a_process_whose_name_is_no_text() -> Iterator[None]:
+    """As Linux makes them: it cuts a name to 15 bytes, be it in the middle of a character."""
+    context = multiprocessing.get_context("fork")
+    named = context.Event()
+
+    def idle() -> None:
+        ctypes.CDLL(None).prctl(15, _NOT_TEXT)
+        named.set()
+        time.sleep(600)
+
+    process = context.Process(target=idle)
+    process.start()
+    try:
+        assert named.wait(60)
+        assert Path(f"/proc/{process.pid}/comm").read_bytes() == _NOT_TEXT + b"\n"
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    with family() as ours, a_process_whose_name_is_no_text(), Nursery(slots=1) as made:
+        config = {"witness": str(witness), "gate": ""}
+        with made.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
+            assert isinstance(heard(channel)[-1], TrialEnded)
+            assert channel.end() == "exited with code 0"
+        left = [each.step for each in told(witness) if each.act in ("child", "orphan")]
+        assert len(left) == 3
+        assert not set(left) & set(ours.pids())
