@@ -258,8 +258,9 @@ def _dismiss(children: list[Child]) -> None:
     """All at once: each may take its time to clean up."""
     for child in children:
         child.dismiss()
+    deadline = Deadline.after(_GOODBYE)
     for child in children:
-        child.end()
+        child.end(timedelta(seconds=deadline.remaining_seconds))
 
 
 class _Borrowed:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.wire import Question, TrialEnded
@@ -183,6 +184,8 @@ class Session(Protocol):
 # A thread started by the trainable sees no context variable of its starter: `_in_process` is for those.
 _in_context: ContextVar[Session] = ContextVar("prefect_tune_session")
 _in_process: list[Session] = []
+# In a process that serves trial after trial: threads that earlier ones have left running.
+_of_earlier_trials: WeakSet[threading.Thread] = WeakSet()
 
 
 def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
@@ -198,14 +201,15 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
 
     Threads of the trainable may report too: their reports are taken one after another, each as a step of its own. When
     the trial ends, each of them leaves by `TrialOver` at its next report; the trainable itself has 20 seconds to return
-    where only such a thread was told. Other processes return what they have to the trial's own, which reports it.
+    where only such a thread was told. A thread that lives on cannot report to the next trial of its process. Other
+    processes return what they have to the trial's own, which reports it.
 
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
-        InvalidInput: no trial runs here, this is another process than the trial's own or not its first rank, or the
-            checkpoint is not a local directory.
+        InvalidInput: no trial runs here, this is another process than the trial's own or not its first rank, this
+            thread is an earlier trial's, or the checkpoint is not a local directory.
     """
-    _session("pt.report").report(metrics, checkpoint)
+    _reporting_session("pt.report").report(metrics, checkpoint)
 
 
 def report_step(metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
@@ -219,7 +223,7 @@ def report_step(metrics: Mapping[str, object], save: Callable[[str], None]) -> N
         BadMetric: a value is NaN, infinite, or cannot be stored.
         InvalidInput: no trial runs here.
     """
-    _session("pt.report_step").report_step(metrics, save)
+    _reporting_session("pt.report_step").report_step(metrics, save)
 
 
 def save_last_step(save: Callable[[str], None]) -> None:
@@ -256,7 +260,7 @@ def ask(
     Raises:
         InvalidInput: no trial runs here, or a field is none that a form could show.
     """
-    return _session("pt.ask").ask(question, fields, key, save)
+    return _reporting_session("pt.ask").ask(question, fields, key, save)
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -284,7 +288,19 @@ def enter(session: Session, *, whole_process: bool) -> None:
     """Make `session` the trial of this context, and of every thread of this process where it has one to itself."""
     _in_context.set(session)
     if whole_process:
+        _of_earlier_trials.update(each for each in threading.enumerate() if each is not threading.current_thread())
         _in_process[:] = [session]
+
+
+def _reporting_session(caller: str) -> Session:
+    """Return the trial whose step is told; what a thread of an earlier trial has to say is not this one's."""
+    if threading.current_thread() in _of_earlier_trials:
+        raise InvalidInput(
+            f"{caller}(): expected a thread that this trial has started, found {threading.current_thread().name!r}, "
+            "which runs since an earlier trial of this process. Have cleanup end the threads that report, or "
+            "reset_config start them anew"
+        )
+    return _session(caller)
 
 
 def _session(caller: str) -> Session:

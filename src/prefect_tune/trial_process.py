@@ -234,7 +234,8 @@ class _Attempts:
         if start.restored:
             trainable.load_checkpoint(start.restored)
         try:
-            _train_until_over(session, trainable)
+            with _forks_end():  # `cleanup` is for the trial's process, not for each fork of it
+                _train_until_over(session, trainable)
         except TrialOver as over:
             if start.waits and not over.interrupted and ready.can_become_another():
                 self._kept = ready
