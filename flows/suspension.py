@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from uuid import UUID, uuid4
 
 import httpx
@@ -23,6 +22,8 @@ __all__ = ["Shown", "can_be_suspended", "last_form", "leave_with", "leave_withou
 
 _PREFIX = "prefect-tune-"
 _POLL_INTERVAL = timedelta(seconds=2)
+_LATER = {408, 429}
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ def pause_with(form: type[RunInput], timeout: timedelta) -> Mapping[str, object]
     """
     state: State[Any] = Paused(timeout_seconds=int(timeout.total_seconds()), pause_key=uuid4().hex)
     keyset = keyset_from_paused_state(state)
-    state.state_details.run_input_keyset = {str(name): key for name, key in keyset.items()}
+    keyset_as_text = {str(name): key for name, key in keyset.items()}
+    state.state_details.run_input_keyset = keyset_as_text
     run_id = _run_id()
     form.save(keyset, run_id)
     with get_client(sync_client=True) as client:
@@ -93,15 +95,25 @@ def pause_with(form: type[RunInput], timeout: timedelta) -> Mapping[str, object]
         resumed = _state_after_pause(client, run_id)
         if not resumed.is_running():
             raise Abort(f"The flow run waited for an answer, and is {resumed.name} now: its process ends.")
-        return _answer(client, run_id, state.state_details.run_input_keyset)
+        return _read(lambda: _answer(client, run_id, keyset_as_text))
 
 
 def _state_after_pause(client: SyncPrefectClient, run_id: UUID) -> State[Any]:
+    while (now := _read(lambda: client.read_flow_run(run_id).state)) is None or now.is_paused():
+        time.sleep(_POLL_INTERVAL.total_seconds())
+    return now
+
+
+def _read(ask: Callable[[], _Read]) -> _Read:
+    """Return what the API answers, however long it is away or ill: the run is still Paused there, or resumed."""
     while True:
-        with suppress(httpx.TransportError):  # the API is away: the run is still Paused there
-            now = client.read_flow_run(run_id).state
-            if now is not None and not now.is_paused():
-                return now
+        try:
+            return ask()
+        except httpx.TransportError:
+            pass
+        except httpx.HTTPStatusError as error:
+            if not (error.response.is_server_error or error.response.status_code in _LATER):
+                raise
         time.sleep(_POLL_INTERVAL.total_seconds())
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
+import httpx
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
@@ -18,6 +20,7 @@ from prefect.states import Cancelled
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events import Questioned
+from prefect_tune.flows import suspension
 from prefect_tune.flows.terminal_form import asked_in_terminal
 from tests.flows.driver import Drivers, until
 from tests.flows.training import experiment_at, owners_at
@@ -68,6 +71,44 @@ def test_a_resume_in_the_instant_of_pausing_is_accepted(
     assert done.metrics == {"loss": 0.0}
     given = [dict(each.answer) for each in experiment_at(local_target, _NAME).answers]
     assert given == [{"go_on": False}, {"go_on": True}]  # an untouched form means its defaults
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("status", [429, 500, 504])
+def test_a_run_that_waits_for_an_answer_outlasts_an_api_that_fails(
+    monkeypatch: pytest.MonkeyPatch, local_target: LocalTarget, status: int
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(suspension, "_POLL_INTERVAL", timedelta(seconds=0.1))
+    set_state = SyncPrefectClient.set_flow_run_state
+    calls = ("read_flow_run", "filter_flow_run_input")
+    failing: list[str] = []
+
+    def failing_first(call: str) -> Callable[..., object]:
+        whole = getattr(SyncPrefectClient, call)
+
+        def answer(client: SyncPrefectClient, *arguments: Any, **options: Any) -> object:
+            if call in failing:
+                failing.remove(call)
+                request = httpx.Request("GET", "http://api")
+                raise httpx.HTTPStatusError("ill", request=request, response=httpx.Response(status, request=request))
+            return whole(client, *arguments, **options)
+
+        return answer
+
+    def set_and_resume(client: SyncPrefectClient, run_id: UUID, state: State[Any], **options: Any) -> object:
+        done = set_state(client, run_id, state, **options)
+        if state.is_paused():
+            client.resume_flow_run(run_id, run_input={"go_on": False})
+            failing[:] = calls
+        return done
+
+    for call in calls:
+        monkeypatch.setattr(SyncPrefectClient, call, failing_first(call))
+    monkeypatch.setattr(SyncPrefectClient, "set_flow_run_state", set_and_resume)
+    done = pt.durable_trainable(inquisitor, {"questions": 1}, target=local_target, experiment=_NAME, isolation="thread")
+    assert (done.metrics, failing) == ({"loss": 0.0}, [])
+    assert [dict(each.answer) for each in experiment_at(local_target, _NAME).answers] == [{"go_on": False}]
 
 
 @pytest.mark.usefixtures("prefect_server")
