@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +61,7 @@ def snapshot(source: Path, destination: Path) -> Path:
     """Copy a directory that may be changed or removed as soon as this returns; return the copy.
 
     Raises:
-        InvalidInput: a file of it was cut meanwhile.
+        InvalidInput: a file of it was cut meanwhile, or something in it is neither a file nor a directory.
     """
     shutil.copytree(source, destination, dirs_exist_ok=True, copy_function=_copy_file)
     return destination
@@ -68,6 +69,8 @@ def snapshot(source: Path, destination: Path) -> Path:
 
 def _copy_file(source: str, destination: str) -> str:
     """Clone where the file system can share the bytes until one side writes; copy inside the kernel elsewhere."""
+    if not stat.S_ISREG(Path(source).stat().st_mode):  # to open a named pipe is to wait for who writes to it
+        raise InvalidInput(f"{source}: neither a file nor a directory, so it cannot be saved")
     with Path(source).open("rb") as reading, Path(destination).open("wb") as writing:
         size = os.fstat(reading.fileno()).st_size
         done = 0

@@ -6,10 +6,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from prefect_tune.core.wire import StepDone, TrialEnded
+from prefect_tune.core.wire import Broke, StepDone, TrialEnded
 from prefect_tune.tasks.nursery import Nursery
 from tests.fakes.nurseries import Hearing, family, heard, log_to, metrics_of, start_of
-from tests.trainables.lingering import ForksInAStep, LateThread, NeverCleansUp
+from tests.trainables.lingering import ForksInAStep, LateThread, NeverCleansUp, reports_a_pipe
 from tests.trainables.witness import told
 
 LOG = log_to(Hearing())
@@ -48,3 +48,13 @@ def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path
         began = time.monotonic()
         nursery.close()
         assert time.monotonic() - began < 15  # one by one it takes 20
+
+
+def test_a_checkpoint_with_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    directory, staging = tmp_path / "checkpoint", tmp_path / "staging"
+    directory.mkdir()
+    start = start_of(reports_a_pipe, tmp_path, {"directory": str(directory)}, staging=str(staging), overlap=True)
+    with family(), Nursery(slots=1) as made, made.process(start, LOG) as channel:
+        ended = heard(channel, seconds=30)[-1]
+    assert isinstance(ended, Broke)
+    assert ended.message == f"InvalidInput: {directory / 'pipe'}: neither a file nor a directory, so it cannot be saved"

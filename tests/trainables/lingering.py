@@ -1,4 +1,4 @@
-"""Class trainables of which something goes on: a fork that exits, a thread that reports, a cleanup without an end."""
+"""Trainables of which something goes on: a fork that exits, a thread that reports, a cleanup without an end, a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import prefect_tune as pt
 from tests.trainables.witness import hold, tell
 
-__all__ = ["ForksInAStep", "LateThread", "NeverCleansUp"]
+__all__ = ["ForksInAStep", "LateThread", "NeverCleansUp", "reports_a_pipe"]
 
 Config = Mapping[str, Any]
 Metrics = Mapping[str, Any]
@@ -84,3 +84,9 @@ class NeverCleansUp(_Stateless):
 
     def cleanup(self) -> None:
         hold(self.config["gate"], seconds=600)
+
+
+def reports_a_pipe(config: Config) -> None:
+    """Its checkpoint holds a named pipe that nobody writes to."""
+    os.mkfifo(Path(config["directory"], "pipe"))
+    pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(config["directory"]))
