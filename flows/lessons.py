@@ -42,17 +42,28 @@ def source_names(warm_start: Sequence[object]) -> Sequence[str]:
     return list(dict.fromkeys(str(each) for each in warm_start))
 
 
-def new_lessons(names: Sequence[str], target: StorageTarget, own: str) -> Sequence[Learned]:
+def new_lessons(
+    names: Sequence[str], target: StorageTarget, own: str, known: Experiment | None = None
+) -> Sequence[Learned]:
     """Read the experiments that `own` has not learned from yet. They may be running: what has finished by now counts.
+
+    Args:
+        names: as `source_names` returns them.
+        target: where `own` is.
+        own: the experiment that learns.
+        known: it, as it was read when it was found out what of it may be followed; None to read it here. What it has
+            learned from then is not opened, whatever its journal says now.
 
     Raises:
         InvalidInput: there is no such experiment, or it is the one that learns.
         ResumeFailed: it cannot be read.
     """
     found: list[Learned] = []
-    known = read_or_fail(target, own).learned if names else {}
+    if not names:
+        return found
+    learned = (known or read_or_fail(target, own)).learned
     for name in names:
-        if name not in known:
+        if name not in learned:
             place, _, experiment = name.rpartition("/")
             where = resolve_target(place) if place else target
             at = Place(where.uri, experiment).uri

@@ -93,7 +93,8 @@ def _searched(turn: SearchTurn) -> Results:
     limits = _limits(turn, plan, stopper, slots)
     audience = _audience(asked, plan, _outlook(asked, name, objective, stopper), whole)
     known = require_presence(plan.target, name, resuming(asked.resume), turn.known)
-    learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name)
+    seen = turn.known.experiment if turn.known is not None else turn.state
+    learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name, seen)
 
     def search(stop: threading.Event) -> Experiment:
         with crew as who, retrying_refusals():  # the crew first: what others are forked from takes a moment to start

@@ -7,16 +7,18 @@ these says so: the target's `signing_key`, a local folder that only this user ca
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, target_reference
-from prefect_tune.core.errors import InvalidInput, UnsafePayload
+from prefect_tune.core.errors import InvalidInput, TuneError, UnsafePayload
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.signing import has_signature, is_signed, signed, unsigned
 from prefect_tune.flows.code_choices import CodeChoice, code_choices
 from prefect_tune.flows.definitions import is_module_name, why_not_defined
+from prefect_tune.flows.resuming import read_or_fail
 from prefect_tune.stores.own_folder import why_not_own
 
 __all__ = ["TRUSTED_PACKAGES", "require_trusted", "signed_settings", "trusted_here"]
@@ -56,12 +58,14 @@ def require_trusted(target: StorageTarget, known: Experiment, passed: Collection
     Raises:
         UnsafePayload: the journal chooses code that nothing here trusts. The message says what to pass.
     """
-    chosen = [each for each in code_choices(known.settings, known.learned) if each.parameter not in passed]
+    key = target.signing_secret
+    # What is to be signed from now on is to hold without a `Learned` that others could take away.
+    learned = known.learned if key is None else ()
+    chosen = [each for each in code_choices(known.settings, learned) if each.parameter not in passed]
     if not chosen:
         return
-    key = target.signing_secret
     if key is None:
-        if not (why := _why_not_own(target, known.name)):
+        if not (why := _why_not_own(target, known)):
             return
         refused = {each: said for each in chosen if (said := _why_not_of(each, packages))}
     elif is_signed(known.settings, known.name, key):
@@ -84,13 +88,25 @@ def signed_settings(target: StorageTarget, known: Experiment, settings: Mapping[
     return known.settings if unsigned(known.settings) == settings else settings
 
 
-def _why_not_own(target: StorageTarget, experiment: str) -> str:
+def _why_not_own(target: StorageTarget, known: Experiment) -> str:
+    """A fork has its settings from its origin, so that this has to be the user's own too."""
     if not isinstance(target, LocalTarget):
         return "the target is not a folder of this machine"
     if target.may_hang:
         return "the target is a network mount"
-    journal = JournalKey(experiment=experiment)
-    return why_not_own(Path(target.path), [journal.entries, journal.segments])
+    try:
+        journals = [JournalKey(experiment=name) for name in _with_origins(target, known)]
+    except TuneError as error:
+        return str(error)
+    return why_not_own(Path(target.path), [folder for each in journals for folder in (each.entries, each.segments)])
+
+
+def _with_origins(target: StorageTarget, known: Experiment) -> Sequence[str]:
+    names, origin = [known.name], known.origin
+    while origin is not None and origin.experiment not in names:
+        names.append(origin.experiment)
+        origin = read_or_fail(target, origin.experiment).origin
+    return names
 
 
 def _why_not_of(choice: CodeChoice, packages: Sequence[str]) -> str:
@@ -113,7 +129,8 @@ def _message(target: StorageTarget, known: Experiment, refused: Mapping[CodeChoi
 
 
 def _other_moves(refused: Collection[CodeChoice]) -> Iterator[str]:
-    if names := sorted({each.name.partition(":")[0].partition(".")[0] for each in refused if each.name}):
+    named = {each.name.partition(":")[0].partition(".")[0] for each in refused if each.name}
+    if names := sorted(each for each in named if is_module_name(each) and each not in sys.stdlib_module_names):
         variable = f"{TRUSTED_PACKAGES}={','.join(names)}"
         yield f"A deployment can trust packages: trusted_packages={names}, or {variable} where its runs are."
     yield "A target block with a signing_key follows what was signed with that key."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from pydantic import SecretStr
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
 from prefect_tune.core.errors import UnsafePayload
+from prefect_tune.core.events import Owner
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.fork import begin_fork, fork, past_of
 from prefect_tune.core.layout import JournalKey
 from prefect_tune.core.signing import signed
 from prefect_tune.core.trial import Status
+from prefect_tune.core.values import Stamp
+from prefect_tune.flows.lessons import new_lessons
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.trust import TRUSTED_PACKAGES, require_trusted
 from prefect_tune.stores import own_folder
@@ -147,6 +152,55 @@ def test_what_the_person_passes_is_not_asked_of_the_journal(untrusted: Untrusted
         rest = {each: value for each, value in passed.items() if each != name}
         assert f"  {name}: " in refused(untrusted.target, **rest)
     assert not untrusted.marker.exists()
+
+
+@pytest.mark.parametrize("name", ["subprocess:call", "$(touch x):y", "a\nb:c"])
+def test_a_refusal_proposes_no_trust_in_all_of_python_and_no_words_for_a_shell(name: str, untrusted: Untrusted) -> None:
+    describe(untrusted.target, "e", {"trainable": name, "num_samples": 1})
+    said = refused(untrusted.target)
+    assert f"  trainable: {name!r}" in said
+    assert "trusted_packages" not in said
+    assert f"{TRUSTED_PACKAGES}=" not in said
+
+
+def forked(target: StorageTarget, name: str, into: str) -> None:
+    """Fork as the task does."""
+    with target.open(timeout=timedelta(seconds=60)) as store:
+        past = past_of(store, name, None, side_by_side=map)
+        owner = Owner(name="a person", host="here", pid=1)
+        begun_here = begin_fork(store, into, past.origin, owner, stamp := Stamp(write_id=into, at=""), side_by_side=map)
+        fork(store, past, begun_here, stamp, side_by_side=map)
+
+
+def test_a_fork_is_no_more_ones_own_than_what_it_was_forked_from(untrusted: Untrusted) -> None:
+    untrusted.forge("stop")
+    root = Path(untrusted.target.path)
+    root.chmod(0o755)
+    (root / "e" / "journal").chmod(0o777)
+    forked(untrusted.target, "e", "copy")
+    forked(untrusted.target, "copy", "copy-of-copy")
+    for name in ("copy", "copy-of-copy"):
+        with pytest.raises(UnsafePayload, match=r"e/journal can be written by others"):
+            resume.fn(name, target=untrusted.target, trainable=TRAIN)
+    require_untouched(untrusted)
+
+
+def test_what_was_learned_from_is_not_opened_when_the_journal_says_so_no_more(untrusted: Untrusted) -> None:
+    untrusted.forge("warm start")
+    (place,) = ROADS["warm start"](untrusted.module, str(untrusted.marker))["warm_start"]
+    known = Experiment(key=JournalKey(experiment="e"), learned={place: 1})
+    assert not new_lessons([place], untrusted.target, "e", known)
+    require_untouched(untrusted)
+
+
+def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(untrusted: Untrusted) -> None:
+    settings = {"trainable": TRAIN, "warm_start": [place := "s3://theirs/first"], "num_samples": 1}
+    known = Experiment(key=JournalKey(experiment="e"), settings=settings, learned={place: 1})
+    require_trusted(untrusted.target, known, ["trainable"], ())
+    with pytest.raises(UnsafePayload, match="warm_start: 's3://theirs/first'"):
+        require_trusted(keyed(untrusted), known, ["trainable"], ())
+    key = KEY.get_secret_value().encode()
+    require_trusted(keyed(untrusted), known.model_copy(update={"settings": signed(settings, "e", key)}), (), ())
 
 
 # ------------------------------------------------------------------------------------ what makes it go on
