@@ -37,7 +37,7 @@ def why_not_defined(name: str, packages: Sequence[str]) -> str:
 
 
 def _why_not(module: str, path: Sequence[str], packages: Sequence[str], imports_left: int) -> str:
-    if not any(module == each or module.startswith(f"{each}.") for each in packages):
+    if not _is_in(module, packages):
         return f"{module} is not in a trusted package"
     if not imports_left:
         return f"{module} imports it in a circle"
@@ -54,6 +54,10 @@ def _why_not(module: str, path: Sequence[str], packages: Sequence[str], imports_
     return _Source(spec, packages, imports_left).why_not(tree.body, path)
 
 
+def _is_in(module: str, packages: Sequence[str]) -> bool:
+    return any(module == each or module.startswith(f"{each}.") for each in packages)
+
+
 class _Source:
     """The source of one module."""
 
@@ -66,18 +70,23 @@ class _Source:
     def why_not(self, body: Sequence[ast.stmt], path: Sequence[str]) -> str:
         """Every statement that binds the name has to define it: which one comes last, only running them would tell."""
         name, *rest = path
-        statements = list(_statements(body))
-        found = [self._why_not_by(each, name, rest) for each in statements]
-        answers = [each for each in found if each is not None]
-        if answers:
-            return next(filter(None, answers), "")
-        stars = [each for each in statements if isinstance(each, ast.ImportFrom) and each.names[0].name == "*"]
-        if any(not self._why_not_imported(each, path) for each in stars):
-            return ""
-        return f"{self._module} does not define {name!r}"
+        is_defined = False
+        for each in _statements(body):
+            if isinstance(each, ast.ImportFrom) and each.names[0].name == "*":
+                why = self._why_not_imported(each, path)
+                if why and is_defined and not self._is_trusted(each):
+                    return f"{self._module} may replace {name!r} by `import *`: {why}"
+                is_defined = is_defined or not why
+            elif (answer := self._why_not_by(each, name, rest)) is not None:
+                if answer:
+                    return answer
+                is_defined = True
+        return "" if is_defined else f"{self._module} does not define {name!r}"
 
     def _why_not_by(self, statement: ast.stmt, name: str, rest: Sequence[str]) -> str | None:
         """Return None where the statement does not bind `name`."""
+        if _binds_otherwise(statement, name):
+            return f"{self._module} does not define {name!r}, and only gives it this name"
         match statement:
             case ast.ClassDef(name=bound, body=body) if bound == name:
                 return self.why_not(body, rest) if rest else ""
@@ -96,10 +105,19 @@ class _Source:
 
     def _why_not_imported(self, statement: ast.ImportFrom, path: Sequence[str]) -> str:
         try:
-            module = importlib.util.resolve_name(f"{'.' * statement.level}{statement.module or ''}", self._package)
+            module = self._imported_from(statement)
         except ImportError as error:
             return f"{self._module}: {error}"
         return _why_not(module, path, self._packages, self._imports_left - 1)
+
+    def _is_trusted(self, statement: ast.ImportFrom) -> bool:
+        try:
+            return _is_in(self._imported_from(statement), self._packages)
+        except ImportError:
+            return False
+
+    def _imported_from(self, statement: ast.ImportFrom) -> str:
+        return importlib.util.resolve_name(f"{'.' * statement.level}{statement.module or ''}", self._package)
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -108,8 +126,32 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
         yield statement
         if not isinstance(statement, _DEFINITIONS):
             yield from _statements([each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.stmt)])
-            for handler in getattr(statement, "handlers", ()):
-                yield from _statements(handler.body)
+            for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+                yield from _statements(part.body)
+
+
+def _binds_otherwise(statement: ast.stmt, name: str) -> bool:
+    """Whether it gives the name to what a loop, a `with`, a pattern, an expression or a `global` finds."""
+    if isinstance(statement, _DEFINITIONS):
+        return any(isinstance(each, ast.Global) and name in each.names for each in ast.walk(statement))
+    plain = isinstance(statement, ast.Assign | ast.AnnAssign)
+    parts = [statement.value] if plain else list(ast.iter_child_nodes(statement))
+    while parts:
+        match parts.pop():
+            case None | ast.stmt():
+                continue
+            case ast.Name(id=bound, ctx=ast.Store() | ast.Del()) if bound == name:
+                return True
+            case (
+                ast.MatchAs(name=bound)
+                | ast.MatchStar(name=bound)
+                | ast.MatchMapping(rest=bound)
+                | ast.ExceptHandler(name=bound)
+            ) if bound == name:
+                return True
+            case part:
+                parts += ast.iter_child_nodes(part)
+    return False
 
 
 def _names_in(statement: ast.Assign | ast.AnnAssign) -> list[str]:

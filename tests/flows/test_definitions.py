@@ -77,6 +77,73 @@ union = Net() | Net()
 alias = subprocess.call
 either = Net() or subprocess.call
 """,
+    "stars.py": """
+from subprocess import *
+from .models import *
+
+
+def before(config):
+    pass
+
+
+from .models import *
+""",
+    "replaced.py": """
+import contextlib
+import subprocess
+
+
+def starred(config):
+    pass
+
+
+def looped(config):
+    pass
+
+
+def opened(config):
+    pass
+
+
+def tested(config):
+    pass
+
+
+def matched(config):
+    pass
+
+
+def cased(config):
+    pass
+
+
+def far(config):
+    pass
+
+
+def inside(config):
+    opened = [looped for looped in ()]
+    return opened
+
+
+for looped in [subprocess.call]:
+    pass
+with contextlib.nullcontext(subprocess.call) as opened:
+    pass
+if tested := subprocess.call:
+    pass
+match subprocess.call:
+    case matched:
+        from subprocess import call as cased
+
+
+def reaching():
+    global far
+    far = subprocess.call
+
+
+from subprocess import *
+""",
     "circle.py": "from .circle_back import turns\n",
     "circle_back.py": "from .circle import turns\n",
     "broken.py": "def (\n",
@@ -118,6 +185,8 @@ def imported(package: str) -> set[str]:
         ".sub:trains",
         ".sub:conditional",
         ".sub:rescued",
+        ".stars:before",
+        ".stars:Net",
     ],
 )
 def test_what_a_package_defines_is_its_own_also_by_way_of_an_import_within_it(name: str, package: str) -> None:
@@ -144,6 +213,12 @@ def test_what_a_package_defines_is_its_own_also_by_way_of_an_import_within_it(na
         (".sub:Net.__init__", "does not define '__init__'"),
         (".models:Net.Inner.run", "only gives it this name"),
         (".models:either", "only gives it this name"),
+        (".replaced:starred", "may replace 'starred' by `import *`: subprocess is not in a trusted package"),
+        *(
+            (f".replaced:{name}", "only gives it this name")
+            for name in ("looped", "opened", "tested", "matched", "far")
+        ),
+        (".replaced:cased", "subprocess is not in a trusted package"),
         (".models:stop.func", "only gives it this name"),
         (".circle:turns", "in a circle"),
         (".broken:x", "cannot be read"),
