@@ -88,6 +88,25 @@ def test_links_in_a_circle_and_what_is_not_there_are_not_ones_own(root: Path) ->
     assert looked_at(root / "e" / "journal" / "1.json")
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_own"),
+    [("fuse.s3fs", False), ("fuse", False), ("cifs", False), ("ext4", True), ("fuse.fuse-overlayfs", True)],
+)
+def test_a_mount_that_makes_up_owners_is_not_ones_own(
+    kind: str, is_own: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = root.stat().st_dev
+    table = root.parent / "mounts"
+    other = f"20 1 8:999 / /mnt rw - {'ext4' if not is_own else 'cifs'} /dev/sdz rw\n"
+    ours = f"21 1 {os.major(device)}:{os.minor(device)} / /a\\040b rw shared:1 master:2 - {kind} bucket rw\n"
+    table.write_text(other + ours)
+    monkeypatch.setattr(own_folder, "_MOUNTS", table)
+    assert (looked_at(root) == "") is is_own
+    assert is_own or f"lies on a mount of type {kind}, which does not tell who else can write" in looked_at(root)
+    monkeypatch.setattr(own_folder, "_MOUNTS", root / "gone")
+    assert not looked_at(root)
+
+
 @pytest.fixture
 def private_group(monkeypatch: pytest.MonkeyPatch) -> int:
     """Have a group be this user's alone. The administrator, who runs these tests, has none."""

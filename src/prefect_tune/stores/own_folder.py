@@ -18,12 +18,17 @@ _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEARCH = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)
 """Opens a folder that may be passed through; on Linux it need not be readable."""
 _MOST_LINKS = 40  # as Linux
+_MOUNTS = Path("/proc/self/mountinfo")
+_OWNERS_MADE_UP = ("fuse", "cifs", "smb3", "smbfs")
+"""Types of mounts that call whoever mounted them the owner of everything, such as s3fs, rclone and SMB."""
+_OWNERS_TRUE = ("fuse.fuse-overlayfs",)
 
 
 def why_not_own(root: Path, folders: Sequence[str]) -> str:
     """Return why others can have written the files in `folders` below `root`; empty where only this user can.
 
-    The system's administrator (user 0) counts as this user, and so does a group that has this user alone. Looked at
+    The system's administrator (user 0) counts as this user, and so does a group that has this user alone. A mount whose
+    owners are made up (FUSE, SMB) says nothing of who can write to what is mounted: it is not this user's. Looked at
     are, by descriptors and without following a link that others could replace: every folder from `/` to `root`, every
     folder from there to `folders`, and every file in these. A folder that does not exist holds nothing of others.
     """
@@ -53,11 +58,28 @@ def _require_private(found: os.stat_result, where: str | Path, reach: str, *, ma
         where: its path, for messages.
         reach: its path by way of a descriptor, for its access list.
     """
+    if stat.S_ISDIR(found.st_mode) and (kind := _kind_of_mount(found.st_dev)) and _makes_up_owners(kind):
+        raise _Shared(f"{where} lies on a mount of type {kind}, which does not tell who else can write there")
     if found.st_uid not in {0, os.geteuid()}:
         raise _Shared(f"{where} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
     if _others_write(found, reach) and not (may_be_sticky and found.st_mode & stat.S_ISVTX):
         mode = stat.filemode(found.st_mode)
         raise _Shared(f"{where} can be written by others ({mode}; chmod go-w takes that from them)")
+
+
+def _makes_up_owners(kind: str) -> bool:
+    return kind not in _OWNERS_TRUE and (kind in _OWNERS_MADE_UP or kind.startswith("fuse."))
+
+
+def _kind_of_mount(device: int) -> str:
+    """Return the type of the file system; empty where this system does not tell."""
+    try:
+        mounts = _MOUNTS.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    kinds = (line.partition(" - ")[2].split(" ")[0] for line in mounts if line.split(" ")[2:3] == [number])
+    return next(kinds, "")
 
 
 def _others_write(found: os.stat_result, reach: str) -> bool:
