@@ -16,6 +16,11 @@ def test_control_characters_are_spelled_out_and_lines_stay_lines() -> None:
     assert visible("a\tü\nline") == "a\tü\nline"
 
 
+def test_nothing_turns_the_direction_of_text_or_cannot_be_printed_at_all() -> None:
+    assert visible("gpj.\u202eexe\u2066\u2028") == r"gpj.\u202eexe\u2066\u2028"
+    assert visible("\udcff 😀 שלום") == r"\udcff 😀 שלום"
+
+
 def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.CaptureFixture[str]) -> None:
     table = columns("name")
     table.add_row(*plain([ATTACK]))

@@ -77,7 +77,7 @@ def _written(found: Material, *, as_json: bool, as_html: bool) -> str:
 
 def _material(target: str, experiment: str) -> Material:
     from prefect_tune.core.journal import history
-    from prefect_tune.reporting.chronicle import told
+    from prefect_tune.reporting.chronicle import moment, told
     from prefect_tune.reporting.material import material
     from prefect_tune.stores.staging import side_by_side
 
@@ -85,6 +85,5 @@ def _material(target: str, experiment: str) -> Material:
         entries = history(store, experiment, side_by_side=transfers)
     objective = objective_in(state.settings)
     chronicle = told((each for each in entries if each.number <= state.number), objective.metrics if objective else ())
-    newest = max((each.at for each in entries), default="")
-    now = datetime.fromisoformat(newest) if newest else datetime.now(UTC)
+    now = max((moment(each.at) for each in entries), default=datetime.now(UTC))
     return material(state, chronicle.story, uri=place_at(target).uri, now=now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import model_validator
 
@@ -50,17 +50,25 @@ def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
     """Return what `metric` and `mode` say: one mode for all metrics, or one for each; None without a metric.
 
     Raises:
-        InvalidInput: there are neither as many modes as metrics nor one, or one is neither `min` nor `max`.
+        InvalidInput: a metric is no name, there are neither as many modes as metrics nor one, or one is neither `min`
+            nor `max`.
     """
     if metric is None:
         return None
-    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
-    modes = (mode,) * len(metrics) if isinstance(mode, str) else tuple(mode)
-    if not metrics or len(metrics) != len(modes) or not set(modes) <= {"min", "max"}:
+    metrics, modes = _each(metric), _each(mode)
+    if not all(isinstance(each, str) for each in metrics):
+        raise InvalidInput(f"metric: expected a name, or a list of names, found {metric!r}")
+    modes = modes * len(metrics) if isinstance(mode, str) else modes
+    if not metrics or len(metrics) != len(modes) or not all(each in ("min", "max") for each in modes):
         raise InvalidInput(
             f"mode: expected 'min' or 'max', one for all metrics or one each, found {mode!r} for {metric!r}"
         )
     return Objective(metrics=metrics, modes=modes)
+
+
+def _each(given: Any) -> tuple[Any, ...]:
+    """Settings in a journal may be anything."""
+    return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
 
 
 def _number(metrics: Mapping[str, object], name: str, where: str) -> float:

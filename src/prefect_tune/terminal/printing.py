@@ -13,12 +13,18 @@ if TYPE_CHECKING:
 
 __all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_span", "said_time", "shown", "visible"]
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Also what turns the direction of text, breaks lines, and is half a character, which no terminal can be sent."""
 
 
 def visible(text: str) -> str:
     """Return `text` with its control characters spelled out: what lies on a target gives a terminal no commands."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(_spelled, text)
+
+
+def _spelled(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def shown(*parts: Table | str) -> None:
