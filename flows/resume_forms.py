@@ -17,6 +17,7 @@ from prefect_tune.core.ranking import ranked
 from prefect_tune.core.standing import counted
 from prefect_tune.core.trial import Trial, newest_checkpoint
 from prefect_tune.core.values import metric_in
+from prefect_tune.reporting.markdown import escaped
 
 __all__ = ["Form", "form_of_question", "form_of_search", "form_of_training", "page_of"]
 
@@ -88,7 +89,8 @@ def form_of_question(asked: Questioned, experiment: str, why: str = "") -> Form:
     """Return the form of what a trial asks. Raises `InvalidInput` for fields that no trial can have asked for."""
     fields: dict[str, Any] = {name: _field(value) for name, value in valid_fields(asked.fields).items()}
     form = cast("Form", create_model("Answer", __base__=RunInput, **fields))
-    page = [*_refused(why), f"**{experiment}, trial {asked.trial}**, asks:", "", asked.question]
+    question = map(escaped, asked.question.splitlines())
+    page = [*_refused(why), f"**{experiment}, trial {asked.trial}**, asks:", "", *question]
     return form.with_initial_data(description="\n".join(page))
 
 
@@ -105,7 +107,7 @@ def page_of(state: Experiment, uri: str, objective: Objective | None, code: str,
 
 
 def _refused(why: str) -> list[str]:
-    return [f"⚠️ **Please answer again**: {why}", ""] if why else []
+    return [f"⚠️ **Please answer again**: {escaped(why)}", ""] if why else []
 
 
 def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterator[str]:
@@ -115,10 +117,10 @@ def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterato
         yield f"trials: {len(trials)} ({counts})"
     if objective is not None and (compared := ranked(trials, objective)):
         best = compared[0][0]
-        metrics = ", ".join(f"{name} {metric_in(best.metrics, name):.6g}" for name in objective.metrics)
+        metrics = ", ".join(f"{escaped(name)} {metric_in(best.metrics, name):.6g}" for name in objective.metrics)
         yield f"best so far: trial {best.trial}, {metrics} at step {best.step}"
     yield from _of_one(trials[0]) if len(trials) == 1 else _newest(trials)
-    yield code
+    yield escaped(code)
 
 
 def _of_one(trial: Trial) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events import Questioned
 from prefect_tune.core.questions import Scalar, answer_to, default_of
+from prefect_tune.terminal.printing import visible
 
 __all__ = ["asked_in_terminal"]
 
@@ -15,18 +16,19 @@ _YES, _NO = frozenset({"y", "yes", "true", "1"}), frozenset({"n", "no", "false",
 
 def asked_in_terminal(question: Questioned) -> Mapping[str, Scalar]:
     """Return what somebody types, field by field; an empty line is the default."""
-    print(f"\nTrial {question.trial} asks: {question.question}", flush=True)  # noqa: T201 - whoever sits there is asked
+    asked = visible(question.question)
+    print(f"\nTrial {question.trial} asks: {asked}", flush=True)  # noqa: T201 - whoever sits there is asked
     return {name: _field(name, field) for name, field in question.fields.items()}
 
 
 def _field(name: str, field: object) -> Scalar:
     choices = f" ({', '.join(field)})" if isinstance(field, list | tuple) else ""
     while True:
-        typed = input(f"  {name}{choices} [{default_of(field)}]: ").strip()
+        typed = input(visible(f"  {name}{choices} [{default_of(field)}]: ")).strip()
         try:
             return answer_to({name: field}, {name: _read(typed, default_of(field))} if typed else {})[name]
         except (InvalidInput, ValueError) as bad:
-            print(f"  {bad}", flush=True)  # noqa: T201 - likewise
+            print(f"  {visible(str(bad))}", flush=True)  # noqa: T201 - likewise
 
 
 def _read(typed: str, default: Scalar) -> Scalar:

@@ -9,7 +9,7 @@ from typing import assert_never
 from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.drawing import data_uri
 
-__all__ = ["as_markdown"]
+__all__ = ["as_markdown", "escaped"]
 
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
@@ -23,21 +23,21 @@ def as_markdown(blocks: Sequence[Block]) -> str:
 def _lines(block: Block) -> Iterator[str]:
     match block:
         case Heading(text=text, level=level):
-            yield f"{'#' * level} {_escaped(text)}"
+            yield f"{'#' * level} {escaped(text)}"
         case Text(parts=parts, strong=strong):
             text = "".join(map(_cell, parts))
             yield f"**{text.strip()}**" if strong else text
         case Figure():
-            yield f"![{_escaped(block.shows)}]({data_uri(block.svg)})"
+            yield f"![{escaped(block.shows)}]({data_uri(block.svg)})"
             if block.legend:
-                yield from ("", f"*{_escaped(block.legend)}*")
+                yield from ("", f"*{escaped(block.legend)}*")
         case Table():
             yield from _table(block)
         case Code(text=text, language=language):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
             yield from (f"{fence}{language}", text, fence)
         case Details(summary=summary, blocks=blocks):
-            yield from (f"<details><summary>{_escaped(summary)}</summary>", "")
+            yield from (f"<details><summary>{escaped(summary)}</summary>", "")
             yield from (line for each in blocks for line in _lines(each))
             yield "</details>"
         case never:
@@ -52,25 +52,25 @@ def _table(table: Table) -> Iterator[str]:
         return
     if not table.head:
         rows = [[f"**{row[0]}**", *row[1:]] for row in rows]
-    head, *body = [list(map(_escaped, table.head)), *rows] if table.head else rows
+    head, *body = [list(map(escaped, table.head)), *rows] if table.head else rows
     yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
 def _cell(cell: Cell) -> str:
     match cell:
         case Link(text=text, address=address):
-            return f"[{_escaped(text)}]({address.replace('(', '%28').replace(')', '%29').replace(' ', '%20')})"
+            return f"[{escaped(text)}]({address.replace('(', '%28').replace(')', '%29').replace(' ', '%20')})"
         case Verbatim(text=text):
             return _verbatim(text)
         case str():
-            return _escaped(cell)
+            return escaped(cell)
 
 
 def _verbatim(text: str) -> str:
     line = _CONTROL.sub(" ", text)
-    return _escaped(line) if "`" in line or "|" in line else f"`{line}`"
+    return escaped(line) if "`" in line or "|" in line else f"`{line}`"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """On one line, and what would be markup with a backslash before it."""
     return _MARKUP.sub(r"\\\1", _CONTROL.sub(" ", text))
