@@ -19,7 +19,7 @@ from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.experiment_stoppers import of_experiment
-from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, machines_spent, verdict
+from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, is_forgiven, verdict
 from prefect_tune.core.journal import Loaded
 from prefect_tune.core.layout import TrialKey
 from prefect_tune.core.retention import Retention
@@ -268,7 +268,7 @@ def _ready(task: _Task, news: SoloListener, state: Experiment) -> Experiment:
         return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
     if trial.status is Status.FINISHED and not has_had_enough(plan, trial, task.stopper):
         return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"extended beyond step {trial.step}"))
-    if trial.status is Status.PENDING and machines_spent(trial, task.policy):
+    if trial.status is Status.PENDING and is_forgiven(trial, task.policy):
         return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
     if trial.status is Status.PENDING and trial.cause is not None:
         return _judge(task, news, state, trial.cause)

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
 from prefect_tune.core.events import Cause, GaveUp, Quarantined, Requeued
-from prefect_tune.core.failures import GiveUp, Quarantine, Resumable, TryAgain, machines_spent, verdict
+from prefect_tune.core.failures import GiveUp, Quarantine, Resumable, TryAgain, is_forgiven, machines_spent, verdict
 from prefect_tune.core.trial import Trial, newest_checkpoint
 from prefect_tune.flows.limits import Limits
 from prefect_tune.flows.page import Page
@@ -62,8 +62,8 @@ class Judge:
                 assert_never(never)
 
     def resumed(self, trial: Trial, cause: Cause) -> None:
-        """Judge a trial that an earlier run left; what its machines did is forgiven."""
-        if machines_spent(trial, self._limits.failures):
+        """Judge a trial that an earlier run left; what its machines did is forgiven, unless it may have killed the run."""
+        if is_forgiven(trial, self._limits.failures):
             self._page.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
             self._startable.append(trial.trial)
         else:

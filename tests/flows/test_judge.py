@@ -25,7 +25,7 @@ from prefect_tune.core.events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.failures import FailurePolicy
+from prefect_tune.core.failures import OWNER_VANISHED, FailurePolicy
 from prefect_tune.core.objective import Objective
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.random_search import RandomSearch
@@ -148,3 +148,15 @@ def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_wi
         Status.PENDING,
         0,
     )
+
+
+def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> None:
+    court = Court()
+    for _ in range(2):
+        court.loses_an_attempt()
+    state = court.page.state.trial(_TRIAL)
+    court.page.put(Started(trial=_TRIAL, attempt=state.attempt + 1, from_step=0, from_sequence=None))
+    court.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message=OWNER_VANISHED))
+    court.judge.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
+    assert list(court.startable) == []
+    assert court.page.state.trial(_TRIAL).status is Status.ERRORED, "or it would kill its machine for ever"

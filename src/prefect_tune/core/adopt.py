@@ -18,6 +18,7 @@ from prefect_tune.core.events import (
     Reported,
 )
 from prefect_tune.core.experiment import Experiment
+from prefect_tune.core.failures import OWNER_VANISHED
 from prefect_tune.core.layout import CheckpointKey, TrialKey
 from prefect_tune.core.manifest import Manifest
 from prefect_tune.core.restore import read_manifest
@@ -99,4 +100,4 @@ def _told_by(found: _Found) -> Iterator[OneTrialsEvent]:
     for report in found.manifest.about.reports if found.manifest else ():
         if report.step > trial.step:
             yield Reported(trial=trial.trial, report=report)
-    yield AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, message="its owner vanished without ending it")
+    yield AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, message=OWNER_VANISHED)

@@ -11,7 +11,21 @@ from prefect_tune.core.events import Cause
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import Value
 
-__all__ = ["FailurePolicy", "GiveUp", "Quarantine", "Resumable", "TryAgain", "Verdict", "machines_spent", "verdict"]
+__all__ = [
+    "OWNER_VANISHED",
+    "FailurePolicy",
+    "GiveUp",
+    "Quarantine",
+    "Resumable",
+    "TryAgain",
+    "Verdict",
+    "is_forgiven",
+    "machines_spent",
+    "verdict",
+]
+
+OWNER_VANISHED = "its owner vanished without ending it"
+"""Why an attempt ended, where the next owner says so: its run was killed, or could not write."""
 
 _Count = Annotated[int, Field(ge=0)]
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC})
@@ -93,6 +107,15 @@ def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
     Such a run ended before the trial was given up, its target failing for one. The next run begins with a fresh budget.
     """
     return trial.cause is Cause.MACHINE and bool(_spent(trial, Cause.MACHINE, policy))
+
+
+def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
+    """Return whether the next run begins with a fresh machine budget for a trial that waits.
+
+    Not where the trial's last owner vanished with it: a trial that kills its machine each time would be started for
+    ever, and no other trial of its search could end.
+    """
+    return machines_spent(trial, policy) and trial.reason != OWNER_VANISHED
 
 
 def _spent(trial: Trial, cause: Cause, policy: FailurePolicy) -> str:
