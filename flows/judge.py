@@ -62,7 +62,7 @@ class Judge:
                 assert_never(never)
 
     def resumed(self, trial: Trial, cause: Cause) -> None:
-        """Judge a trial that an earlier run left; what its machines did is forgiven, unless it may have killed the run."""
+        """Judge a trial that an earlier run left; its machines are forgiven, unless it may have killed that run."""
         if is_forgiven(trial, self._limits.failures):
             self._page.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
             self._startable.append(trial.trial)

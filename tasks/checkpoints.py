@@ -25,7 +25,7 @@ from prefect_tune.core.trial import Trial
 from prefect_tune.core.values import Stamp
 from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING, retrying
+from prefect_tune.tasks.transient import RETRYING, is_away, retrying
 
 __all__ = [
     "ClonedCheckpoint",
@@ -233,7 +233,11 @@ def restore_checkpoint(
         return destination
 
 
-@task(name="delete-checkpoint", task_run_name="delete retired of {trial.trial}", **RETRYING)
+@task(
+    name="delete-checkpoint",
+    task_run_name="delete retired of {trial.trial}",
+    **{**RETRYING, "retry_condition_fn": is_away},
+)
 def delete_checkpoint(
     target: StorageTarget,
     trial: TrialKey,
@@ -258,6 +262,7 @@ def delete_checkpoint(
 
     Raises:
         CheckpointCorrupt: a live manifest cannot be read, so that nothing may be deleted.
+        StoreRefused: not retried, not even within `retrying_refusals`: the trial's next commit waits for the end of this.
         StoreUnavailable: the retries are spent; the next owner of the experiment goes on with it.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:

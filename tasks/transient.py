@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RETRYING",
+    "is_away",
     "is_transient",
     "is_unavailable",
     "may_pass",
@@ -71,6 +72,11 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
 def is_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """As `is_transient`, for the task that a run begins with: a target that refuses it has never served the run."""
     return isinstance(state.result(raise_on_failure=False), StoreUnavailable)
+
+
+def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+    """As `is_transient`, for what is done later just as well: who may not do it now is not to be waited for."""
+    return isinstance(state.result(raise_on_failure=False), StoreUnavailable | CommitUnknown)
 
 
 def retrying(act: Callable[[], _Result]) -> _Result:

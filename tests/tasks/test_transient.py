@@ -11,7 +11,7 @@ import pytest
 from prefect.states import Failed
 
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
-from prefect_tune.tasks import save_checkpoint
+from prefect_tune.tasks import delete_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import check_target
 from prefect_tune.tasks.transient import is_transient, is_unavailable, retrying, retrying_refusals
 
@@ -94,6 +94,17 @@ def test_the_check_that_a_run_begins_with_takes_a_refusal_for_an_answer() -> Non
                 is_unavailable(cast("Any", None), cast("Any", None), cast("Any", Failed(data=error)))
                 is is_retried_by_it
             )
+
+
+def test_a_refused_deletion_holds_up_no_commit_of_a_trial_that_runs() -> None:
+    def is_deleted_again(error: Exception) -> bool:
+        decide = cast("Any", delete_checkpoint.retry_condition_fn)
+        return bool(decide(None, None, cast("Any", Failed(data=error))))
+
+    with retrying_refusals():
+        assert is_retried(REFUSED)
+        assert not is_deleted_again(REFUSED), "each commit that retires one would wait for two minutes"
+        assert all(is_deleted_again(error) for error in PASSING)
 
 
 def test_the_tries_of_a_task_last_longer_than_it_takes_to_replace_credentials() -> None:
