@@ -88,7 +88,7 @@ def save_checkpoint(
         AlreadyCommitted: the key holds another save.
         InvalidInput: the directory holds what cannot be saved.
         StagedFilesChanged: somebody wrote to the directory.
-        StoreRefused: credentials, permission or bucket; not retried.
+        StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: the retries are spent.
     """
     directory = Path(directory).absolute()
@@ -165,7 +165,7 @@ def clone_checkpoint(
     Raises:
         CheckpointNotFound: there is none, or not any more.
         CheckpointCorrupt: its manifest is damaged; not retried.
-        StoreRefused: credentials, permission or bucket; not retried.
+        StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: the retries are spent.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
@@ -196,7 +196,7 @@ def damage_of_checkpoint(
     """Read every byte of the checkpoint `key`, and say what is wrong with it; empty where it can be restored.
 
     Raises:
-        StoreRefused: credentials, permission or bucket; not retried.
+        StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable: the retries are spent.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
@@ -222,7 +222,7 @@ def restore_checkpoint(
     Raises:
         CheckpointNotFound: no such checkpoint is committed.
         CheckpointCorrupt: its bytes are missing or altered; not retried.
-        StoreRefused: credentials, permission or bucket; not retried.
+        StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable: the retries are spent.
     """
     destination = Path(destination).absolute()
