@@ -15,6 +15,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 
 from prefect_tune.tasks.suspension import is_suspended, undisturbed
+from prefect_tune.tasks.transient import retrying_until
 
 __all__ = ["interruptible"]
 
@@ -30,7 +31,7 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     The signals stay with whoever handles them (Prefect, Python): what they raise in the main thread reaches
     it here, where it breaks nothing, and where a cancellation from the UI is still seen to be one. `work` has
     `grace` and a few seconds from then on; then the signal is raised whatever it is doing, be it a target that
-    does not answer. A second Ctrl-C does not wait.
+    does not answer, and what fails then is not tried again: the process waits for its threads. A second Ctrl-C does not wait.
 
     A flow run that is suspended sets `stop` too. Nobody is in a hurry then: what `work` returns once everything has
     ended is returned, and `is_suspended()` says why it ended.
@@ -39,14 +40,18 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     if threading.current_thread() is not threading.main_thread():
         return work(stop)  # no signal arrives here
     done: Future[_T] = Future()
+    abandoned = threading.Event()
     try:
-        _begin(work, stop, done)
+        _begin(work, stop, done, abandoned)
         while not _wait(done, _SLICE_SECONDS):
             if is_suspended():
                 _suspend(stop, done)
     except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
         stop.set()
-        _wait_out(done, grace + _LAST_WORDS)
+        try:
+            _wait_out(done, grace + _LAST_WORDS)
+        finally:
+            abandoned.set()
         raise
     return done.result()
 
@@ -62,10 +67,12 @@ def _wait(done: Future[_T], seconds: float = math.inf) -> bool:
     return done.done()
 
 
-def _begin(work: Callable[[threading.Event], _T], stop: threading.Event, done: Future[_T]) -> None:
+def _begin(
+    work: Callable[[threading.Event], _T], stop: threading.Event, done: Future[_T], abandoned: threading.Event
+) -> None:
     def run() -> None:
         try:
-            with undisturbed():
+            with undisturbed(), retrying_until(abandoned):
                 done.set_result(work(stop))
         except BaseException as error:  # noqa: BLE001 - the thread's edge: raised by `done.result()`
             done.set_exception(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ __all__ = [
     "may_pass",
     "retrying",
     "retrying_refusals",
+    "retrying_until",
     "unseen",
 ]
 
@@ -39,6 +41,33 @@ _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
 """Between the tries: a minute and a half together, for what replaces expired credentials needs about one."""
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
+
+
+_abandoned: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)
+
+
+@contextmanager
+def retrying_until(abandoned: threading.Event) -> Iterator[None]:
+    """Retry nothing within this context once `abandoned` is set: the process is to end, and waits for its threads."""
+    token = _abandoned.set(abandoned)
+    try:
+        yield
+    finally:
+        _abandoned.reset(token)
+
+
+def _is_abandoned() -> bool:
+    event = _abandoned.get()
+    return event is not None and event.is_set()
+
+
+def _pause(seconds: float) -> None:
+    """Wait, and no longer than until the work of this context is abandoned."""
+    event = _abandoned.get()
+    if event is None:
+        time.sleep(seconds)
+    else:
+        event.wait(seconds)
 
 
 @contextmanager
@@ -56,7 +85,9 @@ def retrying_refusals() -> Iterator[None]:
 
 
 def may_pass(error: object) -> bool:
-    """Return whether `error` says that the target failed in a way that may pass."""
+    """Return whether `error` says that the target failed in a way that may pass, and somebody still waits for that."""
+    if _is_abandoned():
+        return False
     refused = isinstance(error, StoreRefused) and _retries_refusals.get()
     return refused or isinstance(error, StoreUnavailable | CommitUnknown)
 
@@ -71,12 +102,13 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
 
 def is_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """As `is_transient`, for the task that a run begins with: a target that refuses it has never served the run."""
-    return isinstance(state.result(raise_on_failure=False), StoreUnavailable)
+    return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not _is_abandoned()
 
 
 def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """As `is_transient`, for what is done later just as well: who may not do it now is not to be waited for."""
-    return isinstance(state.result(raise_on_failure=False), StoreUnavailable | CommitUnknown)
+    error = state.result(raise_on_failure=False)
+    return may_pass(error) and not isinstance(error, StoreRefused)
 
 
 def retrying(act: Callable[[], _Result]) -> _Result:
@@ -89,7 +121,7 @@ def retrying(act: Callable[[], _Result]) -> _Result:
                 raise
             pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
             _log().warning("tried again in %.1f s: %s", pause_seconds, error)
-            time.sleep(pause_seconds)
+            _pause(pause_seconds)
     return act()
 
 

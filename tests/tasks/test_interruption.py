@@ -8,12 +8,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import copy_context
 from datetime import timedelta
 
 import pytest
 
-from prefect_tune.tasks import interruption
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.tasks import interruption, transient
 from prefect_tune.tasks.interruption import interruptible
+from prefect_tune.tasks.transient import may_pass, retrying, retrying_refusals
 
 
 class FlowTimedOut(TimeoutError):
@@ -59,6 +62,38 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_not_missed() -> None:
     with pytest.raises(FlowTimedOut):
         interruptible(work, grace=timedelta(seconds=20))
     assert stopped == [True]
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("503"), StoreRefused("expired")], ids=repr)
+def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transient, "_PAUSES_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr(interruption, "_LAST_WORDS", timedelta(seconds=0.1))
+    ended, found = threading.Event(), []
+
+    def refuse() -> None:
+        raise error
+
+    def trains() -> None:
+        try:
+            retrying(refuse)
+        except type(error):
+            found.append(may_pass(error))
+        ended.set()
+
+    def work(stop: threading.Event) -> None:
+        with retrying_refusals():
+            threading.Thread(target=copy_context().run, args=(trains,), daemon=True).start()
+            found.append(may_pass(error))
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stop.wait(20)
+            ended.wait(20)
+
+    with pytest.raises(FlowTimedOut):
+        interruptible(work, grace=timedelta(0))
+    assert ended.wait(10), "a thread of a task runner would keep the process from its end"
+    assert found == [True, False]
 
 
 def test_what_is_not_interrupted_returns_what_it_returns() -> None:
