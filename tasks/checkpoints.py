@@ -262,7 +262,7 @@ def delete_checkpoint(
 
     Raises:
         CheckpointCorrupt: a live manifest cannot be read, so that nothing may be deleted.
-        StoreRefused: not retried, not even within `retrying_refusals`: the trial's next commit waits for the end of this.
+        StoreRefused: not retried, even within `retrying_refusals`: the trial's next commit waits for this.
         StoreUnavailable: the retries are spent; the next owner of the experiment goes on with it.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:

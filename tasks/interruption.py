@@ -31,7 +31,8 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
     The signals stay with whoever handles them (Prefect, Python): what they raise in the main thread reaches
     it here, where it breaks nothing, and where a cancellation from the UI is still seen to be one. `work` has
     `grace` and a few seconds from then on; then the signal is raised whatever it is doing, be it a target that
-    does not answer, and what fails then is not tried again: the process waits for its threads. A second Ctrl-C does not wait.
+    does not answer, and what fails is not tried again: the process waits for its threads. A second Ctrl-C does not
+    wait.
 
     A flow run that is suspended sets `stop` too. Nobody is in a hurry then: what `work` returns once everything has
     ended is returned, and `is_suspended()` says why it ended.
