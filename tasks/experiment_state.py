@@ -31,7 +31,7 @@ from prefect_tune.core.values import Stamp, digest_of
 from prefect_tune.stores.staging import side_by_side
 from prefect_tune.tasks.book import Listener
 from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING, is_unavailable, retrying, unseen
+from prefect_tune.tasks.transient import CHECKING, RETRYING, retrying, unseen
 
 __all__ = [
     "Opening",
@@ -49,7 +49,7 @@ __all__ = [
 _TIMEOUT_SECONDS = 120.0
 
 
-@task(name="check-target", task_run_name="check {target.uri}", **{**RETRYING, "retry_condition_fn": is_unavailable})
+@task(name="check-target", task_run_name="check {target.uri}", **CHECKING)
 def check_target(target: StorageTarget, *, timeout_seconds: float = 30.0) -> TargetCheck:
     """Find out, by using it, whether `target` can be trusted with checkpoints; says in one line what is wrong.
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from prefect_tune.tasks.trial_output import Log
 
 __all__ = [
+    "CHECKING",
     "RETRYING",
     "is_away",
     "is_transient",
@@ -39,6 +40,8 @@ _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
 """Between the tries: a minute and a half together, for what replaces expired credentials needs about one."""
+_UNSERVED_TRIES = 5
+"""How often what fails is tried again where the target has not served the run: half a minute, as somebody waits."""
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
 
@@ -113,7 +116,7 @@ def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) 
 
 def retrying(act: Callable[[], _Result]) -> _Result:
     """Return `act()`, tried again as a task of its own would be: for what is too small to be one."""
-    for seconds in _PAUSES_SECONDS:
+    for seconds in _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_UNSERVED_TRIES]:
         try:
             return act()
         except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
@@ -147,4 +150,12 @@ RETRYING: dict[str, Any] = {
     "retry_delay_seconds": list(_PAUSES_SECONDS),
     "retry_jitter_factor": _JITTER,
     "retry_condition_fn": is_transient,
+}
+
+# For the task that a run begins with.
+CHECKING: dict[str, Any] = {
+    **RETRYING,
+    "retries": _UNSERVED_TRIES,
+    "retry_delay_seconds": list(_PAUSES_SECONDS[:_UNSERVED_TRIES]),
+    "retry_condition_fn": is_unavailable,
 }

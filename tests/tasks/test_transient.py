@@ -111,3 +111,13 @@ def test_the_tries_of_a_task_last_longer_than_it_takes_to_replace_credentials() 
     pauses = save_checkpoint.retry_delay_seconds
     assert len(pauses) == save_checkpoint.retries
     assert sum(pauses) > 60
+
+
+def test_who_waits_for_a_first_answer_waits_half_a_minute_and_not_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("prefect_tune.tasks.transient.time.sleep", waited.append)
+    with pytest.raises(StoreUnavailable):
+        retrying(Target(*[StoreUnavailable("no such host")] * 9))
+    assert sum(waited) < 50, "the address may be wrong"
+    assert len(check_target.retry_delay_seconds) == check_target.retries
+    assert sum(check_target.retry_delay_seconds) == 31
