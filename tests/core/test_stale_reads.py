@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, StoreRefused, Superseded
 from prefect_tune.core.events import Owner
 from prefect_tune.core.inspection import inspect_one
 from prefect_tune.core.layout import CheckpointKey
@@ -209,3 +209,19 @@ def test_an_altered_blob_of_a_live_checkpoint_is_damage() -> None:
     scene.store.objects[path] = bytes(len(scene.store.objects[path]))
     with pytest.raises(CheckpointCorrupt, match="expected blake3"):
         restored(scene.store, manifest)
+
+
+def test_who_may_read_a_checkpoint_and_not_its_journal_is_told_what_is_wrong_with_it() -> None:
+    class WithoutJournals(MemoryStore):
+        def size(self, path: str) -> int | None:
+            if "/journal/" in path:
+                raise StoreRefused("AccessDenied")
+            return super().size(path)
+
+    scene = without_a_clone(own("e", "s"), own("e", "c"))
+    manifest = read_manifest(scene.store, newest(scene.members["s"]))
+    store = WithoutJournals()
+    store.objects = dict(scene.store.objects)
+    del store.objects[manifest.blob_path(0)]
+    with pytest.raises(CheckpointCorrupt, match="no such blob"):
+        restored(store, manifest)

@@ -15,6 +15,7 @@ from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
     JournalCorrupt,
+    StoreRefused,
     Superseded,
     TuneError,
     UnknownVersion,
@@ -110,7 +111,7 @@ def unless_retired(store: ObjectStore, key: CheckpointKey) -> Iterator[None]:
 
     Raises:
         CheckpointNotFound: it was retired, or its experiment is being deleted.
-        CheckpointCorrupt: it was not: its bytes are damaged.
+        CheckpointCorrupt: it was not, or its journal may not be read: its bytes are damaged.
     """
     try:
         yield
@@ -124,13 +125,18 @@ def unless_retired(store: ObjectStore, key: CheckpointKey) -> Iterator[None]:
 
 
 def _was_retired(store: ObjectStore, key: CheckpointKey) -> bool:
+    try:
+        return _is_retired(store, key)
+    except (StoreRefused, UnknownVersion):  # who may read the checkpoint alone is told what is wrong with it
+        return False
+
+
+def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
     journal = journal_of(store, key.trial)
     try:
         state = load(store, journal, side_by_side=map)
     except JournalCorrupt:
         return is_deletion(store, journal)
-    except UnknownVersion:
-        return False
     if not state.number:  # a copy without a journal, or nothing is left of the experiment
         return store.size(key.manifest_path) is None
     found = trial_in(state, key.trial)
