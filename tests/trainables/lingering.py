@@ -75,7 +75,7 @@ class LateThread(_Stateless):
         self.go.wait()
         try:
             pt.report({"loss": 666.0})
-        except Exception as error:  # noqa: BLE001  told
+        except Exception as error:  # noqa: BLE001  whatever it is, the test is told
             self.became = f"{type(error).__name__}: {error}"
 
 
