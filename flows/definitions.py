@@ -134,8 +134,9 @@ def _binds_otherwise(statement: ast.stmt, name: str) -> bool:
     """Whether it gives the name to what a loop, a `with`, a pattern, an expression or a `global` finds."""
     if isinstance(statement, _DEFINITIONS):
         return any(isinstance(each, ast.Global) and name in each.names for each in ast.walk(statement))
-    plain = isinstance(statement, ast.Assign | ast.AnnAssign)
-    parts = [statement.value] if plain else list(ast.iter_child_nodes(statement))
+    parts: list[ast.AST | None] = list(ast.iter_child_nodes(statement))
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        parts = [statement.value]
     while parts:
         match parts.pop():
             case None | ast.stmt():

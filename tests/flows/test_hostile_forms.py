@@ -34,7 +34,12 @@ def test_a_question_gives_the_terminal_no_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or "")
+
+    def typed(prompt: str) -> str:
+        prompts.append(prompt)
+        return ""
+
+    monkeypatch.setattr("builtins.input", typed)
     asked_in_terminal(_ASKED.model_copy(update={"fields": {"go\x1b[2J": True}}))
     assert "\\x1b]0;title\\x07" in (said := capsys.readouterr().out)
     assert "\x1b" not in said + "".join(prompts)
