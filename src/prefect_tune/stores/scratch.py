@@ -7,13 +7,13 @@ import itertools
 import os
 import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.file_lock import FileLock, Share
@@ -163,7 +163,8 @@ def _this_machine() -> str:
 def _made(shared: Path) -> tuple[Path, FileLock]:
     """Whoever clears away at this very moment may take a directory that is not locked yet for a dead one's."""
     while True:
-        directory = Path(tempfile.mkdtemp(prefix=f"{_this_machine()}-", dir=shared))
+        directory = shared / f"{_this_machine()}-{uuid4().hex[:8]}"
+        directory.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             return directory, FileLock.take(directory / _LOCK, Share.ALONE, Deadline.after(timedelta(seconds=10)))
 
