@@ -86,6 +86,14 @@ class Court:
             self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="its owner vanished"))
         return self.page.state.trial(_TRIAL).status
 
+    def spends_machine_budget(self, last: str) -> None:
+        """Lose two attempts by the judge, and one more that ended with the message `last`."""
+        for _ in range(2):
+            self.loses_an_attempt()
+        state = self.page.state.trial(_TRIAL)
+        self.page.put(Started(trial=_TRIAL, attempt=state.attempt + 1, from_step=0, from_sequence=None))
+        self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message=last))
+
 
 def test_a_trial_that_commits_in_between_may_lose_as_many_attempts_as_it_likes() -> None:
     court = Court()
@@ -125,11 +133,7 @@ def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not
 ) -> None:
     court = Court()
     court.error = kind("the credentials have expired")
-    for _ in range(2):
-        court.loses_an_attempt()
-    state = court.page.state.trial(_TRIAL)
-    court.page.put(Started(trial=_TRIAL, attempt=state.attempt + 1, from_step=0, from_sequence=None))
-    court.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="not written"))
+    court.spends_machine_budget("not written")
     with pytest.raises(kind, match="expired"):
         court.judge.failed(court.page.state.trial(_TRIAL), Cause.MACHINE, court.error)
     assert court.page.state.trial(_TRIAL).status is Status.PENDING
@@ -137,11 +141,7 @@ def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not
 
 def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_with_a_fresh_one() -> None:
     court = Court()
-    for _ in range(2):
-        court.loses_an_attempt()
-    state = court.page.state.trial(_TRIAL)
-    court.page.put(Started(trial=_TRIAL, attempt=state.attempt + 1, from_step=0, from_sequence=None))
-    court.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="not written"))
+    court.spends_machine_budget("not written")
     court.judge.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(court.startable) == [_TRIAL]
     assert (court.page.state.trial(_TRIAL).status, court.page.state.trial(_TRIAL).machine_failures) == (
@@ -152,11 +152,7 @@ def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_wi
 
 def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> None:
     court = Court()
-    for _ in range(2):
-        court.loses_an_attempt()
-    state = court.page.state.trial(_TRIAL)
-    court.page.put(Started(trial=_TRIAL, attempt=state.attempt + 1, from_step=0, from_sequence=None))
-    court.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message=OWNER_VANISHED))
+    court.spends_machine_budget(OWNER_VANISHED)
     court.judge.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(court.startable) == []
     assert court.page.state.trial(_TRIAL).status is Status.ERRORED, "or it would kill its machine for ever"
