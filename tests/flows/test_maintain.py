@@ -28,6 +28,7 @@ from prefect_tune.stores.posix import PosixStore
 from tests.core.small_search import SmallSearch
 from tests.fakes.checkpoints import files_in
 from tests.fakes.experiments import write_experiment
+from tests.flows.driver import until
 from tests.flows.training import trial_at
 from tests.flows.trouble import Trouble
 
@@ -325,9 +326,15 @@ def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(target:
     with get_client(sync_client=True) as client:
         only = ArtifactFilter(key=ArtifactFilterKey(like_="maintenance-"))
         pages = [str(each.data) for each in client.read_artifacts(artifact_filter=only)]
-        names = {run.name for run in client.read_task_runs(limit=200)}
     assert any(str(target) in page and "| digits |" in page for page in pages)
-    assert {"verify digits", "prune digits", "collect digits"} <= names
+    acts = {"verify digits", "prune digits", "collect digits"}
+    until(lambda: acts <= _task_runs(), seconds=60, what=lambda: str(_task_runs()))
+
+
+def _task_runs() -> set[str]:
+    """The names of all task runs that the server knows by now: it learns of them from events, after the runs."""
+    with get_client(sync_client=True) as client:
+        return {run.name for run in client.read_task_runs(limit=200)}
 
 
 def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:

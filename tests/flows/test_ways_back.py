@@ -103,7 +103,7 @@ def test_a_killed_run_is_retried_and_one_that_was_alive_is_left_to_the_process_s
     names = ui.history(training.run)  # of the kill two tell, the runner and the worker, and the second one is late
     after_the_alarm = names[len(names) - names[::-1].index("AwaitingRetry") :]
     assert not {"Crashed", "Failed"} & set(after_the_alarm), names
-    assert "it was taken over" in ui.log(training.run)
+    eventually("the log", lambda: "it was taken over" in ui.log(training.run), timedelta(seconds=30))
     owners = [entry.events[0].owner.by_hand for entry in entries_at(training.target, "retried") if _opens(entry)]
     assert owners == [False, True, False]
 
