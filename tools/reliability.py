@@ -2,6 +2,7 @@
 
     python tools/reliability.py          what CI runs: minutes
     python tools/reliability.py --deep   hundreds of real kills too: an hour
+    python tools/reliability.py --reports build/*.xml   what such runs left, made in parts with pytest's --junitxml
 
 No figure on that page is typed: each is a property that a test recorded, summed over the tests that passed.
 """
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -28,12 +29,16 @@ def main(arguments: Sequence[str]) -> int:
     """Return pytest's exit code; the page is written only if everything passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deep", action="store_true", help="run the long tests too")
-    deep = parser.parse_args(arguments).deep
+    parser.add_argument("--reports", nargs="+", type=Path, help="run nothing: the reports of runs in which all passed")
+    asked = parser.parse_args(arguments)
+    if asked.reports:
+        _write(_figures(asked.reports), "tools/reliability.py --reports")
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        code = _run(report, deep=deep)
+        code = _run(report, deep=asked.deep)
         if code == 0:
-            _write(_figures(report), deep=deep)
+            _write(_figures([report]), f"tools/reliability.py{' --deep' if asked.deep else ''}")
     return code
 
 
@@ -43,26 +48,40 @@ def _run(report: Path, *, deep: bool) -> int:
     return subprocess.run(command, cwd=_REPOSITORY, check=False).returncode
 
 
-def _figures(report: Path) -> dict[str, float]:
-    tree = ET.parse(report)  # noqa: S314 - pytest wrote it a moment ago
+def _figures(reports: Sequence[Path]) -> dict[str, float]:
+    """Sum what the tests of all reports recorded; a test that is in two of them counts once.
+
+    Raises:
+        SystemExit: a test failed in one of them.
+    """
+    cases: dict[tuple[str | None, str | None], ET.Element] = {}
+    for report in reports:
+        for case in ET.parse(report).iter("testcase"):  # noqa: S314 - pytest wrote it
+            if case.find("failure") is not None or case.find("error") is not None:
+                raise SystemExit(f"{report}: {case.get('classname')}::{case.get('name')} failed; run it again")
+            if case.find("skipped") is None:
+                cases[case.get("classname"), case.get("name")] = case
+    return {"tests passed": len(cases), **_recorded(cases.values())}
+
+
+def _recorded(cases: Iterable[ET.Element]) -> dict[str, float]:
     told: Counter[str] = Counter()
     largest: dict[str, float] = {}
-    for entry in tree.iter("property"):
+    for entry in (entry for case in cases for entry in case.iter("property")):
         kind, _, name = entry.get("name", "").partition(": ")
         if kind == "figure":
             told[name] += float(entry.get("value", "0"))  # type: ignore[assignment]  # a counter counts floats too
         elif kind == "largest":
             largest[name] = max(largest.get(name, 0.0), float(entry.get("value", "0")))
-    cases = [case for case in tree.iter("testcase") if case.find("skipped") is None]
-    return {"tests passed": len(cases), **dict(sorted(told.items())), **dict(sorted(largest.items()))}
+    return {**dict(sorted(told.items())), **dict(sorted(largest.items()))}
 
 
-def _write(figures: dict[str, float], *, deep: bool) -> None:
+def _write(figures: dict[str, float], command: str) -> None:
     before, _, rest = _PAGE.read_text().partition(_BEGIN)
     after = rest.partition(_END)[2]
     rows = [f"| {name} | {value:,.10g} |" for name, value in figures.items()]
     when = datetime.now(UTC).date().isoformat()
-    run = f"`python tools/reliability.py{' --deep' if deep else ''}`, {when}:"
+    run = f"`python {command}`, {when}:"
     table = "\n".join(["", run, "", "| what | figure |", "|---|---:|", *rows, ""])
     _PAGE.write_text(f"{before}{_BEGIN}{table}{_END}{after}")
 
