@@ -53,13 +53,7 @@ def _azure(url: str, times: Any) -> Any:
     return AzureStore("bucket", account_name="account", account_key="aGVsbG8=", endpoint=f"{url}/account", **times)
 
 
-_CLIENTS: dict[str, Callable[[str, Any], Any]] = {
-    "gcs": _gcs,
-    "gcs-json": _gcs,
-    "oauth": _gcs,
-    "azure": _azure,
-    "azure-blob": _azure,
-}
+_CLIENTS: dict[str, Callable[[str, Any], Any]] = {"gcs": _gcs, "oauth": _gcs, "azure": _azure, "entra": _azure}
 
 
 @contextmanager
@@ -67,7 +61,8 @@ def _store(vendor: str, server: Canned) -> Iterator[ObstoreStore]:
     def connect(limit: timedelta) -> Any:
         times = client_times(limit)
         options = {**times["client_options"], "allow_http": True}
-        return _CLIENTS.get(vendor, _s3)(server.url, {"client_options": options, "retry_config": times["retry_config"]})
+        client = _CLIENTS.get(vendor.partition("-")[0], _s3)
+        return client(server.url, {"client_options": options, "retry_config": times["retry_config"]})
 
     store = ObstoreStore(connect, deadline=Deadline.after(timedelta(seconds=60)))
     server.status, server.body, server.headers = 200, b"", {"etag": '"1"', "x-goog-generation": "1"}
@@ -83,7 +78,7 @@ def _answer(server: Canned, vendor: str, status: int, code: str) -> None:
     if vendor == "gcs-json":
         error = {"code": status, "message": "no", "errors": [{"domain": "global", "reason": code, "message": "no"}]}
         server.body = json.dumps({"error": error}).encode()
-    elif vendor == "oauth":
+    elif vendor in ("oauth", "entra"):
         server.body = json.dumps({"error": code, "error_description": "no"}).encode()
     elif vendor.startswith("azure"):
         server.headers = {"content-type": "application/xml", "x-ms-error-code": code}
@@ -209,6 +204,56 @@ def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: Canned) -> No
         body = _deleted([("b", "NoSuchKey")]).replace(b"<Deleted><Key>a</Key></Deleted>", b"")
         server.status, server.body, server.headers = 200, body, {"content-type": "application/xml"}
         store.delete(["b"])
+
+
+# ----------------------------------------------------------------------------- what the vendors' documents say
+
+_CORRECTED = [
+    ("gcs", 400, "CrcMismatch", StoreUnavailable),  # what was sent was altered on the way
+    ("minio", 400, "XAmzContentChecksumMismatch", StoreUnavailable),
+    ("s3", 400, "ResponseInterrupted", StoreUnavailable),  # what was sent was cut on the way
+    ("minio", 403, "RequestNotReadyYet", StoreRefused),  # of no vendor's document: as every 403
+    ("sdk", 400, "LimitExceededException", StoreRefused),  # of services that no store asks
+    ("azure-blob", 409, "SnapshotsPresent", StoreRefused),  # a person has to change something
+    ("azure-blob", 409, "BlobOperationNotSupported", StoreRefused),
+    ("azure-blob", 409, "BlobUsesCustomerSpecifiedEncryption", StoreRefused),
+    ("azure", 409, "ResourceTypeMismatch", StoreRefused),
+]
+
+
+@pytest.mark.parametrize(("vendor", "status", "code", "kind"), _CORRECTED)
+def test_a_code_passes_only_where_its_document_says_so(
+    server: Canned, vendor: str, status: int, code: str, kind: type[TuneError]
+) -> None:
+    with _store(vendor, server) as store:
+        _answer(server, vendor, status, code)
+        assert type(_raised(lambda: store.put("a", b"x"))) is kind
+
+
+def test_a_blob_that_azure_itself_is_using_is_not_taken_for_one_that_is_there(server: Canned) -> None:
+    with _store("azure-blob", server) as store:
+        _answer(server, "azure-blob", 409, "SystemInUse")
+        assert type(_raised(lambda: store.create("a", b"x"))) is StoreUnavailable
+
+
+@pytest.mark.parametrize(
+    ("vendor", "status", "code", "advice"),
+    [
+        ("gcs", 400, "CloudKmsDisabledKey", "encryption key"),
+        ("azure", 403, "KeyVaultEncryptionKeyNotFound", "encryption key"),
+        ("azure-blob", 403, "UnauthorizedBlobOverwrite", "lack the permission"),
+        ("minio", 400, "MaxVersionsExceeded", "old versions"),
+        ("minio", 400, "XMinioInsecureClientRequest", "https://"),
+        ("s3", 400, "IncorrectEndpoint", "another region"),
+        ("s3", 403, "NotSignedUp", "billing"),
+    ],
+)
+def test_a_refusal_says_what_its_document_says_to_do(
+    server: Canned, vendor: str, status: int, code: str, advice: str
+) -> None:
+    with _store(vendor, server) as store:
+        _answer(server, vendor, status, code)
+        assert advice in str(_raised(lambda: store.put("a", b"x")))
 
 
 # -------------------------------------------------------------------------- as pyarrow and fsspec tell of them
