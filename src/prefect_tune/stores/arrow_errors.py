@@ -10,13 +10,17 @@ from prefect_tune.stores.posix_errors import as_store_error
 
 __all__ = ["as_arrow_error"]
 
-# pyarrow tells a server's answer nowhere but in its text, some codes by names of its own.
-_REFUSED = re.compile(
-    r"ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|INVALID_SIGNATURE|SIGNATURE_DOES_NOT_MATCH|"
-    r"EXPIRED_TOKEN|INVALID_CLIENT_TOKEN_ID|UNRECOGNIZED_CLIENT|MISSING_AUTHENTICATION_TOKEN|"
-    r"HTTP status 40[13]|Bucket '.*' not found"
+# Where a client's text holds the server's code: pyarrow (S3, Azure, Google), botocore, azure-core, a body in XML.
+_CODE = re.compile(
+    r"(?:\bAWS Error |\bUnable to parse ExceptionName: |\bAzure Error: \[|\berror_info=\{reason=|"
+    r"\bAn error occurred \(|^ErrorCode:|<Code>)([\w.]+)",
+    re.MULTILINE,
 )
-_WORD = re.compile(r"\b[A-Z][\w.]+\w")  # of the documented codes those that no sentence is made of
+_REFUSED = re.compile(
+    r"\bAWS Error (?:UNRECOGNIZED_CLIENT|MISSING_AUTHENTICATION_TOKEN)\b|\(HTTP status 40[13]\)|"
+    r"Bucket '.*' not found|^Forbidden: "  # the last is gcsfs' text of every 403
+)
+_ROWS = {row.code.upper(): row for row in CODES.values()}  # pyarrow writes SLOW_DOWN for SlowDown
 _PASSES = (Meaning.PASSING, Meaning.UNKNOWN)
 _IS_REFUSED = (Meaning.REFUSED, Meaning.NO_BUCKET)
 _NEVER_WORKS = (PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
@@ -28,21 +32,28 @@ def as_arrow_error(error: Exception, what: str) -> StoreRefused | StoreUnavailab
     What is not known to be final counts as transient: a retry of the caller's is bounded, a wrong
     "no" is not mended by anybody.
     """
-    if isinstance(error, OSError) and error.errno is not None:
-        return as_store_error(error, what)
-    row, said = _documented(str(error)), _said(error)
+    row, said = _documented(error), _said(error)
     if row is not None:
         kind = StoreUnavailable if row.meaning in _PASSES else StoreRefused
         return kind(f"{what}: {row.advice} ({said})" if row.advice else f"{what}: {said}")
+    if isinstance(error, OSError) and error.errno is not None:
+        return as_store_error(error, what)
     if isinstance(error, _NEVER_WORKS) or _REFUSED.search(str(error)):
         return StoreRefused(f"{what}: {said}")
     return StoreUnavailable(f"{what}: {said}")
 
 
-def _documented(said: str) -> ErrorCode | None:
-    """Return the first code in a client's text that says whether to ask again."""
-    rows = (CODES[word] for word in _WORD.findall(said) if word in CODES)
-    return next((row for row in rows if row.meaning in _PASSES + _IS_REFUSED), None)
+def _documented(error: BaseException | None) -> ErrorCode | None:
+    """Return the first code that says whether to ask again, in the text of `error` or of what caused it.
+
+    s3fs gives an error number for a code, `EINVAL` for a body that was cut: the code stands in the cause alone.
+    """
+    while error is not None:
+        rows = (_ROWS.get(code.replace("_", "").upper()) for code in _CODE.findall(str(error)))
+        if found := next((row for row in rows if row and row.meaning in _PASSES + _IS_REFUSED), None):
+            return found
+        error = error.__cause__
+    return None
 
 
 def _said(error: Exception) -> str:
