@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ os.environ |= {
     "DO_NOT_TRACK": "1",
     "NO_PROXY": "127.0.0.1,localhost",
 }
+# What a shell starts in the background ignores Ctrl-C, and so does all that it starts: some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _TOGETHER = frozenset(
