@@ -116,6 +116,9 @@ class Trial(RuleBasedStateMachine):
             allowed = [before]
         assert any(self._is_allowed(found, each) for each in allowed)
         self.model.live, self.model.unsure = found, None
+        for save in found:  # one that was adopted: its owner died before it could say what it had published
+            if save not in self.witness.published:
+                self.witness.published[save] = self._manifest(save).blob_paths()
 
     def _is_allowed(self, found: list[Save], allowed: list[Save]) -> bool:
         """Whether they are these, or all of them that are whole, and some of the others."""
