@@ -103,5 +103,5 @@ def test_a_document_is_canonical_json_with_the_digest_of_all_else(document: Valu
 )
 def test_whatever_is_altered_is_noticed(altered: object) -> None:
     assert callable(altered)
-    with pytest.raises(InvalidInput, match="not as it was written, torn or altered"):
+    with pytest.raises(InvalidInput, match="torn or altered since it was written"):
         unseal(Early, altered(seal(Early())), "here", InvalidInput)

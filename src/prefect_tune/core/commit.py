@@ -1,4 +1,4 @@
-"""Publish a staged directory as a checkpoint: blobs first, all seen on the target, then the manifest."""
+"""Publish a staged directory as a checkpoint: blobs first, then a check that all are stored, then the manifest."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _Out = TypeVar("_Out")
 
 
 class Mapper(Protocol):
-    """`map`, or a thread pool's: how independent reads and writes are run side by side."""
+    """`map`, or a thread pool's `map`: runs independent reads and writes, in parallel where it is a pool's."""
 
     def __call__(self, function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterable[_Out]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a chunk lies on the target."""
+    """The blob that holds a chunk on the target, and the chunk's offset in it."""
 
     path: str
     size_bytes: int
@@ -49,10 +49,10 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Reusable:
-    """Bytes that are on the target already and cannot be collected under this save.
+    """Bytes that are on the target already and cannot be garbage-collected during this save.
 
-    `chunks` lie in blobs of live checkpoints. `blobs` (digest to path) are whole blobs, of live
-    checkpoints or left by a save that was cut short; `sizes` is the listing they were found in.
+    `chunks` are stored in blobs of live checkpoints. `blobs` (digest to path) are whole blobs, of live
+    checkpoints or of an interrupted save; `sizes` is the listing they were found in.
     """
 
     chunks: Mapping[Digest, _Place] = field(default_factory=dict)
@@ -68,18 +68,18 @@ class Reusable:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a commit did: the manifest, what it cost to send, and what it found damaged."""
+    """The result of a commit: the manifest, what was sent, and the damaged blobs that were found."""
 
     manifest: Manifest
     sent_blobs: int
     sent_bytes: int
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """By path, what is wrong with blobs that were read back; they are not reused, and their bytes were sent again."""
+    """By path, the damage of blobs that were read back; they are not reused, and their bytes were sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blob:
-    """One blob's worth of chunks, safe on the target: every chunk's place, and the blob if it was sent."""
+    """The chunks of one group, stored on the target: every chunk's place, and the path and size of a blob sent now."""
 
     chunks: tuple[tuple[Piece, Digest, _Place], ...]
     written: tuple[str, int] | None
@@ -89,11 +89,11 @@ class _Blob:
 
 
 def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, collected_up_to: int) -> Reusable:
-    """Find what the next save of `trial` need not send again.
+    """Find the bytes that the next save of `trial` need not send again.
 
     A blob may be reused when a live checkpoint refers to it (`parent`), or when it was first written
-    after the last retirement (entry `collected_up_to`): older unreferenced blobs may be about to be
-    deleted, by a process that was thought dead too, and are left alone for ever.
+    after the last retirement (entry `collected_up_to`): older unreferenced blobs may be deleted at any
+    time, even by a process that was believed dead, and are never reused.
     """
     sizes = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}
     live = parent.blob_paths() if parent else frozenset[str]()
@@ -106,9 +106,9 @@ def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, colle
 
 
 def _chunks_of(parent: Manifest, sizes: Mapping[str, int]) -> dict[Digest, _Place]:
-    """Only chunks whose blob the listing shows whole: what is damaged is sent again, and so healed.
+    """Return the chunks whose blob has its full size in the listing; a truncated blob is sent again.
 
-    A clone's blobs are another trial's, and not in it: they stay for the clone, and for nobody after it.
+    A clone's blobs belong to another trial and are not in this trial's listing: later saves do not reuse them.
     """
     places: dict[Digest, _Place] = {}
     for file in parent.files:
@@ -120,7 +120,7 @@ def _chunks_of(parent: Manifest, sizes: Mapping[str, int]) -> dict[Digest, _Plac
     return places
 
 
-def commit(  # noqa: PLR0913 - what, where, from where, and how: none can be had from another
+def commit(  # noqa: PLR0913 - what, where, from where, and how: none follows from another
     store: ObjectStore,
     key: CheckpointKey,
     source: Source,
@@ -135,15 +135,15 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none can be had
     A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same
     bytes twice is the same as committing them once.
 
-    Of what is reused, `reverification` says what is read back before; where that fails, its bytes are sent again, to a
-    new path. Without it what is reused is trusted.
+    `reverification` says which reused blobs are read back first; the bytes of a blob that fails are sent again, to a
+    new path. Without `reverification`, reused blobs are trusted.
 
     Raises:
-        InvalidInput: `about` holds what JSON cannot say; nothing was sent.
-        AlreadyCommitted: the key holds another write.
-        CommitUnknown: the target did not say, and could not be asked.
-        StoreUnavailable: not committed; what was sent is found again by the next try.
-        StagedFilesChanged: the directory was written to meanwhile.
+        InvalidInput: `about` holds a value that JSON cannot represent; nothing was sent.
+        AlreadyCommitted: the key holds a checkpoint of another write.
+        CommitUnknown: the target did not say whether it wrote the manifest, and reading it back did not tell.
+        StoreUnavailable: not committed; the next try reuses the blobs that were sent.
+        StagedFilesChanged: the directory was written to during the commit.
     """
     about = as_read_back(about)
     work = list(groups(pieces(source.files)))
@@ -176,7 +176,7 @@ def _unverified(
     reverification: Reverification,
     side_by_side: Mapper,
 ) -> dict[str, Unverified]:
-    """By path, the blobs that were due to be verified and are not to be reused."""
+    """Return by path the blobs that were due for verification and must not be reused."""
     shared = frozenset(place.path for place in reuse.chunks.values())
     found = side_by_side(lambda read: verify_read(store, manifest, read), due_reads(manifest, shared, reverification))
     return {each.path: each for each in found if each is not None}
@@ -193,7 +193,7 @@ def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequen
         source.read_into(piece, chunk)
         digest = digest_of(chunk)
         if place := reuse.chunks.get(digest):
-            known.append((piece, digest, place))  # its room in the buffer goes to the next chunk
+            known.append((piece, digest, place))  # the next chunk overwrites it in the buffer
         else:
             fresh.append((piece, digest))
             end += piece.length
@@ -219,12 +219,12 @@ def _placed(
 
 
 def _see(store: ObjectStore, trial: TrialKey, written: Mapping[str, int]) -> None:
-    """Believe no client: every blob that was sent must be on the target, whole, before the manifest is."""
+    """Require every sent blob on the target at its full size before the manifest: the client's reply is no proof."""
     if not written:
         return
     seen = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}
     for path, size_bytes in written.items():
-        # A listing may lag behind its store; the object itself is asked before it is called missing.
+        # A listing may be stale: ask for the object itself before calling it missing.
         found = seen.get(path)
         if found != size_bytes and (found := store.size(path)) != size_bytes:
             raise StoreUnavailable(
@@ -262,11 +262,11 @@ def _file(file: FileStat, chunks: Iterable[tuple[int, ChunkRef]]) -> FileRef:
 
 
 def publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manifest:
-    """Create the manifest of `key`, which is the commit, and return it as it is there.
+    """Create the manifest of `key`, which is the commit, and return the manifest that is stored.
 
     Raises:
-        AlreadyCommitted: the key holds another write.
-        CommitUnknown: the target did not say, and could not be asked.
+        AlreadyCommitted: the key holds a checkpoint of another write.
+        CommitUnknown: the target did not say whether it wrote, and reading back did not tell.
     """
     try:
         create_or_recognize(store, key.manifest_path, encode_manifest(manifest))
@@ -274,5 +274,5 @@ def publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manif
         there = decode_manifest(store.read(key.manifest_path), key.manifest_path)
         if there.about.write_id != manifest.about.write_id:
             raise AlreadyCommitted(f"{key.manifest_path}: holds a checkpoint of another write") from exists
-        return there  # an earlier try of this very save, which found other bytes to reuse
+        return there  # an earlier try of this same save, which found other blobs to reuse
     return manifest

@@ -1,4 +1,4 @@
-"""The entries of a journal as objects: read by their numbers, and believed only when they are what they say."""
+"""Read the entries of a journal by their numbers, and verify each one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["decode_entry", "entries_after", "read_if_there", "read_listed"]
 def entries_after(
     store: ObjectStore, key: JournalKey, beyond: int, side_by_side: Mapper
 ) -> Iterable[tuple[Entry, Buffer]]:
-    """Entries are read by number, up to the first that is absent: a listing that lags behind hides none."""
+    """Yield the entries after `beyond`, read by number up to the first absent one: a stale listing hides none."""
     folder = key.entries
     listed = store.list(folder, after=key.entry_path(beyond) if beyond else "")
     last = max((beyond, *(number_in(folder, each.path) or 0 for each in listed)))
-    # One by one: a foreign file named like the ten-billionth entry must not be believed.
+    # Lazily: a foreign file named like the ten-billionth entry must not make a list of ten billion paths.
     paths = (key.entry_path(number) for number in range(beyond + 1, last + 1))
     for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
         yield decode_entry(data, path), data
@@ -30,14 +30,14 @@ def entries_after(
 
 
 def read_listed(store: ObjectStore, path: str) -> Buffer:
-    """Return an entry that must be there; JournalCorrupt where it is not."""
+    """Return the bytes of an entry that must exist; raise JournalCorrupt where it does not."""
     if (data := read_if_there(store, path)) is None:
         raise JournalCorrupt(f"{path}: entries after it exist, and it is missing")
     return data
 
 
 def read_if_there(store: ObjectStore, path: str) -> Buffer | None:
-    """Return what lies there; None where nothing does."""
+    """Return the object's bytes; None where there is no object."""
     try:
         return store.read(path)
     except ObjectNotFound:
@@ -45,7 +45,7 @@ def read_if_there(store: ObjectStore, path: str) -> Buffer | None:
 
 
 def decode_entry(data: Buffer, path: str) -> Entry:
-    """Return the entry of that path; JournalCorrupt where it is damaged, or another's."""
+    """Return the entry of that path; raise JournalCorrupt where it is damaged, or has another number."""
     entry = unseal(Entry, data, path, JournalCorrupt)
     if entry.number != number_in(path.rpartition("/")[0], path):
         raise JournalCorrupt(f"{path}: holds entry {entry.number}")

@@ -1,4 +1,4 @@
-"""One class per thing a caller can do about it.
+"""Exceptions of prefect-tune: one class for each way in which a caller can react.
 
 A message says what, where, what was expected, what was found, and the next move.
 """
@@ -37,35 +37,35 @@ class TuneError(Exception):
 
 
 class InvalidInput(TuneError, ValueError):
-    """What was asked for cannot be done as asked: correct the input and call again."""
+    """The request cannot be carried out as given: correct the input and call again."""
 
 
 class BadMetric(InvalidInput):
-    """A reported metric cannot be stored (NaN, infinite, not a number or text): mend the trainable."""
+    """A reported metric cannot be stored (NaN, infinite, not a number or text): fix the trainable."""
 
 
 class StoreUnavailable(TuneError):
-    """The target did not do it, and doing it again may work: retry."""
+    """The target did not carry out the request, and may carry it out later: retry."""
 
 
 class DeadlineExceeded(StoreUnavailable):
-    """The target did not answer in time, and the work was ended: retry, or raise the timeout."""
+    """The target did not answer in time, and the request was cancelled: retry, or raise the timeout."""
 
 
 class StoreRefused(TuneError):
-    """The target will not do it (credentials, permission, bucket): correct the configuration."""
+    """The target refuses the request (credentials, permission, bucket): correct the configuration."""
 
 
 class ObjectNotFound(TuneError):
-    """The target answered, and there is nothing at this path."""
+    """The target answered that no object exists at this path."""
 
 
 class AlreadyExists(TuneError):
-    """Create-if-absent found something: read it, and decide."""
+    """Create-if-absent found an object at this path: read it, and decide."""
 
 
 class CommitUnknown(TuneError):
-    """The target did not say whether it wrote: read back before anything else."""
+    """The target did not say whether it wrote: read the object back before anything else."""
 
 
 class AlreadyCommitted(TuneError):
@@ -81,49 +81,49 @@ class CheckpointCorrupt(TuneError):
 
 
 class DamageFound(TuneError):
-    """Maintenance found damage that nobody had been told of: look at it. All else that was to be done is done."""
+    """Maintenance found damage that was not reported before: look at it. The rest of the round was completed."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
         self.report = report
-        """The `MaintenanceReport`, for whoever called in this process."""
+        """The `MaintenanceReport`, for a caller in the same process."""
 
 
 class StagedFilesChanged(TuneError):
-    """Files changed while they were read: stage them again, and leave them alone until the commit."""
+    """Files changed while they were read: stage them again, and do not write to them before the commit."""
 
 
 class SaveOvertaken(TuneError):
-    """A checkpoint was put aside while this one was saved, which may share what is damaged: save it again."""
+    """A checkpoint was put aside during this save, which may reuse its damaged blobs: save again."""
 
 
 class JournalCorrupt(TuneError):
-    """The experiment's history does not hold together: nothing is resumed from it; ask for help."""
+    """The experiment's journal is inconsistent: nothing is resumed from it; ask for help."""
 
 
 class UnknownVersion(TuneError):
-    """Written by a newer prefect-tune: upgrade this one."""
+    """A newer prefect-tune wrote this document: upgrade the one that reads it."""
 
 
 class UnsafePayload(TuneError):
-    """Reading it could execute code: allow it explicitly, with a key, or store plain JSON."""
+    """Reading this payload could execute code: allow it explicitly, with a key, or store plain JSON."""
 
 
 class IllegalTransition(TuneError):
-    """The event cannot happen to a trial in this status: a bug, or a foreign writer."""
+    """The event cannot happen to a trial in this status: a bug, or another program wrote it."""
 
 
 class Superseded(TuneError):
-    """Somebody else owns the experiment now: stop; nothing of yours was lost that was acknowledged."""
+    """Another run owns the experiment now: stop; every acknowledged write of this run is kept."""
 
 
 class ResumeFailed(TuneError):
-    """The experiment exists and could not be read: nothing was started afresh; resume again."""
+    """The experiment exists and could not be resumed: no new one was started in its place; resume again."""
 
 
 class CrashLoop(TuneError):
-    """Automations started a run again and again, and nothing came of it: mend the cause, then Retry or resume."""
+    """Automations restarted a run repeatedly without progress: fix the cause, then Retry or resume."""
 
 
 class TrialFailed(TuneError):
-    """The trial ended without finishing and its retry budget is spent: mend the cause, then resume."""
+    """The trial ended without finishing, and its retry budget is spent: fix the cause, then resume."""

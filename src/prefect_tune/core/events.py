@@ -1,4 +1,4 @@
-"""What can happen to an experiment and its trials: the only things the journal holds."""
+"""The events of an experiment; with those of `trial_events`, all that journal entries hold."""
 
 from __future__ import annotations
 
@@ -95,15 +95,15 @@ class Opened(Value):
     type: Literal["opened"] = "opened"
     experiment: ExperimentName
     trial: TrialId | None = None
-    """Whose own journal is opened; None for the experiment's."""
+    """The trial whose own journal is opened; None for the experiment's journal."""
     epoch: int
     owner: Owner
 
 
 class Adopted(Value):
-    """The owner has looked for manifests that the last one could not journal, and took these over.
+    """The new owner adopts these checkpoints: their manifests exist, and the last owner did not journal them.
 
-    Manifests of earlier epochs that are not here, and not committed, were never commits.
+    A manifest of an earlier epoch that is neither listed here nor journaled as committed was never a commit.
     """
 
     type: Literal["adopted"] = "adopted"
@@ -111,25 +111,25 @@ class Adopted(Value):
 
 
 class Described(Value):
-    """What the experiment was asked to be, as JSON: what a resume by name needs to know."""
+    """The parameters of the experiment as JSON, for a resume by name."""
 
     type: Literal["described"] = "described"
     settings: Mapping[str, object]
 
 
 class Extended(Value):
-    """A run of the search has added so many samples to those that there were to be; once, however often it starts."""
+    """A run of the search has added samples to the planned ones; recorded once, however often the run starts."""
 
     type: Literal["extended"] = "extended"
     run: str
-    """What stays the same when the run is started again: its id, or its place in the run that has called it."""
+    """A name that a restart of the run keeps: its id, or its place in the run that called it."""
     samples: int
 
 
 class StopAsked(Value):
-    """A trial, or the whole experiment, is to save and end, and nobody has acted on it yet.
+    """A trial, or the whole experiment, is asked to save and end; journaled before it is carried out.
 
-    A trial is finished then. The experiment ends for its present owner: whoever opens it next goes on.
+    A stopped trial is finished. A stopped experiment ends for its present owner; the next owner continues it.
     """
 
     type: Literal["stop-asked"] = "stop-asked"
@@ -137,9 +137,9 @@ class StopAsked(Value):
     trial: TrialId | None = None
     """None for the whole experiment."""
     request: str | None = None
-    """The write id of the request on the target; None where a stopper or a limit of the experiment's own says so."""
+    """The write id of the request on the target; None where a stopper or a limit of the experiment asks."""
     refused: Message = ""
-    """Why nothing comes of it; empty where it is done."""
+    """Why the request is ignored; empty where it is carried out."""
 
 
 class Answered(Value):
@@ -147,50 +147,50 @@ class Answered(Value):
 
     type: Literal["answered"] = "answered"
     key: Message
-    """Of the question, which is answered once."""
+    """The key of the question, which is answered once."""
     answer: Mapping[str, object]
     trial: TrialId | None = None
-    """Who has asked; None for a run that was suspended, and asked how to go on."""
+    """The trial that asked; None for a suspended run that asked how to continue."""
     flow_run: str | None = None
-    """Of that run: what was answered is what it does from then on, however often it is started again."""
+    """The id of that suspended run: the answer holds for it from then on, however often it is restarted."""
 
 
 class ForkBegun(Value):
-    """The experiment is to be a fork; it is none, and nothing else either, before it is `Forked`."""
+    """The experiment becomes a fork of `origin`; until `Forked` it cannot be used."""
 
     type: Literal["fork-begun"] = "fork-begun"
     origin: ForkOrigin
 
 
 class Forked(Value):
-    """The same entry holds all that had happened to the origin, as far as its entry goes: from here on it goes on."""
+    """The fork is complete: the same entry holds all events of the origin up to the forked entry."""
 
     type: Literal["forked"] = "forked"
 
 
 class RemovalBegun(Value):
-    """All of the experiment is about to be deleted: nobody goes on with it, and nobody clones what is in it.
+    """The whole experiment is about to be deleted: it cannot be resumed, and its checkpoints cannot be cloned.
 
-    It stands in the experiment's journal, and in those that its trials have for themselves.
+    Written to the experiment's journal, and to its trials' own journals.
     """
 
     type: Literal["removal-begun"] = "removal-begun"
 
 
 class RemovalGivenUp(Value):
-    """The experiment stays: a fork was faster. Nothing of it was deleted, and whoever opens it next goes on."""
+    """The deletion was cancelled, because a fork needs the experiment. Nothing was deleted; it can be resumed."""
 
     type: Literal["removal-given-up"] = "removal-given-up"
 
 
 class Learned(Value):
-    """The search begins with what another experiment found; kept here, so that it may be deleted there."""
+    """The search warm-starts from another experiment's trials, copied here so that the other one may be deleted."""
 
     type: Literal["learned"] = "learned"
     source: str
-    """As it was named: by its name, or `target/name`."""
+    """The experiment as the user named it: by its name, or `target/name`."""
     place: str | None = None
-    """Where it is, as events and assets name it: always alike, and without secrets; None where that is not known."""
+    """Its place as events and assets name it: normalized, and without secrets; None where that is not known."""
     lessons: tuple[Lesson, ...]
 
     @model_serializer(mode="wrap")
@@ -205,18 +205,18 @@ _OwnEvent: TypeAlias = Annotated[
 
 
 class Absorbed(TrialEvent):
-    """An entry of the trial's own journal, taken into the experiment's: what its supervisor wrote, word for word."""
+    """An entry of the trial's own journal, copied unchanged into the experiment's journal."""
 
     type: Literal["absorbed"] = "absorbed"
     number: int
-    """The entry's, there. None is left out."""
+    """The entry's number in the trial's journal. Entries are absorbed in order, without gaps."""
     events: tuple[_OwnEvent, ...]
     at: str | None = None
-    """When it was written there, by the clock of whoever did; for people."""
+    """When the entry was written, by its writer's clock; for people only."""
 
     @model_serializer(mode="wrap")
     def _says_when_if_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Without the time it is written as before there was one."""
+        """Leave out an unknown time, as in entries written before this field existed."""
         return without_none(dump(self), "at")
 
 

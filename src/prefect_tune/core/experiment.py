@@ -1,4 +1,4 @@
-"""An experiment is the fold of its journal: same entries, same experiment, everywhere and always."""
+"""The experiment as the fold of its journal: the same entries always give the same experiment."""
 
 from __future__ import annotations
 
@@ -58,51 +58,51 @@ class Entry(Value):
 
 
 class Experiment(Value):
-    """Everything that is known of an experiment after its first `number` entries."""
+    """The state of an experiment after the first `number` entries of its journal."""
 
     key: JournalKey
-    """Where its journal is."""
+    """The key of the journal."""
     number: int = 0
     digest: str = ""
     """The digest of the last entry."""
     epoch: int = 0
     owner: Owner | None = None
     opened_at: int = 0
-    """The entry by which the present owner opened the experiment."""
+    """The number of the entry with which the present owner opened the experiment."""
     settled_from: int = 0
-    """Manifests whose sequence is below this and that no entry names were never commits."""
+    """A manifest with a smaller sequence that no entry names was never a commit."""
     settings: Mapping[str, object] = Field(default_factory=dict)
-    """What it was asked to be when it was last opened; see `Described`."""
+    """The parameters of the run that opened it last; see `Described`."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """How many samples each run has added that was to add some, by `Extended.run`, in their order."""
+    """How many samples each run has added, by `Extended.run`, in the order of the runs."""
     origin: ForkOrigin | None = None
-    """What it was forked from."""
+    """The journal entry that it was forked from; None if it is no fork."""
     is_whole: bool = True
-    """Whether it has all of that; a fork that was cut short is nothing to go on with."""
+    """Whether the fork is complete; an incomplete one cannot be resumed."""
     is_removed: bool = False
     """Whether its deletion has begun."""
     learned: Mapping[str, int] = Field(default_factory=dict)
-    """The other experiments whose trials its search knows of, and in which entry they are told."""
+    """The experiments that its search warm-starts from, each with the number of the entry that holds their trials."""
     teachers: tuple[str, ...] = ()
-    """Where they are, as events and assets name them, each once, in the order in which they were told."""
+    """The places of those experiments as events and assets name them, each once, in the order of their entries."""
     heard: tuple[str, ...] = ()
-    """The write ids of the requests from outside that were heard, in their order: the first one is request 1."""
+    """The write ids of the stop requests that the owner has journaled, in order: the first is request 1."""
     stops: Mapping[str, str] = Field(default_factory=dict)
-    """Trials that are asked to stop and have not ended yet, and why."""
+    """Trials that are asked to stop and have not ended yet, each with the reason."""
     ends: str = ""
-    """Why its present owner ends it before there is nothing more to do; empty where that is not so."""
+    """Why the present owner stops the experiment early; empty while it does not."""
     restarts: int = 0
-    """How often in a row its run was started again by no person, and nothing was committed or decided in between."""
+    """Restarts of its run in a row, not by a person, without a commit or a decision in between."""
     answers: tuple[Answered, ...] = ()
-    """What persons have answered, oldest first."""
+    """Answers of persons, oldest first."""
     questions: Mapping[TrialId, Questioned] = Field(default_factory=dict)
-    """What trials have asked, and nobody has answered yet."""
+    """Questions of trials that are not answered yet."""
     happened: int = 0
-    """How much search and scheduler have to be told again; see `Trial.past`."""
+    """The number of happenings that are replayed to search and scheduler; see `Trial.past`."""
     milestones: tuple[tuple[int, Digest], ...] = ()
     """The digests of the entries that end the segments of its history; see `spans.boundaries`."""
     trials: Trials = Field(default_factory=Trials.of)
-    """By name, in the order in which they were added."""
+    """The trials by name, in the order in which they were added."""
 
     @property
     def name(self) -> str:
@@ -111,17 +111,17 @@ class Experiment(Value):
 
     @model_serializer(mode="wrap")
     def _says_nothing_of_what_is_not(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Most are not extended and have no teachers, and their segments are as they were before any could."""
+        """Leave out `extensions` and `teachers` where empty, as in segments written before these fields existed."""
         return without_unset(dump(self), "extensions", "teachers")
 
     def opened_by(self) -> Opened:
-        """Return what the present owner opened the journal with."""
+        """Return the event with which the present owner opened the journal."""
         if self.owner is None:
-            raise IllegalTransition(f"{self.key}: nobody has opened it yet")
+            raise IllegalTransition(f"{self.key}: no owner has opened it yet")
         return Opened(experiment=self.key.experiment, trial=self.key.trial, epoch=self.epoch, owner=self.owner)
 
     def trial(self, trial: str) -> Trial:
-        """Return the trial, which must exist."""
+        """Return the trial; KeyError where there is none."""
         return self.trials[trial]
 
 
@@ -134,7 +134,7 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
     """Return the experiment after `entry`, whose bytes have this digest.
 
     Raises:
-        JournalCorrupt: the entry does not follow the last one, or could not have happened.
+        JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
     """
     _require_successor(experiment, entry)
     try:
@@ -147,23 +147,23 @@ def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
 
 
 def following(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
-    """As `apply`, of an entry that is to be written now.
+    """As `apply`, for an entry that is about to be written.
 
     Raises:
-        SaveOvertaken: it would make a checkpoint of what was saved before one was put aside.
+        SaveOvertaken: the entry commits a save that began before a checkpoint of its trial was put aside.
     """
     _require_not_overtaken(experiment, entry)
     return apply(experiment, entry, digest)
 
 
 def _require_not_overtaken(experiment: Experiment, entry: Entry) -> None:
-    """Of what is written already nobody asks it: releases before this one did not."""
+    """Checked before writing only, not when reading: earlier releases wrote such entries."""
     for event in entry.events:
         trial = experiment.trials.get(event.trial) if isinstance(event, Committed) else None
         if trial is not None and isinstance(event, Committed) and is_overtaken(trial, event.checkpoint.sequence):
             raise SaveOvertaken(
                 f"{experiment.key}: step {event.checkpoint.step} of trial {trial.trial!r} was saved while a checkpoint "
-                "was put aside, and may share what is damaged: save it again"
+                "was put aside, and may share its damaged blobs: save it again"
             )
 
 
@@ -184,15 +184,15 @@ def _require_successor(experiment: Experiment, entry: Entry) -> None:
     if found != expected:
         raise JournalCorrupt(
             f"{experiment.key}, entry {entry.number}: expected number, predecessor and epoch "
-            f"{expected}, found {found}: an entry was lost, altered or brought from elsewhere"
+            f"{expected}, found {found}: an entry was lost, altered or copied from another journal"
         )
 
 
 def after_event(experiment: Experiment, event: Event, number: int) -> Experiment:
-    """Return the experiment after `event`, which stands in entry `number`, or will.
+    """Return the experiment after `event`, which is, or will be, in entry `number`.
 
     Raises:
-        IllegalTransition: it cannot happen.
+        IllegalTransition: the event is impossible in this state.
     """
     match event:
         case Opened():
@@ -230,13 +230,13 @@ def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
 
 
 def _is_restart(before: Owner | None, now: Owner) -> bool:
-    """Whether one and the same run was started once more, and not by a person."""
+    """Return whether the same flow run was started again, and not by a person."""
     again = before is not None and now.flow_run is not None and now.flow_run == before.flow_run
     return again and not now.by_hand
 
 
 def _spoken(experiment: Experiment, event: Answered | Questioned) -> Experiment:
-    """A trial that asks again is about the newer question; an answer to another one than the open one is kept too."""
+    """A trial's newer question replaces its older one; an answer to a question that is not open is kept too."""
     if isinstance(event, Questioned):
         asks = _known(experiment, event.trial).trial
         return experiment.model_copy(update={"questions": {**experiment.questions, asks: event}})
@@ -266,7 +266,7 @@ def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
 
 
 def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
-    """From here on only manifests of the present epoch can be commits."""
+    """From this entry on, only manifests of the present epoch can be commits."""
     for name, found in event.checkpoints.items():
         experiment = _with(experiment, with_adopted(_known(experiment, name), found))
     return experiment.model_copy(update={"settled_from": experiment.opened_at})
@@ -286,7 +286,7 @@ def _came_or_goes(experiment: Experiment, event: ForkBegun | Forked | RemovalBeg
 
 def _begun(experiment: Experiment, origin: ForkOrigin) -> Experiment:
     if experiment.trials or experiment.origin is not None:
-        raise IllegalTransition(f"it is to be a fork of {origin}, and is something already")
+        raise IllegalTransition(f"it cannot become a fork of {origin}: it has trials or an origin already")
     return experiment.model_copy(update={"origin": origin, "is_whole": False})
 
 
@@ -299,11 +299,11 @@ def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
 
 
 def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
-    """The trial's own journal tells of its configuration, its owners and its deletion, which are known here."""
+    """Apply an entry of the trial's own journal, except for configuration, owners and deletion, which are known here."""
     trial = _known(experiment, event.trial)
     if event.number != trial.absorbed + 1:
         raise IllegalTransition(
-            f"trial {trial.trial!r}: entry {event.number} of its journal is taken in after {trial.absorbed}"
+            f"trial {trial.trial!r}: expected entry {trial.absorbed + 1} of its journal, found entry {event.number}"
         )
     for each in event.events:
         trial = experiment.trial(trial.trial)
@@ -321,7 +321,7 @@ def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
 
 
 def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Trial) -> Experiment:
-    """Keep what search and scheduler have to hear again."""
+    """Record what is replayed to search and scheduler when the experiment is resumed."""
     order = experiment.happened + 1
     match event:
         case Decided(report=report, decision=decision):
@@ -352,7 +352,7 @@ def _progressed(experiment: Experiment) -> Experiment:
 
 
 def _is_stopped(ended: Trial) -> bool:
-    """Whether it left since that was decided before its time, or while it was paused."""
+    """Return whether the scheduler ended the trial early, or it was ended while it was paused."""
     match ended.past[-1].decision:
         case Pause() | Stop(early=True):
             return ended.status is Status.FINISHED and ended.left

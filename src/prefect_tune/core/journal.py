@@ -1,4 +1,4 @@
-"""The experiment's numbered entries, each created only if absent: the history, and the owners' fence."""
+"""Read and append the numbered entries of a journal; creating each only if absent fences off older owners."""
 
 from __future__ import annotations
 
@@ -57,41 +57,41 @@ _RACES = 16
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An experiment as its journal tells it, and what its next owner mends, so that others read less."""
+    """An experiment folded from its journal, and the segments that its next owner has to repair."""
 
     experiment: Experiment
     unwritten: tuple[Experiment, ...] = ()
-    """The experiment at each boundary of its history where there is no usable segment."""
+    """The experiment at each segment boundary that has no usable segment."""
     unusable: frozenset[int] = frozenset()
-    """Segments that are listed, and damaged or of another history."""
+    """Numbers of segments that are listed, but damaged or of another history."""
 
 
 def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Experiment:
-    """Return the experiment as its journal tells it; an empty journal gives the empty experiment.
+    """Return the experiment that the journal's entries fold to; an empty journal gives the empty experiment.
 
     Reads at most 18 objects, however many entries there are, as long as every segment was written.
 
     Raises:
-        JournalCorrupt: an entry is missing, altered, or could not have happened.
-        UnknownVersion: a newer prefect-tune wrote it.
+        JournalCorrupt: an entry is missing or altered, or its events are impossible after the ones before.
+        UnknownVersion: a newer prefect-tune wrote an entry.
     """
     return read(store, journal, side_by_side=side_by_side).experiment
 
 
 def read(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Loaded:
-    """Load the experiment, for whoever may open it soon: `take_over` need not read again what is known."""
+    """Load the experiment, with what `take_over` needs as `known` so as not to read the journal twice."""
     return _loaded(store, journal_key(journal), side_by_side)
 
 
 def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Sequence[Entry]:
-    """Return every entry from the first: for curves, timelines, and whoever wants to know why."""
+    """Return every entry from the first, for curves, timelines and audits."""
     return [entry for entry, _ in entries_after(store, journal_key(journal), 0, side_by_side)]
 
 
 def as_of(
     store: ObjectStore, journal: JournalKey | str, number: int | None, *, side_by_side: Mapper
 ) -> tuple[Experiment, Sequence[Entry]]:
-    """Return the experiment after entry `number`, or after the last where that is None, and every entry up to it.
+    """Return the experiment after entry `number` (None: after the last one), and every entry up to it.
 
     Raises:
         InvalidInput: there is no such entry.
@@ -113,7 +113,7 @@ def as_of(
 def entries_beyond(
     store: ObjectStore, journal: JournalKey | str, number: int, *, side_by_side: Mapper
 ) -> Sequence[Entry]:
-    """Return the entries after `number`, for whoever has taken in those before.
+    """Return the entries after `number`, for a caller that has read those before.
 
     Raises:
         JournalCorrupt: an entry is missing or altered.
@@ -122,27 +122,27 @@ def entries_beyond(
 
 
 def next_entry(store: ObjectStore, experiment: JournalKey | str, number: int) -> Entry | None:
-    """Return the entry after `number` if it is there: one request, for whoever watches a journal grow.
+    """Return the entry after `number`, or None while it does not exist. Sends one request: for polling a journal.
 
     Raises:
-        JournalCorrupt: it is damaged.
+        JournalCorrupt: the entry is damaged.
     """
     path = journal_key(experiment).entry_path(number + 1)
     return None if (data := read_if_there(store, path)) is None else decode_entry(data, path)
 
 
 def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
-    """Write the next entry, and return the experiment after it. What it returns is durable.
+    """Write the next entry, and return the experiment after it. The entry is durable when this returns.
 
-    The events are taken as they will be read back (a tuple in a config becomes a list), so that who
-    goes on now and who resumes later see the same. What guests wrote meanwhile comes before it.
+    The events are applied as they will be read back (a tuple in a config becomes a list), so that this run
+    and a later resume see the same values. Entries that external writers added meanwhile come before it.
 
     Raises:
-        InvalidInput: an event holds what JSON cannot say, or could not be read back; nothing was written.
-        Superseded: somebody else has written the next entry: the experiment is theirs.
-        CommitUnknown: the target did not say; call again with the same stamp.
-        JournalCorrupt, SaveOvertaken: the events cannot follow; nothing was written.
-        StoreUnavailable: the entry before it is not there any more, or the target is not to be had.
+        InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
+        Superseded: another owner has written the next entry, and owns the experiment now.
+        CommitUnknown: the target did not say whether it wrote; call again with the same stamp.
+        JournalCorrupt, SaveOvertaken: the events cannot follow the last entry; nothing was written.
+        StoreUnavailable: the last entry no longer exists, or the target cannot be reached.
     """
     while True:
         try:
@@ -159,15 +159,15 @@ def append_as_guest(
     *,
     side_by_side: Mapper,
 ) -> Experiment:
-    """Add an entry to a journal that is somebody else's, who goes on after it; return the experiment after it.
+    """Add an entry to a journal of another owner, which stays the owner; return the experiment after the entry.
 
-    `say` is asked what is to be written after the state that it is given, if anything is, and asked again when
-    somebody is faster: between the state and the entry nothing happens. What `say` raises ends it.
+    `say` returns the events to write after the state that it is given, or none. It is called again when another
+    writer is faster, so that no entry comes between that state and the events. An exception of `say` ends the call.
 
     Raises:
-        StoreRefused: something is to be written, and the target serves one writer only: see `core.guests`.
-        StoreUnavailable: others were faster, again and again.
-        CommitUnknown: the target did not say; call again, `say` may find it written.
+        StoreRefused: there are events to write, and the target supports one writer only: see `core.guests`.
+        StoreUnavailable: other writers were faster 16 times.
+        CommitUnknown: the target did not say whether it wrote; call again, `say` may find its events written.
     """
     for _ in range(_RACES):
         found = load(store, journal, side_by_side=side_by_side)
@@ -176,7 +176,7 @@ def append_as_guest(
         require_room_for_guests(store, found.key)
         with suppress(AlreadyExists):
             after = _append_next(store, found, events, stamp)
-            write_due_segment(store, after)  # the owner goes on after it, and does not look back
+            write_due_segment(store, after)  # the owner continues after this entry, and writes no segment that ends here
             return after
     raise StoreUnavailable(f"{journal}: {_RACES} other writers were faster; try again")
 
@@ -199,7 +199,7 @@ def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Ev
 
 
 def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
-    """The experiment after the entry that is there; whoever is no guest there has superseded us."""
+    """Return the experiment after the existing entry if an external writer wrote it; raise Superseded otherwise."""
     path = experiment.key.entry_path(experiment.number + 1)
     entry = decode_entry(data := store.read(path), path)
     is_guests = bool(entry.events) and all(isinstance(event, GuestsEvent) for event in entry.events)
@@ -209,16 +209,16 @@ def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExis
 
 
 def _require_predecessor(store: ObjectStore, experiment: Experiment) -> None:
-    """An unmounted disk or a deleted experiment accepts writes too, and what is acknowledged there is lost."""
+    """Raise if the last entry is gone: an unmounted disk or a deleted experiment would accept a write, and lose it."""
     before = experiment.number and experiment.key.entry_path(experiment.number)
     if before and store.size(before) is None:
         raise StoreUnavailable(
             f"{before}: the journal's last entry is gone, so nothing is written after it. Is the target still "
-            "mounted, and the experiment still there?"
+            "mounted, and does the experiment still exist?"
         )
 
 
-def take_over(  # noqa: PLR0913  the last is for those who have more to say in the same entry
+def take_over(  # noqa: PLR0913  the last ones add events to the same entry, and save reads
     store: ObjectStore,
     journal: JournalKey | str,
     owner: Owner,
@@ -228,17 +228,17 @@ def take_over(  # noqa: PLR0913  the last is for those who have more to say in t
     also: Callable[[Experiment], Sequence[Event]] = lambda _: (),
     known: Loaded | None = None,
 ) -> Experiment:
-    """Open the experiment for `owner`: a new epoch. The same entry holds what `also` says of the state it opens.
+    """Open the experiment for `owner`: begin a new epoch. The same entry holds the events that `also` returns.
 
-    Of what is `known` only the last entry is looked at, and what came after it is read; one that is known to be empty
-    is not looked at, unless it turns out that somebody has opened it.
+    `also` gets the experiment before it is opened. With `known`, only the last known entry is checked, and the
+    entries after it are read; a journal known to be empty is read only if another writer has opened it since.
 
-    Racing with an owner that still writes, or with another opener, it reads on and tries the next
-    number: the last to open is the owner, and every other's next write fails.
+    In a race with an owner that still writes, or with another opener, this reads the new entries and tries the
+    next number: the last to open is the owner, and the next write of every other one fails.
 
     Raises:
-        ResumeFailed: it is being deleted, and that is not what it is opened for.
-        Superseded: others kept opening it first.
+        ResumeFailed: the experiment is being deleted, and `also` does not continue that deletion.
+        Superseded: other runs opened it first, 16 times.
     """
     key = journal_key(journal)
     lost: Superseded | None = None
@@ -262,7 +262,7 @@ def _opened(
     also: Callable[[Experiment], Sequence[Event]],
 ) -> Experiment:
     if found.opened_at and _opened_by(store, found, stamp):
-        return found  # an earlier try of this very call succeeded, and its reply was lost
+        return found  # an earlier attempt of this same call succeeded, and its reply was lost
     key = found.key
     opened, said = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner), also(found)
     if found.is_removed and RemovalBegun() not in said:
@@ -276,7 +276,7 @@ def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
 
 
 def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
-    """The journal is the truth: where it does not follow from the segments, it is read without them."""
+    """Load by segments; where the entries do not follow from them, load from the entries alone."""
     try:
         return _followed(store, _by_segments(store, key, side_by_side), side_by_side)
     except JournalCorrupt:
@@ -286,10 +286,10 @@ def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded
 
 
 def _caught_up(store: ObjectStore, known: Loaded, side_by_side: Mapper) -> Loaded:
-    """Where the journal does not go on from what is known of it, it is another one now."""
+    """Read what follows `known`; where the journal does not continue it, load the journal anew: it was replaced."""
     key = known.experiment.key
     if not known.experiment.number:
-        return known  # its first entry cannot be written where there is one, and then what there is is read
+        return known  # if a first entry exists by now, writing ours fails, and the journal is read then
     try:
         return _followed(store, known, side_by_side)
     except JournalCorrupt:
@@ -297,9 +297,9 @@ def _caught_up(store: ObjectStore, known: Loaded, side_by_side: Mapper) -> Loade
 
 
 def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
-    """The experiment at the end of its newest usable segment."""
+    """Return the experiment at the end of its newest usable segment."""
     unusable: frozenset[int] = frozenset()
-    while listed := listed_segments(store, key) - unusable:  # again each time: an owner may be at work
+    while listed := listed_segments(store, key) - unusable:  # list again each time: an owner may be writing
         try:
             newest = read_segment(store, key, max(listed))
             return replace(_up_to(store, newest, listed, side_by_side), unusable=unusable)
@@ -309,7 +309,7 @@ def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> L
 
 
 def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: Mapper) -> Loaded:
-    """Go the way to the newest segment, and over it."""
+    """Fold the segments and entries before the newest segment, then that segment."""
     end = newest.experiment
     known, loaded = dict(end.milestones), Loaded(nothing_yet(end.key))
     way = pairwise((0, *steps(listed, begin_of(end.number))))
@@ -349,15 +349,15 @@ def _followed(store: ObjectStore, begun: Loaded, side_by_side: Mapper) -> Loaded
 
 
 def _require_last(store: ObjectStore, experiment: Experiment) -> None:
-    """Where no entry follows that says which it follows: the journal may be another one than the segments'."""
+    """Check the last entry where none follows that names its digest: the segments may be of another journal."""
     path = experiment.key.entry_path(experiment.number)
     data = read_if_there(store, path)
     if data is None or digest_of(data) != experiment.digest:
-        raise JournalCorrupt(f"{path}: is not the entry that the segments end with")
+        raise JournalCorrupt(f"{path}: missing, or not the entry that the segments end with")
 
 
 def _mend(store: ObjectStore, loaded: Loaded, opened: Experiment, side_by_side: Mapper) -> None:
-    """Write what an owner that died, or whose target failed, could not."""
+    """Delete unusable segments and write missing ones: an earlier owner died, or its target failed."""
     with suppress(StoreUnavailable, StoreRefused):  # as `write_due_segment`
         delete_segments(store, opened.key, loaded.unusable)
         list(side_by_side(lambda experiment: write_due_segment(store, experiment), (*loaded.unwritten, opened)))
@@ -367,5 +367,5 @@ def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
     by = next((str(event.owner) for event in winner.events if isinstance(event, Opened)), f"epoch {winner.epoch}")
     return Superseded(
         f"{experiment.key}: epoch {experiment.epoch} has ended; it was taken over at "
-        f"{winner.at} by {by}. Stop here: it goes on there, and everything that was committed is kept"
+        f"{winner.at} by {by}. Stop here: it continues there, and every committed checkpoint is kept"
     )

@@ -1,4 +1,4 @@
-"""Where everything lies below a target's root. `docs/storage-layout.md` tells it to people.
+"""The paths of all objects below a target's root. `docs/storage-layout.md` is the page for users.
 
 <experiment>/journal/0000000001.json
 <experiment>/segments/0000000010.jsonl
@@ -16,7 +16,7 @@
 <experiment>/trials/<trial>/artifacts/index/0000000001.json
 <experiment>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
 
-What each is, the page says. Where the results and the callbacks' states lie, `published` and `callback_state` know.
+The page says what each object is. `published` and `callback_state` build the paths of results and callback states.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DIGITS = 10
 
 
 class JournalKey(Value):
-    """Names a journal on a target: an experiment's, or the one that a trial of it has for itself."""
+    """Names a journal on a target: an experiment's, or a trial's own."""
 
     experiment: str
     trial: str | None = None
@@ -82,12 +82,12 @@ class JournalKey(Value):
 
 
 def journal_key(journal: JournalKey | str) -> JournalKey:
-    """Return the key of a journal; a name alone is that of an experiment."""
+    """Return the key of a journal; a plain name means an experiment's."""
     return journal if isinstance(journal, JournalKey) else JournalKey(experiment=journal)
 
 
 def in_digits(number: int) -> str:
-    """Return a number as names spell it: names sort as their numbers do."""
+    """Return a number as ten digits, so that names sort as their numbers do."""
     return f"{number:0{_DIGITS}d}"
 
 
@@ -97,20 +97,20 @@ def numbered(folder: str, number: int, kind: str = "json") -> str:
 
 
 def number_in(folder: str, path: str, kind: str = "json") -> int | None:
-    """Return the number that the document at `path` in `folder` is named by; None for a foreign file."""
+    """Return the number in the name of the document at `path` in `folder`; None for a foreign file."""
     stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
     is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGITS
     return int(stem) if suffix == kind and is_number else None
 
 
 def below(root_uri: str, folder: str) -> str:
-    """Return the URI of a folder or file of a target: the options of the target's own URI stay behind it."""
+    """Return the URI of a folder or file of a target; the query options of the target's URI are kept at the end."""
     root, mark, options = root_uri.partition("?")
     return f"{root if root.endswith('/') else f'{root}/'}{folder}{mark}{options}"
 
 
 def requests_folder(experiment: str) -> str:
-    """Return the folder of what is asked of an experiment from outside."""
+    """Return the folder of the requests (to stop) that others send to an experiment."""
     return f"{valid_name(experiment)}/requests"
 
 
@@ -120,17 +120,17 @@ def request_path(experiment: str, number: int) -> str:
 
 
 def maintenance_folder(experiment: str) -> str:
-    """Return the folder of what maintenance remembers of an experiment."""
+    """Return the folder of maintenance's own state for an experiment."""
     return f"{valid_name(experiment)}/maintenance"
 
 
 def maintenance_path(experiment: str, number: int) -> str:
-    """Return the path of round `number` (from 1)."""
+    """Return the path of the state after maintenance round `number` (from 1)."""
     return numbered(maintenance_folder(experiment), number)
 
 
 class Saved(Protocol):
-    """What names a checkpoint within its trial."""
+    """The step and the sequence that name a checkpoint within its trial."""
 
     @property
     def step(self) -> int: ...
@@ -170,7 +170,7 @@ class TrialKey(Value):
         return f"{self.folder}/answers"
 
     def answer_path(self, attempt: int, step: int) -> str:
-        """Return the path of what an attempt is told when it asks at `step`; step 0 is for what it did not ask."""
+        """Return the path of the reply to an attempt that asks at `step`; step 0 is for a message it did not ask for."""
         return f"{self.answers}/{attempt:06d}-{in_digits(step)}.json"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:
@@ -181,7 +181,7 @@ class TrialKey(Value):
 class CheckpointKey(Value):
     """Names one checkpoint: its step, and the journal's length when its save began.
 
-    The sequence is never given twice to two checkpoints of one step, so a name is written once, ever.
+    No two checkpoints of one step have the same sequence, so a name is written at most once.
     """
 
     trial: TrialKey
@@ -202,12 +202,12 @@ class CheckpointKey(Value):
 
     @property
     def metadata_folder(self) -> str:
-        """The folder of what is said of the checkpoint after its commit."""
+        """The folder of the metadata that is written after the commit."""
         return f"{self.folder}/metadata"
 
     @classmethod
     def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:
-        """Return the key whose manifest lies at `path`; None for a foreign file."""
+        """Return the key whose manifest is stored at `path`; None for a foreign file."""
         step, _, sequence = path.removeprefix(f"{trial.checkpoints}/").removesuffix(f"/{MANIFEST}").partition("-")
         if not (step.isdecimal() and sequence.isdecimal()):
             return None
@@ -216,6 +216,6 @@ class CheckpointKey(Value):
 
 
 def blob_sequence(path: str) -> int:
-    """Return the sequence in a blob's name; -1 for a foreign file, which is older than everything."""
+    """Return the sequence in a blob's name; -1 for a foreign file, so that it counts as older than every save."""
     sequence = path.rpartition("-")[2]
     return int(sequence) if sequence.isascii() and sequence.isdecimal() else -1

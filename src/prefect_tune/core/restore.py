@@ -1,4 +1,4 @@
-"""Read a checkpoint back, verifying every byte while it streams; what does not verify is never handed out."""
+"""Read a checkpoint back, verifying every byte while it streams; unverified bytes are never returned."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Sink", "checkpoints_with", "read_manifest", "restore", "verify"]
 
 
 def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
-    """Return the manifest of `key`, checked to be the one that the key names.
+    """Return the manifest of `key`, after checking that it is the manifest of that checkpoint.
 
     Raises:
-        CheckpointNotFound: the target answered that there is none.
-        CheckpointCorrupt: it is torn, altered or another checkpoint's.
+        CheckpointNotFound: the target answered that there is no manifest.
+        CheckpointCorrupt: the manifest is torn, altered or another checkpoint's.
     """
     try:
         manifest = decode_manifest(store.read(key.manifest_path), key.manifest_path)
@@ -35,9 +35,9 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
 def checkpoints_with(
     store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str], *, side_by_side: Mapper
 ) -> Mapping[CheckpointKey, str]:
-    """Return which of the checkpoints refer to one of the damaged `blobs`, and what is wrong with that blob.
+    """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with that damage.
 
-    A manifest that cannot be read tells nothing: a restore finds that out.
+    Checkpoints whose manifest cannot be read are left out: a restore reports those.
     """
 
     def found(key: CheckpointKey) -> tuple[CheckpointKey, str | None]:
@@ -54,8 +54,8 @@ def restore(store: ObjectStore, manifest: Manifest, sink: Sink, *, side_by_side:
     """Write every byte of `manifest` to `sink`, each chunk verified before it is written.
 
     Raises:
-        CheckpointCorrupt: bytes are missing or differ from their digest, on a second reading too.
-        CheckpointNotFound: it was retired, and bytes of it were deleted, while it was read.
+        CheckpointCorrupt: bytes are missing or differ from their digest, in a second read too.
+        CheckpointNotFound: the checkpoint was retired, and bytes of it were deleted, during the read.
     """
     with unless_retired(store, manifest.key):
         for _ in side_by_side(lambda read: fetch(store, manifest, read, sink), reads(manifest)):
@@ -63,5 +63,5 @@ def restore(store: ObjectStore, manifest: Manifest, sink: Sink, *, side_by_side:
 
 
 def verify(store: ObjectStore, manifest: Manifest, *, side_by_side: Mapper) -> None:
-    """Read and check every byte of `manifest`, keeping none. Raises as `restore` does."""
+    """Read and verify every byte of `manifest`, without storing it. Raises as `restore` does."""
     restore(store, manifest, NoSink(), side_by_side=side_by_side)

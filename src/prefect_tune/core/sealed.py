@@ -1,4 +1,4 @@
-"""Documents that carry their own digest: what reads back is what was written, to the byte."""
+"""JSON documents that carry their own digest, so that a reader detects any change."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ def seal(value: Value) -> bytes:
     """Return `value` as canonical JSON with its own digest.
 
     Raises:
-        InvalidInput: it holds what JSON cannot say: a NaN, an object, nesting without end.
+        InvalidInput: it holds a value that JSON cannot represent: a NaN, an object, endless nesting.
     """
     return _sealed(value)[1]
 
 
 def seal_and_read_back(value: _Sealed) -> tuple[bytes, _Sealed]:
-    """Return `seal(value)`, and what `unseal` makes of it, for less than both of them cost.
+    """Return `seal(value)` and the value that `unseal` would read from it, in less time than both calls.
 
     Raises:
-        InvalidInput: it could be written, or not even that, and never be read again.
+        InvalidInput: `value` cannot be written, or could not be read again.
     """
     bare, sealed = _sealed(value)
     return sealed, parse(type(value), bare, InvalidInput, type(value).__name__)
 
 
 def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception]) -> _Sealed:
-    """Read a sealed `model` back, believing nothing: every byte, the version and every field are checked.
+    """Read a sealed `model`, and verify every byte, the version and every field.
 
     Raises:
         UnknownVersion: a newer prefect-tune wrote it.
-    What else is wrong with it is raised as `error`.
+    Any other fault is raised as `error`.
     """
     body = _object(data, where, error)
     if isinstance(found := body.get("version"), int) and found > VERSION:
-        raise UnknownVersion(f"{where}: version {found}, and this prefect-tune reads up to {VERSION}: upgrade it")
+        raise UnknownVersion(f"{where}: version {found}; this prefect-tune reads up to version {VERSION}: upgrade it")
     claimed = body.pop(_SEAL, None)
     bare, sealed = _rewritten(body)
     if sealed != data:
         what = f"expected digest {str(claimed)[:12]}…, found {digest_of(bare)[:12]}… ({len(data)} bytes)"
-        raise error(f"{where}: not as it was written, torn or altered: {what}")
+        raise error(f"{where}: torn or altered since it was written: {what}")
     return parse(model, bare, error, where)
 
 
 def as_read_back(value: _Sealed) -> _Sealed:
-    """Return `value` as whoever reads it will see it, before anything is written.
+    """Return `value` as a reader will see it (a tuple becomes a list); writes nothing.
 
     Raises:
-        InvalidInput: it could be written, or not even that, and never be read again.
+        InvalidInput: `value` cannot be written, or could not be read again.
     """
     return seal_and_read_back(value)[1]
 
@@ -82,7 +82,7 @@ def _sealed(value: Value) -> tuple[bytes, bytes]:
 
 
 def _written(body: dict[str, object]) -> tuple[bytes, bytes]:
-    """Return a document as canonical JSON, without its digest and with it, at its place among the sorted keys."""
+    """Return a document as canonical JSON twice: without its digest, and with it among the sorted keys."""
     before = canonical_json({key: value for key, value in body.items() if key < _SEAL})[1:-1]
     after = canonical_json({key: value for key, value in body.items() if key > _SEAL})[1:-1]
     bare = _joined(before, after)
@@ -93,7 +93,7 @@ def _rewritten(body: dict[str, object]) -> tuple[bytes, bytes]:
     try:
         return _written(body)
     except (ValueError, RecursionError):
-        return b"", b""  # a NaN or nesting without end: nothing that `seal` writes
+        return b"", b""  # a NaN or endless nesting: `seal` writes neither
 
 
 def _joined(*parts: bytes) -> bytes:

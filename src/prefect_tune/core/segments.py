@@ -1,7 +1,7 @@
-"""What opening reads instead of thousands of entries: the present value of what changed in a stretch of the journal.
+"""Segments: snapshots of the trials that changed in a range of journal entries, read in place of those entries.
 
-A segment is a line of JSON that says which stretch, and the experiment without its trials; then one line
-for each trial that changed. The journal is the truth: a segment that is lost, damaged or of another
+The first line of a segment is JSON that names the range and holds the experiment without its trials; then comes
+one line for each trial that changed. The entries are the truth: a segment that is lost, damaged or of another
 history costs time, and nothing else.
 """
 
@@ -47,25 +47,25 @@ class _Head(Value):
     format: Literal["prefect-tune/segment"] = "prefect-tune/segment"
     version: Literal[1] = 1
     since: int
-    """The number of the last entry before it."""
+    """The number of the last entry before the segment."""
     digest_of_trials: Digest
-    """Of the bytes of all other lines."""
+    """The digest of the bytes of all other lines."""
     experiment: Experiment
-    """With no trials."""
+    """The experiment after the segment's last entry, without trials."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What changed in a stretch of the journal."""
+    """The changes of a range of journal entries."""
 
     experiment: Experiment
-    """After its last entry, but with no trials."""
+    """The experiment after the last entry of the range, without trials."""
     changed: Sequence[Trial]
-    """In the order in which they were added."""
+    """The trials that changed, in the order in which they were added."""
 
 
 class UnusableSegmentError(Exception):
-    """A segment is not there, not whole, or of another history: go on without it. Does not leave the core."""
+    """A segment is missing, damaged, or of another history: read the entries instead. Never leaves the core."""
 
     def __init__(self, number: int, why: object) -> None:
         super().__init__(f"segment {number}: {why}")
@@ -73,20 +73,19 @@ class UnusableSegmentError(Exception):
 
 
 def segment_is_due(experiment: Experiment) -> bool:
-    """Return whether a segment ends with the experiment's last entry: whether `write_due_segment` does anything."""
+    """Return whether a segment ends with the experiment's last entry, so that `write_due_segment` writes one."""
     return is_boundary(experiment.number)
 
 
 def write_due_segment(store: ObjectStore, experiment: Experiment) -> None:
     """Write the segment that ends with the experiment's last entry, if one does, and delete those within it.
 
-    Nothing that matters depends on it: the entries are written. It may be done later, in another thread,
-    twice, by several processes, in any order, or not at all, so that a target that fails is not
-    complained of. What is deleted late is never what opening needs: a segment within another one is so
-    for ever.
+    Correctness does not depend on it: the entries are written already. It may run later, in another thread,
+    twice, in several processes, in any order, or not at all; therefore a failing target is ignored. A late
+    deletion never removes a segment that a reader needs: a segment within a larger one stays within it for ever.
     """
     if segment_is_due(experiment):
-        with suppress(StoreUnavailable, StoreRefused):  # it only saves time, when the experiment is opened
+        with suppress(StoreUnavailable, StoreRefused):  # a segment only saves time when the experiment is opened
             _write_segment(store, experiment)
 
 
@@ -104,9 +103,9 @@ def delete_segments(store: ObjectStore, key: JournalKey, numbers: frozenset[int]
 
 
 def encode_segment(experiment: Experiment) -> bytes:
-    """Return the segment that ends with the experiment's last entry, as it lies on the target."""
+    """Return the bytes of the segment that ends with the experiment's last entry."""
     changed = experiment.trials.changed_in(experiment.number)
-    # One by one, so that no other thread waits long for the interpreter.
+    # One trial at a time, so that no other thread waits long for the interpreter lock.
     lines = b"".join(trial.model_dump_json().encode() + b"\n" for trial in changed)
     head = _Head(
         since=begin_of(experiment.number),
@@ -120,7 +119,7 @@ def decode_segment(data: Buffer, key: JournalKey, number: int) -> Segment:
     """Return the segment at `number`.
 
     Raises:
-        JournalCorrupt: it is not what `encode_segment` wrote for this place.
+        JournalCorrupt: it is not what `encode_segment` wrote for this number.
         UnknownVersion: a newer prefect-tune wrote it.
     """
     path = key.segment_path(number)
@@ -130,7 +129,7 @@ def decode_segment(data: Buffer, key: JournalKey, number: int) -> Segment:
     if (found.key, found.number, head.since) != (key, number, begin_of(number)):
         raise JournalCorrupt(f"{path}: holds entries {head.since + 1} to {found.number} of {found.key}")
     if digest_of(lines) != head.digest_of_trials:
-        raise JournalCorrupt(f"{path}: its trials are not as they were written ({len(lines)} bytes)")
+        raise JournalCorrupt(f"{path}: its trials were altered since they were written ({len(lines)} bytes)")
     try:
         trials = _TRIALS.validate_json(b"[" + lines.rstrip(b"\n").replace(b"\n", b",") + b"]")
     except ValidationError as invalid:
@@ -142,7 +141,7 @@ def read_segment(store: ObjectStore, key: JournalKey, number: int) -> Segment:
     """Read and decode the segment at `number`.
 
     Raises:
-        UnusableSegmentError: it is not there, or damaged.
+        UnusableSegmentError: it does not exist, or is damaged.
         UnknownVersion: a newer prefect-tune wrote it.
     """
     try:
@@ -152,28 +151,28 @@ def read_segment(store: ObjectStore, key: JournalKey, number: int) -> Segment:
 
 
 def after_segment(experiment: Experiment, segment: Segment, known: Mapping[int, Digest]) -> Experiment:
-    """Return the experiment after the next segment; `known` are digests of entries in the history that is wanted.
+    """Return the experiment after the next segment; `known` maps entry numbers to the digests of this history.
 
     Raises:
-        UnusableSegmentError: it is of another history.
+        UnusableSegmentError: the segment is of another history.
     """
     after = segment.experiment
     if known.get(after.number) != after.digest:
-        raise UnusableSegmentError(after.number, f"entry {after.number} is another one now")
+        raise UnusableSegmentError(after.number, f"entry {after.number} has another digest in this journal")
     return after.model_copy(update={"trials": experiment.trials.with_segment(after.number, segment.changed)})
 
 
 def listed_segments(store: ObjectStore, key: JournalKey, *, after: int = 0) -> frozenset[int]:
-    """Return the numbers of the segments that are there, or seem to be, beyond `after`."""
+    """Return the numbers of the segments that are listed after `after`; they may be stale or unusable."""
     listed = store.list(key.segments, after=key.segment_path(after) if after else "")
     numbers = (number_in(key.segments, each.path, "jsonl") for each in listed)
     return frozenset(number for number in numbers if number and is_boundary(number))
 
 
 def steps(listed: frozenset[int], last: int) -> Iterator[int]:
-    """Return the way from nothing to entry `last`, by the widest segments of those `listed`, and else by entries.
+    """Yield the numbers to read, in order, to get from nothing to entry `last`: the widest `listed` segments first.
 
-    A step to the next number is an entry, and every other a segment.
+    A step to the next number means that entry; a longer step means the segment that ends there.
     """
     widest = {begin_of(each): each for each in sorted(listed) if each <= last}
     number = 0

@@ -1,4 +1,4 @@
-"""Three outcomes of a write: done, not done, not known; the third is never taken for one of the others."""
+"""Create an object only if absent, and resolve an unknown outcome by reading the object back."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ __all__ = ["create_or_recognize"]
 
 
 def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
-    """Create `path`, taking for success what reads back as these very bytes.
+    """Create `path`; if the object exists already and reads back as `data`, that is success.
 
-    `data` carries a write id, so equal bytes mean this write: a lost reply, or a client's own retry
-    that found its first try.
+    `data` carries a write id, so equal bytes mean this same write: its reply was lost, or the client retried
+    and found the object of its first request.
 
     Raises:
-        AlreadyExists: somebody else's bytes are there.
-        CommitUnknown: the target did not say, and nothing is there yet; it may still arrive.
+        AlreadyExists: the object holds another writer's bytes.
+        CommitUnknown: the target did not say whether it wrote, and the object does not exist yet or cannot be
+            read; the write may still arrive.
     """
     try:
         store.create(path, data)
@@ -29,6 +30,6 @@ def _is_there(store: ObjectStore, path: str, outcome: Exception) -> Buffer:
     try:
         return bytes(store.read(path))
     except ObjectNotFound as absent:
-        raise CommitUnknown(f"{path}: {outcome}; nothing is there yet, but the write may still arrive") from absent
+        raise CommitUnknown(f"{path}: {outcome}; there is no object yet, but the write may still arrive") from absent
     except (StoreUnavailable, StoreRefused) as unreadable:
         raise CommitUnknown(f"{path}: {outcome}; and it could not be read back: {unreadable}") from unreadable

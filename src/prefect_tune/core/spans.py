@@ -1,9 +1,8 @@
-"""Which stretch of the journal each segment holds: a digit system, so that few segments make up any number of entries.
+"""The range of journal entries that each segment holds: decimal levels, so that few segments cover all entries.
 
-The segment at entry 48,260 holds what changed since 48,200: the number with its last digit that is not
-zero set to zero. So the first 48,263 entries are the segments at 40,000, 48,000, 48,200 and 48,260 and
-three entries: at most nine objects for the digits before the last, and nine for that one, however many
-entries there are.
+The segment at entry 48,260 holds the changes since 48,200: the number with its last non-zero digit set to zero.
+So the first 48,263 entries are the segments at 40,000, 48,000, 48,200 and 48,260 and three entries: at most nine
+objects for the digits before the last (a number has ten), and nine for that one, however many entries there are.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def begin_of(number: int) -> int:
 
 
 def boundaries(number: int) -> Sequence[int]:
-    """Return where the segments end that make up the first `number` entries, but for the last few entries."""
+    """Return the last entries of the segments that cover the first `number` entries, except the last 0 to 9."""
     found: list[int] = []
     end = number // _BASE * _BASE
     while end:

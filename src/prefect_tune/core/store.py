@@ -1,4 +1,4 @@
-"""What the protocol asks of a place where bytes live, and nothing more."""
+"""The interface of an object store: the few operations that the commit protocol needs."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class ObjectStore(Protocol):
 
     Every method ends within the store's deadline and may raise `StoreUnavailable`
     (`DeadlineExceeded` among them: transient, nothing is left running) or `StoreRefused`
-    (credentials, permission, bucket: retrying does not help). A store decides nothing and
-    retries nothing beyond what its client does within the deadline.
+    (credentials, permission, bucket: retrying does not help). A store makes no decisions, and retries
+    only as its client does within the deadline.
     Methods may be called from several threads at once.
     """
 
     @property
     def conditional_create(self) -> bool:
-        """Whether `create` is atomic between writers; without it a target serves one runner only."""
+        """Whether `create` is atomic between writers; without that, a target supports one runner only."""
         ...
 
     def create(self, path: str, data: Buffer) -> None:
-        """Write `data` at `path` unless something is there; whole, durable, or not at all.
+        """Write `data` at `path` unless an object exists there: whole and durable, or not at all.
 
         Raises:
-            AlreadyExists: something is at `path`; it may be this very write, whose reply was lost.
+            AlreadyExists: an object is at `path`; it may be this same write, whose reply was lost.
             CommitUnknown: the target did not say whether it wrote.
         """
         ...
@@ -51,18 +51,18 @@ class ObjectStore(Protocol):
         """Return `length` bytes from `offset` (to the end by default); fewer only past the end.
 
         Raises:
-            ObjectNotFound: the target answered that nothing is there.
+            ObjectNotFound: the target answered that there is no object at `path`.
         """
         ...
 
     def size(self, path: str) -> int | None:
-        """Return the size in bytes, or None where the target answered that nothing is there."""
+        """Return the size in bytes, or None where the target answered that there is no object."""
         ...
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        """Return every object below the folder `prefix`, recursively, sorted by path, beyond `after`."""
+        """Return every object below the folder `prefix`, recursively, sorted by path; only paths after `after`."""
         ...
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Remove the objects; what is already gone is fine."""
+        """Delete the objects; one that does not exist is no error."""
         ...

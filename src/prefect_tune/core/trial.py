@@ -1,4 +1,4 @@
-"""A trial is a value; a change is a pure function over one table."""
+"""Trial transitions: the table of legal status changes, and the pure function that applies an event to a trial."""
 
 from __future__ import annotations
 
@@ -85,20 +85,20 @@ NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
     (Status.PENDING, Finished): Status.FINISHED,
     (Status.RUNNING, GaveUp): Status.ERRORED,
     (Status.PENDING, GaveUp): Status.ERRORED,
-    (Status.FINISHED, GaveUp): Status.ERRORED,  # it ended before it was seen that its reports are of no use
-    (Status.PAUSED, GaveUp): Status.ERRORED,  # it left because they are
+    (Status.FINISHED, GaveUp): Status.ERRORED,  # it ended before its reports were found to be unusable
+    (Status.PAUSED, GaveUp): Status.ERRORED,  # it ended because they were found unusable
     (Status.ERRORED, Requeued): Status.PENDING,
     (Status.FINISHED, Requeued): Status.PENDING,
-    (Status.PENDING, Requeued): Status.PENDING,  # the experiment's journal says so before the trial's own does
+    (Status.PENDING, Requeued): Status.PENDING,  # the experiment's journal records it before the trial's own
     (Status.RUNNING, Paused): Status.PAUSED,
     (Status.PAUSED, Resumed): Status.PENDING,
     (Status.PAUSED, Started): Status.RUNNING,
     (Status.PAUSED, Finished): Status.FINISHED,
-    # The experiment's journal hears of a start and an end later than it decides.
+    # The experiment's journal absorbs starts and ends after it has journaled its decisions.
     (Status.PENDING, Paused): Status.PAUSED,
     (Status.PENDING, Resumed): Status.PENDING,
     (Status.RUNNING, Resumed): Status.RUNNING,
-    # In a fork nobody trains it.
+    # In a fork no process trains it.
     **{(status, Rebased): status for status in Status},
     (Status.RUNNING, Rebased): Status.PENDING,
 }
@@ -112,10 +112,10 @@ _CHANGES_STATUS = frozenset(event for _, event in NEXT)
 
 
 def with_adopted(trial: Trial, found: tuple[CheckpointRef, ...]) -> Trial:
-    """Return the trial with the checkpoints that a new owner found and the old one did not journal.
+    """Return the trial with checkpoints that a new owner found and the old one had not journaled.
 
     Raises:
-        IllegalTransition: one of them is not acceptable.
+        IllegalTransition: one of them is not acceptable (see `is_acceptable`).
     """
     for checkpoint in found:
         trial = _with_checkpoint(trial, checkpoint)
@@ -123,7 +123,7 @@ def with_adopted(trial: Trial, found: tuple[CheckpointRef, ...]) -> Trial:
 
 
 def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
-    """Return the trial after `event`, which stands in the journal's entry `number`.
+    """Return the trial after `event`, which is in the journal's entry `number`.
 
     Raises:
         IllegalTransition: the event cannot happen to a trial in this status.
@@ -209,7 +209,7 @@ def _reported(trial: Trial, report: StepReport) -> Trial:
 
 def _started(trial: Trial, event: Started) -> Trial:
     unheard = (each.checkpoint for each in trial.aside if each.since > trial.collected_up_to)
-    known = (*trial.checkpoints, *unheard)  # a guest may have put it aside when it was restored already
+    known = (*trial.checkpoints, *unheard)  # an external writer may put it aside after it was restored
     start = next((each for each in known if each.sequence == event.from_sequence), None)
     _require_lawful(trial, event, start)
     again = event.from_sequence == trial.started_from
@@ -227,7 +227,7 @@ def _started(trial: Trial, event: Started) -> Trial:
 
 
 def _require_lawful(trial: Trial, event: Started, start: CheckpointRef | None) -> None:
-    """A trial that has a checkpoint never starts from nothing, whoever asks for it."""
+    """A trial that has a checkpoint never starts from nothing."""
     nothing = start is None and event.from_sequence is None and not trial.checkpoints
     if event.from_step != (start.step if start else 0) or not (start or nothing):
         raise IllegalTransition(
@@ -244,7 +244,7 @@ def _committed(trial: Trial, event: Committed, number: int) -> Trial:
 
 
 def _cloned(trial: Trial, event: Cloned) -> Trial:
-    """What it trained itself is none of the copy's history, and nothing of it was in vain. No budget is renewed."""
+    """Continue from the clone; the trial's own steps count neither as wasted nor as its history. Budgets stay."""
     copy = event.checkpoint
     _require_acceptable(trial, copy)
     return trial.model_copy(
@@ -262,7 +262,7 @@ def _cloned(trial: Trial, event: Cloned) -> Trial:
 
 
 def _rebased(trial: Trial, event: Rebased) -> Trial:
-    """Only what lies on the target becomes another: what is known of the trial stays."""
+    """Replace everything that refers to objects on the target; keep the rest of the trial's state."""
     return trial.model_copy(
         update={
             "checkpoints": event.checkpoints,
@@ -278,14 +278,14 @@ def _rebased(trial: Trial, event: Rebased) -> Trial:
 
 
 def _claims(trial: Trial, event: Claimed | Released) -> tuple[Claim, ...]:
-    """What is neither live nor held is lost: its deletion may have begun."""
+    """Only a live or held checkpoint can be claimed: the deletion of any other may have begun."""
     if isinstance(event, Released):
         return tuple(each for each in trial.claims if each.clone != event.clone)
     claim = event.claim
     if not (is_live(trial, claim) or is_held(trial, claim)):
         raise IllegalTransition(
-            f"trial {trial.trial!r}: step {claim.step} ({claim.sequence}) is claimed by {claim.clone.folder}, and is "
-            "no checkpoint any more"
+            f"trial {trial.trial!r}: step {claim.step} ({claim.sequence}) is claimed by {claim.clone.folder}, but is "
+            "no longer a checkpoint"
         )
     return trial.claims if claim in trial.claims else (*trial.claims, claim)
 
@@ -308,7 +308,7 @@ def _require_acceptable(trial: Trial, checkpoint: CheckpointRef) -> None:
 
 
 def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
-    """One that was put aside is none for good then, and what is left of it is cleared away as of any other."""
+    """Retire live checkpoints, and those put aside: these cannot be reinstated then, and are deleted as any other."""
     left = tuple(each for each in trial.checkpoints if each.sequence not in sequences)
     gone = {each.checkpoint.sequence for each in trial.aside} & set(sequences)
     return trial.model_copy(
@@ -322,14 +322,14 @@ def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
 
 
 def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
-    """Its blobs are not reused either: one of them may be what is damaged."""
+    """Put it aside, and let no later save reuse its blobs: one of them may be damaged."""
     trial = _put_aside(trial, event, number)
     blamed = trial.blamed_checkpoints + event.kills
     return trial.model_copy(update={"blamed_checkpoints": blamed, "collected_up_to": number})
 
 
 def _put_aside(trial: Trial, event: Quarantined | PutAside, number: int) -> Trial:
-    """What was never committed is nothing that could be reinstated."""
+    """Put a checkpoint aside; one that was never committed is only listed as quarantined: it cannot be reinstated."""
     found = [each for each in trial.checkpoints if each.sequence == event.sequence]
     aside = (Aside(checkpoint=each, since=number, reason=event.reason) for each in found)
     known = trial.quarantined if event.sequence in trial.quarantined else (*trial.quarantined, event.sequence)
@@ -344,7 +344,7 @@ def _put_aside(trial: Trial, event: Quarantined | PutAside, number: int) -> Tria
 
 
 def _reinstated(trial: Trial, sequence: int) -> Trial:
-    """It takes the place that it had; where it is the newest one, the next attempt goes on from it."""
+    """Insert it at its old place; if it is the newest, the next attempt starts from it."""
     back = [each.checkpoint for each in trial.aside if each.checkpoint.sequence == sequence]
     return trial.model_copy(
         update={

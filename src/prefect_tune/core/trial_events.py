@@ -1,4 +1,4 @@
-"""What can happen to a trial."""
+"""The events of a trial, as journal entries hold them."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class TrialAdded(TrialEvent):
     config: Mapping[str, object]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     apart: bool = False
-    """Whether the trial has a journal of its own, which this one takes in."""
+    """Whether the trial has its own journal, whose entries the experiment's journal absorbs."""
 
 
 class Started(TrialEvent):
-    """An attempt begins, from a checkpoint or from nothing. Steps reported beyond it are redone."""
+    """An attempt begins, from a checkpoint or from nothing. Steps reported after that checkpoint are trained again."""
 
     type: Literal["started"] = "started"
     attempt: int
@@ -74,39 +74,39 @@ class Reported(TrialEvent):
     type: Literal["reported"] = "reported"
     report: StepReport
     asks: bool = False
-    """Whether the trial waits to be told by whoever reads it here whether to go on."""
+    """Whether the trial waits for the search to answer whether it continues."""
 
     @model_serializer(mode="wrap")
     def _asks_or_says_nothing_of_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Most reports ask nothing, and are written as they were before any did."""
+        """Leave out `asks` where it is false, as in entries written before this field existed."""
         return without_unset(dump(self), "asks")
 
 
 class Committed(TrialEvent):
-    """A checkpoint's manifest was created, and its owner was still the owner afterwards.
+    """A checkpoint is committed: its manifest was created, and its owner was still the owner afterwards.
 
-    `retires` names the sequences of checkpoints that are none from now on; only then are their bytes deleted.
+    `retires` names the sequences of checkpoints that end with this entry; their bytes are deleted only after it.
     """
 
     type: Literal["committed"] = "committed"
     checkpoint: CheckpointRef
     retires: tuple[int, ...] = ()
     sent_bytes: int | None = None
-    """What of it was not on the target yet; None where that is not known."""
+    """The bytes that were not on the target yet; None where that is not known."""
     upload_seconds: float | None = None
     """How long publishing it took; None where that is not known."""
 
     @model_serializer(mode="wrap")
     def _says_what_is_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Without the cost it is written as it was before there was any."""
+        """Leave out unknown costs, as in entries written before these fields existed."""
         return without_none(dump(self), "sent_bytes", "upload_seconds")
 
 
 class Retired(TrialEvent):
-    """These checkpoints (by sequence) are none from now on; only then are their bytes deleted.
+    """These checkpoints (by sequence) end with this entry; their bytes are deleted only after it.
 
-    Without any it still draws the line: what was begun before this entry, and is no checkpoint, never
-    becomes one and is not reused, so that it can be deleted.
+    With or without any, this entry is a limit: a save that began before it and is no checkpoint never becomes
+    one, and its blobs are not reused, so that they can be deleted.
     """
 
     type: Literal["retired"] = "retired"
@@ -114,17 +114,17 @@ class Retired(TrialEvent):
 
 
 class Quarantined(TrialEvent):
-    """A checkpoint is not used any more: its bytes are damaged, or it kills whoever loads it."""
+    """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it dies."""
 
     type: Literal["quarantined"] = "quarantined"
     sequence: int
     reason: Message
     kills: bool = False
-    """Whether it is put aside for what it does to the trainable; its bytes are as they were committed."""
+    """Whether it is put aside because the trainable dies from it; its bytes are undamaged."""
 
 
 class Pinned(TrialEvent):
-    """Retention leaves the checkpoint alone, or no longer does."""
+    """Retention keeps the checkpoint, or (`pinned=False`) no longer has to."""
 
     type: Literal["pinned"] = "pinned"
     sequence: int
@@ -132,10 +132,10 @@ class Pinned(TrialEvent):
 
 
 class Cloned(TrialEvent):
-    """The trial goes on from a copy of another one's checkpoint, and with `config` where that is given.
+    """The trial continues from a clone of another trial's checkpoint, with `config` where that is given.
 
-    The copy is its newest checkpoint from now on; its manifest was created before, and refers to the bytes
-    of the other trial.
+    The clone is its newest checkpoint from now on; its manifest was created before this entry, and refers to
+    the blobs of the other trial.
     """
 
     type: Literal["cloned"] = "cloned"
@@ -146,21 +146,21 @@ class Cloned(TrialEvent):
 
 
 class Rebased(TrialEvent):
-    """What comes before happened in the experiment that this is a fork of; the trial goes on from here.
+    """In a fork: the events before this one happened in the origin; the trial continues from here.
 
-    It has these checkpoints, and nobody else's claims; a running one waits.
+    It has these checkpoints and no claims; a running trial becomes pending.
     """
 
     type: Literal["rebased"] = "rebased"
     checkpoints: tuple[CheckpointRef, ...] = ()
     absorbed: int = 0
-    """The last entry of its own journal that is in what comes before."""
+    """The last entry of the trial's own journal that those events include."""
 
 
 class Inherited(TrialEvent):
-    """A checkpoint that the trial had in the experiment that this is a fork of: from now on its newest one here.
+    """In a fork: the trial's clone of a checkpoint that it had in the origin; its newest one from now on.
 
-    Its manifest was created before, and refers to the bytes there.
+    The clone's manifest was created before this entry, and refers to the origin's blobs.
     """
 
     type: Literal["inherited"] = "inherited"
@@ -169,23 +169,23 @@ class Inherited(TrialEvent):
 
 
 class Claimed(TrialEvent):
-    """Somebody is about to clone a checkpoint of the trial. Written as a guest: the owner goes on after it."""
+    """A clone of one of the trial's checkpoints is about to be made. Written by an external writer; no new owner."""
 
     type: Literal["claimed"] = "claimed"
     claim: Claim
 
 
 class Released(TrialEvent):
-    """A clone is no checkpoint any more, or never will be one. Written as a guest, as `Claimed`."""
+    """A clone is no longer a checkpoint, or can never become one. Written by an external writer, as `Claimed`."""
 
     type: Literal["released"] = "released"
     clone: CheckpointKey
 
 
 class PutAside(TrialEvent):
-    """As `Quarantined`, for damage that somebody else than the owner found. Written as a guest, as `Claimed`.
+    """As `Quarantined`, for damage that another process than the owner found. By an external writer, as `Claimed`.
 
-    It draws no line: a save that is under way, and reuses bytes of this checkpoint, still becomes one.
+    Unlike `Retired` it is no limit for `is_acceptable`; a save that began before it is refused by `SaveOvertaken`.
     """
 
     type: Literal["put-aside"] = "put-aside"
@@ -194,41 +194,41 @@ class PutAside(TrialEvent):
 
 
 class Reinstated(TrialEvent):
-    """A checkpoint that was put aside, or quarantined, is one again. Written as a guest, as `Claimed`."""
+    """A checkpoint that was put aside or quarantined is used again. Written by an external writer, as `Claimed`."""
 
     type: Literal["reinstated"] = "reinstated"
     sequence: int
 
 
 class Pruned(TrialEvent):
-    """As `Retired`, of a trial that has ended, so that no save is under way. Written as a guest, as `Claimed`."""
+    """As `Retired`, for a trial that has ended, so that no save is running. By an external writer, as `Claimed`."""
 
     type: Literal["pruned"] = "pruned"
     retires: tuple[int, ...] = ()
 
 
 class Questioned(TrialEvent):
-    """The trial asks a person, and its attempt is about to end: it goes on when it has an answer."""
+    """The trial asks a person a question, and its attempt is about to end; it continues after the answer."""
 
     type: Literal["questioned"] = "questioned"
     key: Message
     question: Message
     fields: Mapping[str, object]
-    """What is asked for, by name: each with its default, or with the choices, the first of which is that."""
+    """The fields of the form by name: each with its default, or its choices, of which the first is the default."""
 
 
 class AttemptEnded(TrialEvent):
-    """The attempt is over and the trial is not: it waits to be started again."""
+    """The attempt is over and the trial is not: it waits for its next attempt."""
 
     type: Literal["attempt-ended"] = "attempt-ended"
     cause: Cause
     message: Message
     at_start: bool = False
-    """Whether it died by itself before its first step, so that what it restored may be to blame."""
+    """Whether it died before its first step, not being asked to end: the checkpoint it restored may be the cause."""
 
 
 class GaveUp(TrialEvent):
-    """The retry budget of this cause is spent."""
+    """The trial errored: the retry budget of this cause is spent."""
 
     type: Literal["gave-up"] = "gave-up"
     cause: Cause
@@ -241,20 +241,20 @@ class Finished(TrialEvent):
     type: Literal["finished"] = "finished"
     reason: Message
     returned: bool = False
-    """Whether the trainable ended by itself, so that no larger budget makes it go on."""
+    """Whether the trainable returned by itself; a larger budget does not restart it."""
     left: bool = False
-    """Whether the scheduler, or whoever was asked, ended it; no larger budget makes it go on either."""
+    """Whether the scheduler or a stop request ended it; a larger budget does not restart it either."""
 
 
 class Requeued(TrialEvent):
-    """A trial that had ended goes on: more steps, or another try."""
+    """A trial that had ended continues: it gets more steps, or another try."""
 
     type: Literal["requeued"] = "requeued"
     reason: Message
 
 
 class Paused(TrialEvent):
-    """The scheduler wants the slot for others: the trial saved what it could, and waits to be resumed."""
+    """The scheduler gives the slot to another trial: this one has saved if it could, and waits to be resumed."""
 
     type: Literal["paused"] = "paused"
     reason: Message
@@ -267,7 +267,7 @@ class Resumed(TrialEvent):
 
 
 class Decided(TrialEvent):
-    """The scheduler was asked at a milestone, and this is its answer: written before it is acted on."""
+    """The scheduler's decision on a trial at a milestone; journaled before it is carried out."""
 
     type: Literal["decided"] = "decided"
     report: StepReport
@@ -275,7 +275,7 @@ class Decided(TrialEvent):
 
 
 GuestsEvent: TypeAlias = Claimed | Released | PutAside | Reinstated | Pruned
-"""What others than the owner write: an entry of nothing else supersedes nobody."""
+"""Events of external writers: an entry that holds only these does not supersede the owner."""
 OneTrialsEvent: TypeAlias = (
     Started
     | Reported
