@@ -64,7 +64,7 @@ def test_deaths_of_machines_spend_their_budget_and_put_no_checkpoint_aside() -> 
 
 def test_one_checkpoint_at_most_is_put_aside_for_killing_the_trainable() -> None:
     trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.USER, at_start=True)
-    assert "it is not the checkpoints" in found.message
+    assert "no checkpoint is the cause" in found.message
     assert [each.step for each in trial.checkpoints] == [10, 20, 30]
 
 

@@ -37,7 +37,7 @@ def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
         ({"way": "extend"}, "nothing is larger"),
         ({"way": "extend", "samples": 10, "steps": 100}, "nothing is larger"),
         ({"way": "extend", "samples": 5, "steps": 200}, r"less than before: samples 5 \(it has 10\)"),
-        ({"way": "other checkpoint", "checkpoint": 15}, "none of step 15; there are those of steps 10, 20"),
+        ({"way": "other checkpoint", "checkpoint": 15}, r"the step of a checkpoint \(10, 20\), found 15"),
     ],
 )
 def test_what_cannot_be_done_says_why(answer: dict[str, Any], said: str) -> None:
@@ -46,7 +46,7 @@ def test_what_cannot_be_done_says_why(answer: dict[str, Any], said: str) -> None
 
 
 def test_what_is_not_there_cannot_be_chosen() -> None:
-    with pytest.raises(InvalidInput, match="those of steps none"):
+    with pytest.raises(InvalidInput, match=r"the step of a checkpoint \(none\)"):
         choice_of({"way": "other checkpoint"}, Standing())
     with pytest.raises(InvalidInput, match="is code"):
         choice_of({"way": "extend", "steps": 9}, Standing(stop_is_code=True))

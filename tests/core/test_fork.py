@@ -160,7 +160,7 @@ def test_what_is_something_already_does_not_become_a_fork() -> None:
     old = search_of_three(store)
     origin = past_of(store, "old", 2, side_by_side=map).origin
     for state in (old.state, forked(store).experiment):
-        with pytest.raises(IllegalTransition, match="is something already"):
+        with pytest.raises(IllegalTransition, match="it has trials or an origin already"):
             after_event(state, ForkBegun(origin=origin), state.number + 1)
 
 
@@ -230,7 +230,7 @@ def test_what_is_left_of_another_experiment_is_not_taken_for_the_forks() -> None
         del store.objects[each]
     store.objects.update(entries)
     assert path in store.objects
-    with pytest.raises(InvalidInput, match="new/trials/a: holds what is left of another experiment"):
+    with pytest.raises(InvalidInput, match="new/trials/a: holds remains of another experiment"):
         forked(store)
 
 
@@ -252,7 +252,7 @@ def test_a_fork_that_is_cut_short_is_not_forked() -> None:
     search_of_three(store)
     past = past_of(store, "old", None, side_by_side=map)
     begin_fork(store, "new", past.origin, OWNER, Stamp(write_id="w", at=""), side_by_side=map)
-    with pytest.raises(InvalidInput, match="a fork that was cut short"):
+    with pytest.raises(InvalidInput, match="an incomplete fork"):
         past_of(store, "new", None, side_by_side=map)
 
 

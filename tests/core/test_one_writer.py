@@ -58,7 +58,7 @@ def test_a_guest_is_refused_and_told_why_and_nothing_is_written(guest: Callable[
     if guest is _releases:
         _puts_aside(scene, scene.store)
     store = OneWriterStore.holding(scene.store.objects)
-    with pytest.raises(StoreRefused, match=r"'s' of experiment 'e'.*create-if-absent, found one without.*Copy all of"):
+    with pytest.raises(StoreRefused, match=r"'s' of experiment 'e'.*create-if-absent, found one without.*copy it to"):
         guest(scene, store)
     assert store.objects == scene.store.objects
 

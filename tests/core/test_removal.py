@@ -193,7 +193,7 @@ def test_of_what_is_being_deleted_nothing_can_be_cloned() -> None:
     into = begin_fork(store, "new", past.origin, OWNER, stamp, side_by_side=map)
     with suppress(Crash):
         removed(DyingStore(store, 1, Way.CRASH_BEFORE, only=frozenset({"delete"})), "old")
-    with pytest.raises(InvalidInput, match="'old' is being deleted: nothing that lies there can be cloned"):
+    with pytest.raises(InvalidInput, match="'old' is being deleted: its checkpoints cannot be cloned"):
         fork(store, past, into, stamp, side_by_side=map)
     with pytest.raises(Superseded):
         old.step("b")
@@ -320,7 +320,7 @@ def test_what_is_written_again_and_again_is_not_deleted_for_ever() -> None:
 
     store = Haunted()
     search_of_three(store)
-    with pytest.raises(StoreUnavailable, match="written again and again"):
+    with pytest.raises(StoreUnavailable, match="new objects appeared"):
         removed(store, "old")
 
 

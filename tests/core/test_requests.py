@@ -77,7 +77,7 @@ def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_
     assert later.ends == ""
     stale = heard(later, request("late", epoch=1))
     assert (stale.ends, stale.heard) == ("", ("w", "late"))
-    assert "for the owner of epoch 1, who is gone" in taken_note_of(later, request("late", epoch=1)).refused
+    assert "for the owner of epoch 1, and the epoch is 2 now" in taken_note_of(later, request("late", epoch=1)).refused
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_
     [
         (request(trial="nobody"), "there is no trial 'nobody'"),
         (request(trial="a"), "trial 'a' is finished already"),
-        (request("before", trial="b"), "it was heard before"),
+        (request("before", trial="b"), "it was journaled before"),
     ],
 )
 def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, why: str) -> None:

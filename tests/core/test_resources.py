@@ -51,8 +51,8 @@ def test_no_gpu_is_in_two_slots(cpus: int, gpus: list[int], cpu: int, gpu: int) 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"GPU": 1}, "'GPU' is neither of 'cpu', 'gpu'; did you mean 'gpu'"),
-        ({"memory": 1}, "'memory' is neither of"),
+        ({"GPU": 1}, "expected 'cpu' or 'gpu', found 'GPU'; did you mean 'gpu'"),
+        ({"memory": 1}, "found 'memory'"),
         ({"cpu": -1}, "cpu: expected a number of at least 0, found -1"),
         ({"cpu": True}, "cpu: expected a number"),
         ({"cpu": float("nan")}, "cpu: expected a number"),

@@ -318,5 +318,5 @@ def test_what_is_claimed_is_held_beyond_its_retirement_until_the_last_clone_rele
 
 @pytest.mark.parametrize(("step", "sequence"), [(3, 8), (4, 7), (2, 6)])
 def test_what_is_no_checkpoint_cannot_be_claimed(step: int, sequence: int) -> None:
-    with pytest.raises(IllegalTransition, match="is no checkpoint any more"):
+    with pytest.raises(IllegalTransition, match="is no longer a checkpoint"):
         after(of(RUNNING), claim_to(step, sequence), 9)

@@ -242,7 +242,7 @@ def test_a_form_begins_no_description_by_capitalising_what_is_typed_as_it_is() -
     assert said["trainable"].startswith("package.module:Name; needed")
     assert said["fork"].startswith("A name: leave experiment as it is")
     sections = TUNE["definitions"]
-    assert sections["FailurePolicy"]["description"].endswith("by whose failure it was.")
+    assert sections["FailurePolicy"]["description"].endswith("by the kind of failure.")
     assert all("Args:" not in each.get("description", "") for each in sections.values())
 
 

@@ -1,4 +1,4 @@
-"""What a new owner finds: saves whose manifest exists and whose journal entry was never written."""
+"""Adopt saves that the last owner did not finish: the manifest exists, the journal entry was never written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["adopt", "ref_of"]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The newest unjournaled save of a trial, and damaged ones that were newer still."""
+    """The newest unjournaled save of a trial, and the damaged saves newer than it."""
 
     trial: Trial
     manifest: Manifest | None
@@ -38,11 +38,11 @@ class _Found:
 
 
 def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: Mapper = map) -> Sequence[Event]:
-    """Return what the owner that has just opened `experiment` journals before anything else.
+    """Return the events that the owner which has just opened `experiment` journals before any others.
 
     For each trial that is still running, and has no journal of its own: the newest save of its present attempt
-    that has a manifest and no entry becomes a checkpoint, the reports that it carries count, and the attempt ends as a
-    failure of the machine. A damaged manifest is quarantined and the one before it tried. Whatever
+    that has a manifest and no entry becomes a checkpoint, the reports in its manifest count, and the attempt ends as a
+    failure of the machine. A save with a damaged manifest is quarantined, and the one before it tried. A save that
     is not adopted here was never a commit. Writes nothing: a crash before the entry changes nothing.
     """
     running = [each for each in experiment.trials.values() if each.status is Status.RUNNING and not each.apart]
@@ -55,23 +55,23 @@ def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _Found:
     damaged: list[Quarantined] = []
     for key in _candidates(store, experiment, trial):
         if damaged and damaged[-1].sequence == key.sequence:
-            continue  # the journal names checkpoints by their sequence, and this one is taken
+            continue  # the journal names checkpoints by sequence, and this one is quarantined already
         try:
             manifest = read_manifest(store, key)
         except CheckpointNotFound:
-            continue  # listed, and deleted since by a process that was thought dead
+            continue  # listed, and deleted since by a process that was believed dead
         except CheckpointCorrupt as corrupt:
             damaged.append(Quarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
             continue
         if manifest.origin is not None:
-            continue  # a clone is a checkpoint only once its owner has said so
-        if manifest.about.attempt == trial.attempt:  # its owner has given up what earlier attempts left
+            continue  # a clone is a checkpoint only once its owner has journaled it
+        if manifest.about.attempt == trial.attempt:  # what earlier attempts left was abandoned by the owner
             return _Found(trial, manifest, tuple(damaged))
     return _Found(trial, None, tuple(damaged))
 
 
 def _candidates(store: ObjectStore, experiment: Experiment, trial: Trial) -> list[CheckpointKey]:
-    """Newest first."""
+    """Return the keys of saves that may be adopted, newest first."""
     folder = TrialKey(experiment=experiment.name, trial=trial.trial)
     keys = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
     unsettled = [
@@ -83,7 +83,7 @@ def _candidates(store: ObjectStore, experiment: Experiment, trial: Trial) -> lis
 
 
 def ref_of(manifest: Manifest) -> CheckpointRef:
-    """Return a checkpoint as the journal names it."""
+    """Return the reference by which the journal names the checkpoint of `manifest`."""
     about = manifest.about
     return CheckpointRef(
         step=manifest.step,

@@ -1,4 +1,4 @@
-"""What a trial elsewhere is told, by way of the target: the one channel between machines that outlives both ends."""
+"""Replies of the search to trials on other machines: objects on the target, which survive both processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from prefect_tune.core.wire import GoOn, Leave, StopAndSave
 __all__ = ["UNASKED", "Answered", "answer", "answers_up_to", "read_answer", "take_back"]
 
 UNASKED = 0
-"""The step under which a trial is told what it did not ask for."""
+"""The step number of a message that the trial did not ask for."""
 
 
 class Answered(Value):
-    """An answer as it lies on the target."""
+    """A reply as it is stored on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
     version: Literal[1] = 1
@@ -30,21 +30,21 @@ class Answered(Value):
 
 
 def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, said: GoOn | Leave | StopAndSave) -> None:
-    """Tell an attempt that asks at `step`. The first answer stands: it was journaled before it was given.
+    """Reply to an attempt that asks at `step`. The first reply counts: it was journaled before it was written.
 
-    Unasked it may also be told to stop by somebody outside, where nobody is left to journal that.
+    A message to stop, at step `UNASKED`, may also come from an external process when no owner is left to journal it.
     """
     try:
         create_or_recognize(store, trial.answer_path(attempt, step), seal(Answered(answer=said)))
     except AlreadyExists:
-        return  # an owner before us has told it what the journal says
+        return  # an earlier owner has sent the reply that the journal holds
 
 
 def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> GoOn | Leave | StopAndSave | None:
-    """Return what the attempt is told at `step`; None as long as nobody has said.
+    """Return the reply to the attempt at `step`; None while there is none.
 
     Raises:
-        JournalCorrupt: it is damaged.
+        JournalCorrupt: the reply is damaged.
     """
     path = trial.answer_path(attempt, step)
     try:
@@ -54,9 +54,9 @@ def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) ->
 
 
 def take_back(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
-    """Have an attempt that is begun, or found again, not be told what an earlier owner told it unasked.
+    """Delete an earlier owner's unasked message, before an attempt is started or found running.
 
-    That was for the earlier one's run, or is in the experiment's journal, and is told again.
+    The message was for the earlier owner's run only, or is in the experiment's journal and is sent again.
     """
     path = trial.answer_path(attempt, UNASKED)
     if store.size(path) is not None:
@@ -64,12 +64,12 @@ def take_back(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
 
 
 def answers_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
-    """Return what was told to the attempts of `trial` up to `attempt`; where those are over, nobody reads it."""
+    """Return the replies to attempts of `trial` up to `attempt`; after the end of an attempt no process reads them."""
     return [each for each in store.list(trial.answers) if 0 < _attempt_of(trial, each.path) <= attempt]
 
 
 def _attempt_of(trial: TrialKey, path: str) -> int:
-    """The attempt that was told; 0 for a foreign file."""
+    """Return the attempt that the reply at `path` is for; 0 for a foreign file."""
     attempt, _, step = path.removeprefix(f"{trial.answers}/").removesuffix(".json").partition("-")
     if not all(each.isascii() and each.isdecimal() for each in (attempt, step)):
         return 0

@@ -1,12 +1,12 @@
-"""A trial's artifacts on a target: files that change, published whole, under a numbered index.
+"""A trial's artifacts on a target: files that may change, each version published as a whole by a numbered index.
 
     <folder>/files/<digest>-<number>/<name of the file>
     <folder>/index/<number>.json
 
-An index says which files there are and where their bytes lie; its creation, only if absent, is the commit,
+An index names the files and the objects that hold their bytes; its creation, only if absent, is the commit,
 and the highest number counts. Objects are named by their bytes and by the index they were first sent for,
-so no name is ever given to other bytes, nor given again after it was deleted. An attempt writes nothing
-after the index of a later one.
+so a name never gets other bytes, and is never reused after its deletion. An attempt writes no index
+after that of a later attempt.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ArtifactIndex(Value):
     number: int
     write_id: str
     attempt: _Count = 0
-    """Which attempt of the trial shows them; 0 where none does, or a release wrote it that did not say."""
+    """The attempt of the trial that has these files; 0 for none, or where an older release wrote the index."""
     files: tuple[ArtifactFile, ...]
 
     def parts(self) -> Iterable[ArtifactPart]:
@@ -85,7 +85,7 @@ class ArtifactIndex(Value):
 
 
 def files_folder(folder: str) -> str:
-    """Return the folder of the bytes."""
+    """Return the folder of the objects that hold the files' bytes."""
     return _joined(folder, "files")
 
 
@@ -95,36 +95,36 @@ def part_path(digest: Digest, number: int, name: str) -> str:
 
 
 def newest_index(store: ObjectStore, folder: str, known: ArtifactIndex | None = None) -> ArtifactIndex | None:
-    """Return the index that counts; None where there is none. `known` is where to look from.
+    """Return the newest index; None where there is none. With an earlier one as `known`, nothing is listed.
 
     Raises:
-        CheckpointCorrupt: it is torn or altered.
+        CheckpointCorrupt: the index is torn or altered.
     """
     is_there = known is not None and store.size(_path(folder, known.number)) is not None
-    newest = known if is_there else _newest_listed(store, folder)  # it may have been deleted with all the rest
+    newest = known if is_there else _newest_listed(store, folder)  # `known` may be deleted by now
     while later := _read(store, folder, (newest.number if newest else 0) + 1):
         newest = later
     return newest
 
 
 def publish_index(store: ObjectStore, folder: str, index: ArtifactIndex) -> None:
-    """Make `index` the one that counts.
+    """Write `index` as the newest one, and delete all but the newest 8.
 
     Raises:
-        AlreadyExists: another writer's has its number, or a higher one.
-        CommitUnknown: the target did not say.
+        AlreadyExists: another writer's index has this number, or a higher one.
+        CommitUnknown: the target did not say whether it wrote.
     """
     create_or_recognize(store, _path(folder, index.number), seal(index))
     numbers = _numbers(store, folder)
     if max(numbers, default=0) > index.number:
-        raise AlreadyExists(f"{_path(folder, index.number)}: came too late, another writer is at {max(numbers)}")
+        raise AlreadyExists(f"{_path(folder, index.number)}: another writer has written index {max(numbers)} already")
     store.delete([_path(folder, number) for number in sorted(numbers) if 0 < number <= index.number - _INDEXES_KEPT])
 
 
 def beyond_use(listed: Iterable[str], folder: str, index: ArtifactIndex) -> Sequence[str]:
-    """Return the objects among `listed` that no index will refer to any more, once `index` counts.
+    """Return the objects in `listed` that no index refers to once `index` is the newest.
 
-    What was sent for a higher number is another writer's, whose index may be on its way.
+    Objects sent for a higher number are another writer's, whose index may follow: they are not returned.
     """
     used = {_joined(folder, part.object) for part in index.parts()}
     return [path for path in listed if path not in used and _number_of(path) <= index.number]
@@ -136,7 +136,7 @@ def _number_of(path: str) -> int:
 
 
 def _newest_listed(store: ObjectStore, folder: str) -> ArtifactIndex | None:
-    for _ in range(2):  # an index may be removed between listing and reading only if many came after it
+    for _ in range(2):  # an index is deleted between listing and reading only if many newer ones were written
         numbers = _numbers(store, folder)
         if not (number := max(numbers, default=0)):
             return None

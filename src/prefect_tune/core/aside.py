@@ -1,14 +1,13 @@
-"""Put a damaged checkpoint aside, and reinstate one, in a journal that is somebody else's.
+"""Put a damaged checkpoint aside, or reinstate one, in a journal of another owner.
 
-Only the owner of a trial quarantines a checkpoint, and only the owner finds damage when it restores one. Who
-finds it at any other time writes it into the trial's journal as a guest, as a claim is written: that takes
-nothing from the owner, who goes on after it, and who from then on neither restores the checkpoint nor
-reuses its bytes, nor those of any that is as old: they may share what is damaged. A request that the owner
-reads would need an owner that lives, and a document of its own would be a second truth beside the journal that
-everybody who reads has to heed.
+The owner of a trial quarantines a checkpoint when it finds damage during a restore. A process that finds damage
+at any other time writes an entry to the trial's journal as an external writer, as for a claim: the owner stays the
+owner. From then on it neither restores the checkpoint nor reuses its blobs, nor those of any checkpoint as old:
+they may share the damaged ones. The alternatives are worse: a request to the owner needs a running owner, and a
+document of its own would be a second source of truth that every reader has to check.
 
-A save that is under way may reuse what the damaged checkpoint holds, and is not committed after the guest's entry
-(`SaveOvertaken`): its owner makes it again. Nothing is deleted: the bytes stay until the trial retires the
+A running save may have reused blobs of the damaged checkpoint; it is not committed after the external entry
+(`SaveOvertaken`), and its owner saves again. Nothing is deleted: the bytes stay until the trial retires the
 checkpoint, so that it can be reinstated.
 """
 
@@ -33,9 +32,9 @@ __all__ = ["put_aside", "reinstate"]
 def put_aside(
     store: ObjectStore, trial: TrialKey, damaged: Mapping[CheckpointKey, str], stamp: Stamp, *, side_by_side: Mapper
 ) -> Sequence[CheckpointKey]:
-    """Have the checkpoints of `trial` not used any more, each for the reason given; return those that are aside now.
+    """Put checkpoints of `trial` aside, each for the reason given; return those that are aside now.
 
-    One that was retired meanwhile is not among them. Done twice it is done once.
+    One that was retired meanwhile is not among them. Idempotent.
 
     Raises:
         JournalCorrupt, UnknownVersion: as `load`.
@@ -50,9 +49,9 @@ def put_aside(
 def reinstate(
     store: ObjectStore, trial: TrialKey, keys: Collection[CheckpointKey], stamp: Stamp, *, side_by_side: Mapper
 ) -> Sequence[CheckpointKey]:
-    """Make checkpoints of `trial` that were put aside what they were; return those that are checkpoints now.
+    """Reinstate checkpoints of `trial` that were put aside; return those that are live now.
 
-    The caller has verified them. Where one is the trial's newest, its next attempt goes on from it.
+    The caller has verified them. If one is the trial's newest, its next attempt starts from it.
     Raises as `put_aside`.
     """
     say = partial(_reinstated, trial=trial, keys=keys)

@@ -1,4 +1,4 @@
-"""The best model of an experiment so far: the best of what was committed, and of what trials ended with."""
+"""Track the best model of an experiment: the best of all commits, and of the last steps of ended trials."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["BestSoFar"]
 
 
 class BestSoFar:
-    """Is told what could be better; of several metrics the first decides, of equals the next.
+    """Compares each commit and each ended trial with the best before. Metrics are compared in order, as a tuple.
 
-    Without an objective nothing is better.
+    Without an objective no result is better than another.
     """
 
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
-        """Args: experiment: as it stands before anything is told."""
+        """Args: experiment: its state before the first call of `committed` or `ended`."""
         self._objective = objective
         self._experiment = experiment.name
         found = (losses for trial in experiment.trials.values() for losses in self._all_of(trial))
         self._losses: Losses | None = min(found, default=None)
         self.trial: str | None = None
-        """Whose model it is, where it was told of."""
+        """The trial of the best model, once `committed` or `ended` has found one."""
 
     def committed(self, trial: Trial) -> BestImproved | None:
-        """Return how the trial's newest checkpoint is better than all before; None where it is not."""
+        """Return the news if the trial's newest checkpoint is better than all models before; else None."""
         newest = newest_checkpoint(trial)
         if newest is None or not self._improves(trial.trial, newest.metrics):
             return None
@@ -39,7 +39,7 @@ class BestSoFar:
         return self._improved(trial.trial, newest.step, newest.metrics, key.manifest_path)
 
     def ended(self, trial: Trial) -> BestImproved | None:
-        """The same of a trial's last step, which may not be saved."""
+        """Return the news if the trial's last step, which may not be saved, is better than all before; else None."""
         if not self._improves(trial.trial, trial.metrics):
             return None
         return self._improved(trial.trial, trial.step, trial.metrics, None)

@@ -1,7 +1,7 @@
-"""How far a callback was told, and its own state: numbered documents, of which the highest counts.
+"""A callback's delivery position and its own state, stored as numbered documents: the highest number counts.
 
-Below it nothing is kept but what its writer did not come to delete. A document is created only if absent, so
-that of two searches that both believe they own the experiment one stops keeping the state.
+Its writer deletes the document before it. A document is created only if absent, so that of two searches that
+both believe they own the experiment one stops writing the state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["CallbackState", "keep_state", "newest_state"]
 
 
 class CallbackState(Value):
-    """All that is kept of one callback of an experiment."""
+    """The stored state of one callback of an experiment."""
 
     format: Literal["prefect-tune/callback"] = "prefect-tune/callback"
     version: Literal[1] = VERSION
@@ -29,14 +29,14 @@ class CallbackState(Value):
     write_id: str
     heard: Heard
     state: Mapping[str, object] | None = None
-    """What its `get_state` gave."""
+    """The value that its `get_state` returned."""
 
 
 def newest_state(store: ObjectStore, experiment: str, name: str) -> CallbackState | None:
-    """Return the state that counts; None where nothing was ever told.
+    """Return the newest state; None where none was written.
 
     Raises:
-        JournalCorrupt: it is torn or altered.
+        JournalCorrupt: the state is torn or altered.
     """
     folder = _folder(experiment, name)
     while number := max((number_in(folder, each.path) or 0 for each in store.list(folder)), default=0):
@@ -49,12 +49,12 @@ def newest_state(store: ObjectStore, experiment: str, name: str) -> CallbackStat
 
 
 def keep_state(store: ObjectStore, experiment: str, name: str, state: CallbackState) -> None:
-    """Make `state` the one that counts, and delete the one before it.
+    """Write `state` as the newest one, and delete the one before it.
 
     Raises:
-        InvalidInput: it holds what JSON cannot say.
-        AlreadyExists: somebody else keeps the state of this callback.
-        CommitUnknown: the target did not say.
+        InvalidInput: it holds a value that JSON cannot represent.
+        AlreadyExists: another process has written this number: it keeps the state of this callback now.
+        CommitUnknown: the target did not say whether it wrote.
     """
     create_or_recognize(store, _path(experiment, name, state.number), seal(state))
     if state.number > 1:

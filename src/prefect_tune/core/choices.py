@@ -1,4 +1,4 @@
-"""How a run that was suspended goes on: what a person may choose, and what that makes of what the run was asked for."""
+"""The choices of a person who resumes a suspended run, their validation, and their effect on the run's parameters."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
 
 class Choice(Value):
-    """What was chosen. A number of 0 says nothing: it stays as it is."""
+    """The chosen way to resume. A number of 0 leaves that limit unchanged."""
 
     way: Way = "continue"
     samples: int = Field(default=0, ge=0)
-    """In all."""
+    """The new total of samples."""
     steps: int = Field(default=0, ge=0)
-    """Of each trial, in all."""
+    """The new total of steps of each trial."""
     hours: float = Field(default=0, ge=0, allow_inf_nan=False)
-    """Of a search: until this run saves and ends. Of a training: of training, in all."""
+    """For a search: hours until this run saves and ends. For a single training: its total training hours."""
     checkpoint: int = Field(default=0, ge=0)
-    """The step of the one to go on from."""
+    """The step of the checkpoint to resume from."""
 
 
 class Standing(Value):
-    """What there is to choose from; 0 where there is no such limit."""
+    """The present limits and checkpoints of a suspended run; 0 where there is no such limit."""
 
     samples: int = 0
     steps: int = 0
     hours: float = 0
     checkpoints: tuple[int, ...] = ()
-    """The steps of those that a training can go back to."""
+    """The steps of the checkpoints that a training can go back to."""
     stop_is_code: bool = False
-    """Whether its stop criterion is a function, or one of the user's own: no number can change it."""
+    """Whether its stop criterion is a function or a stopper class of the user, which no number can change."""
 
 
 def choice_of(answer: Mapping[str, object], standing: Standing) -> Choice:
-    """Return what a form was answered with.
+    """Return the choice that a form's `answer` makes.
 
     Raises:
-        InvalidInput: it cannot be done. The message is for whoever has answered.
+        InvalidInput: the choice is impossible. The message is shown to the person who answered.
     """
     try:
         choice = Choice.model_validate(answer)
@@ -77,11 +77,11 @@ def _require_more(choice: Choice, standing: Standing) -> None:
 def _require_there(choice: Choice, standing: Standing) -> None:
     if choice.checkpoint not in standing.checkpoints:
         there = ", ".join(map(str, standing.checkpoints)) or "none"
-        raise InvalidInput(f"checkpoint: there is none of step {choice.checkpoint}; there are those of steps {there}")
+        raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({there}), found {choice.checkpoint}")
 
 
 def stop_extended(stop: object, steps: int, hours: float) -> Sequence[object]:
-    """Return a stop criterion, as JSON says it, with these limits in place of its own; 0 leaves one as it is."""
+    """Return a stop criterion in its JSON form, with these limits in place of its own; 0 keeps a limit."""
     replaced = {"step", "MaxSteps"} if steps else set()
     if hours:
         replaced.add("MaxTime")

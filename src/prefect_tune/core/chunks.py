@@ -1,7 +1,7 @@
 """A directory's bytes as chunks and blobs: large files split, small files packed together.
 
-A chunk is what is hashed, verified and deduplicated; a blob is what is sent. The cut depends on
-sizes alone, so the same directory always gives the same blobs, and a killed upload finds its own.
+Chunks are hashed, verified and deduplicated; blobs are uploaded. The cut depends on file sizes alone,
+so the same directory always gives the same blobs, and a retried upload finds those of a killed one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FileStat:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of bytes of one staged file: the file's place in the list, and where the run lies."""
+    """A run of bytes of one staged file: the file's index in the list, and the run's offset and length."""
 
     file: int
     offset: int
@@ -37,7 +37,7 @@ class Piece:
 
 
 class Source(Protocol):
-    """A staged directory, which nobody writes to until the commit."""
+    """A staged directory, which no process writes to until the commit."""
 
     @property
     def files(self) -> Sequence[FileStat]:
@@ -58,10 +58,10 @@ class Source(Protocol):
         ...
 
     def require_unchanged(self) -> None:
-        """Return if the directory is as it was listed, so that what was read is one state of it.
+        """Return if the directory is unchanged since it was listed, so that all reads saw one state of it.
 
         Raises:
-            StagedFilesChanged: a file was written, added, replaced or removed meanwhile.
+            StagedFilesChanged: a file was written, added, replaced or removed since.
         """
         ...
 

@@ -1,13 +1,13 @@
-"""Clone a checkpoint by its manifest: no byte is copied, and none is deleted while a clone needs it.
+"""Clone a checkpoint by its manifest: no byte is copied, and no byte is deleted while a clone needs it.
 
-Whoever clones writes first into the journal of the trial whose bytes they are, the origin, as a guest: a
-claim. That journal has one order. A claim before a checkpoint's retirement is known to everybody who may
-delete it; after the retirement nobody can claim it, unless another clone's claim still holds it. So a
-deletion asks nobody, and a claim that was written holds. Then the manifest of the clone is created, and
-its trial's own journal says that it is a checkpoint.
+First the cloning process, as an external writer, adds a claim to the journal of the trial that has the bytes (the
+origin). That journal is one sequence: a claim before a checkpoint's retirement is known to every process that may
+delete it; after the retirement it cannot be claimed, unless another clone's claim still holds it. So a deletion
+needs no coordination, and a written claim holds. Then the manifest of the clone is created, and the clone's own
+trial journals it as a checkpoint.
 
-A claim ends when it is released: by whoever deletes the retired clone, or by whoever finds the clone's
-journal so far on that the clone is no checkpoint and cannot become one. Both are for good.
+A claim ends when it is released: by the process that deletes the retired clone, or by one that finds in the clone's
+journal that the clone is no checkpoint and cannot become one. Neither can be undone.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ __all__ = ["claims_over", "clear", "clone", "let_go", "let_go_of_all", "newest_o
 
 
 def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> CheckpointKey:
-    """Return the checkpoint that `trial` would go on from now, as its journal tells it.
+    """Return the newest checkpoint in the journal of `trial`, from which its next attempt would start.
 
     Raises:
-        CheckpointNotFound: it has none.
+        CheckpointNotFound: the trial has none.
     """
     state = load(store, journal_of(store, trial), side_by_side=side_by_side).trials.get(trial.trial)
     newest = newest_key(trial, state) if state else None
     if newest is None:
-        raise CheckpointNotFound(f"{trial.folder}: there is no checkpoint that could be cloned")
+        raise CheckpointNotFound(f"{trial.folder}: it has no checkpoint that could be cloned")
     return newest
 
 
-def clone(  # noqa: PLR0913 - from where, to where, and how: none can be had from another
+def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from another
     store: ObjectStore,
     source: CheckpointKey,
     into: Experiment,
@@ -64,18 +64,18 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none can be had fro
     *,
     side_by_side: Mapper,
 ) -> CheckpointRef:
-    """Create the manifest of a clone of `source` in `trial`, and return how `trial`'s journal is to name it.
+    """Create the manifest of a clone of `source` in `trial`, and return the reference for `trial`'s journal.
 
-    It is a checkpoint once its owner, who knows that journal as `into`, has journaled it as `Cloned`, in the
-    same epoch and before another checkpoint. Called again with the same arguments it is the same clone. What
-    is said of it is what is said of `source` now.
-    Whatever becomes of `source`, its bytes stay; if the clone is never journaled, until that is found.
+    The clone is a checkpoint once the owner of the journal `into` has journaled it as `Cloned`, in the same epoch
+    and before another checkpoint. A second call with the same arguments gives the same clone. The clone's
+    metadata is the newest of `source`. Its bytes stay even if `source` is retired; if the clone is never journaled,
+    they stay until its claim is found to be over.
 
     Raises:
-        CheckpointNotFound: `source` is gone, or about to be: choose its trial's newest one, and try again.
-        CheckpointCorrupt: its manifest is damaged.
+        CheckpointNotFound: `source` is deleted, or about to be: take its trial's newest checkpoint, and try again.
+        CheckpointCorrupt: the manifest of `source` is damaged.
         InvalidInput: the experiment that holds its bytes is being deleted.
-        AlreadyCommitted: there is another checkpoint of this step, begun after the same entry.
+        AlreadyCommitted: there is another checkpoint of this step and sequence.
         CommitUnknown, StoreUnavailable: call again.
     """
     original = read_manifest(store, source)
@@ -97,15 +97,15 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none can be had fro
 
 def _claimed(state: Experiment, *, origin: CheckpointKey, claim: Claim) -> Sequence[GuestsEvent]:
     if state.is_removed:
-        raise InvalidInput(f"experiment {state.name!r} is being deleted: nothing that lies there can be cloned")
+        raise InvalidInput(f"experiment {state.name!r} is being deleted: its checkpoints cannot be cloned")
     trial = trial_in(state, origin.trial)
     if trial is None or not (is_live(trial, origin) or is_held(trial, origin)):
-        raise CheckpointNotFound(f"{origin.folder}: is no checkpoint any more, and cannot be cloned")
+        raise CheckpointNotFound(f"{origin.folder}: no longer a checkpoint, and cannot be cloned")
     return () if claim in trial.claims else (Claimed(trial=origin.trial.trial, claim=claim),)
 
 
 def _about(original: About, said: Mapping[str, object] | None, into: Experiment, trial: str, stamp: Stamp) -> About:
-    """No attempt trained it: the one that starts from it is the next one."""
+    """Describe the clone; its attempt is the trial's last one, since the attempt that starts from it comes next."""
     state = into.trials.get(trial)
     return original.model_copy(
         update={
@@ -140,7 +140,7 @@ def _manifest_of_clone(original: Manifest, origin: CheckpointKey, key: Checkpoin
 # ------------------------------------------------------------------------------------------------- deletion
 
 
-def clear(  # noqa: PLR0913 - as `collect`, and with a stamp for what it journals elsewhere
+def clear(  # noqa: PLR0913 - as `collect`, and a stamp for its entries in other journals
     store: ObjectStore,
     trial: TrialKey,
     state: Trial,
@@ -149,10 +149,10 @@ def clear(  # noqa: PLR0913 - as `collect`, and with a stamp for what it journal
     *,
     side_by_side: Mapper,
 ) -> int:
-    """Delete retired checkpoints of `trial` as `collect` does, clones and what clones needed among them.
+    """Delete retired checkpoints of `trial` as `collect` does, including clones and checkpoints that clones needed.
 
-    A clone is released where its bytes are, and if it was the last that needed them, they are deleted there.
-    What clones of others still need stays. Returns how many objects were deleted.
+    A clone is released in its origin's journal; if it was the last that needed the bytes, they are deleted there.
+    Bytes that another trial's clone still needs stay. Returns the number of deleted objects.
 
     Raises:
         CheckpointCorrupt, Superseded: as `collect`.
@@ -187,7 +187,7 @@ def claims_over(
 
 
 def let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: CheckpointKey, origin: CheckpointKey) -> int:
-    """Release a retired clone; its trial's journal says that it is retired, and that is for good."""
+    """Release a retired clone, which can never be a checkpoint again. Returns the number of deleted objects."""
     journal = journal_of(store, origin.trial)
     say = partial(_released, trial=origin.trial, clones={clone})
     after = append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)
@@ -197,9 +197,10 @@ def let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: Checkp
 def let_go_of_all(
     store: ObjectStore, stamp: Stamp, trial: TrialKey, experiment: str, origins: Collection[CheckpointKey]
 ) -> int:
-    """Release every clone of `trial`'s checkpoints that `experiment` has or was about to have: it is being deleted.
+    """Release every clone of `trial`'s checkpoints in `experiment`, which is being deleted, and every claim for one.
 
-    Of those, and of `origins`, what nobody needs any more is deleted. Returns how many objects that were.
+    Those checkpoints, and `origins`, are deleted where they are retired and no other clone needs them. Returns the
+    number of deleted objects.
     """
     doomed = set(origins)
 
@@ -216,7 +217,7 @@ def let_go_of_all(
 def _collect_released(
     store: ObjectStore, trial: TrialKey, after: Experiment, origins: Iterable[CheckpointKey], side_by_side: Mapper
 ) -> int:
-    """Delete those that nobody needs any more."""
+    """Delete those of `origins` that are collectable, and return the number of deleted objects."""
     state = trial_in(after, trial)
     if state is None:
         return 0
@@ -224,7 +225,7 @@ def _collect_released(
     try:
         return collect(store, trial, state, doomed, side_by_side=side_by_side)
     except (CheckpointCorrupt, Superseded):
-        return 0  # a matter between that trial and its owner, who finds them among what is left, or deletes it all
+        return 0  # that trial's owner deletes them later, with its leftovers or the whole experiment
 
 
 def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey]) -> Sequence[GuestsEvent]:
@@ -234,7 +235,7 @@ def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey])
 
 
 def _is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
-    """Whether the clone is no checkpoint, and never will be one. Where that cannot be known, it is not said."""
+    """Return whether the clone is no checkpoint and can never become one; False where that is not known."""
     try:
         state = load(store, claim.journal, side_by_side=side_by_side)
     except (JournalCorrupt, UnknownVersion):
@@ -246,7 +247,7 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
         return False  # it may be a checkpoint again
     if state.epoch == claim.epoch:
         return trial is not None and not is_acceptable(trial, claim.clone.sequence)
-    return state.epoch > claim.epoch  # a journal that has not come as far as it was then tells nothing
+    return state.epoch > claim.epoch  # a journal of an earlier epoch is stale, and proves nothing
 
 
 def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Trial:

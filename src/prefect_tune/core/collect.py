@@ -1,7 +1,7 @@
-"""Delete the bytes of checkpoints that the journal has retired, and nothing that is reachable.
+"""Delete the bytes of checkpoints that the journal has retired, and no object that is reachable.
 
-Names are never written twice, so a deletion that arrives late, from a process thought dead or a
-request thought lost, hits nothing that was written since.
+Names are never written twice, so a late deletion, from a process believed dead or a request believed
+lost, deletes no object that was written since.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from prefect_tune.core.trial import Trial, is_collectable, is_live
 __all__ = ["LetGo", "collect", "is_collectable", "leftover", "nothing_let_go", "orphans"]
 
 LetGo: TypeAlias = Callable[[CheckpointKey, CheckpointKey], int]
-"""Hears of a clone and its origin before the clone is deleted; returns how many objects that let it delete."""
+"""Called with a clone and its origin before the clone is deleted; returns the number of objects it deleted itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Doomed:
-    """A checkpoint that is none any more, and is still there."""
+    """A retired checkpoint whose objects still exist."""
 
     key: CheckpointKey
     blobs: frozenset[str] = frozenset()
@@ -36,12 +36,12 @@ class _Doomed:
 
 
 def nothing_let_go(clone: CheckpointKey, origin: CheckpointKey) -> int:
-    """Leave it to the owner of the origin to find out."""
+    """Release nothing: the owner of the origin finds the claim to be over."""
     del clone, origin
     return 0
 
 
-def collect(  # noqa: PLR0913 - the last one is what a clone needs, and known to those who know of clones
+def collect(  # noqa: PLR0913 - the last one is for callers that handle clones
     store: ObjectStore,
     trial: TrialKey,
     state: Trial,
@@ -50,17 +50,16 @@ def collect(  # noqa: PLR0913 - the last one is what a clone needs, and known to
     side_by_side: Mapper,
     let_go: LetGo = nothing_let_go,
 ) -> int:
-    """Delete retired checkpoints: blobs that nobody else needs, what was said of them, then manifests.
+    """Delete retired checkpoints: blobs that no other checkpoint needs, metadata, then manifests.
 
-    The manifest goes last, so that a deletion cut short is found, and finished, by the next one.
-    What is not collectable is left alone. Returns how many blobs and manifests were deleted.
+    The manifest goes last, so that the next call finds and finishes an interrupted deletion. Checkpoints that
+    are not collectable are left alone. Returns the number of blobs and manifests deleted.
 
-    Where the journal has gone on, and what `state` says is needed was retired and deleted by others, it is asked
-    what is needed now.
+    If another process has retired and deleted checkpoints that `state` still names, the journal is read again.
 
     Raises:
-        CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable: nothing is
-            deleted on a guess.
+        CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable, so that the
+            blobs it needs are unknown: nothing is deleted.
         Superseded: the experiment is being deleted, or was deleted.
     """
     while True:
@@ -98,13 +97,13 @@ def _let_go(store: ObjectStore, clone: CheckpointKey, origin: CheckpointKey, let
 
 
 def leftover(store: ObjectStore, trial: TrialKey, state: Trial, settled_from: int) -> Sequence[CheckpointKey]:
-    """Return checkpoints on the target that are none: retired and not yet deleted, or never a commit.
+    """Return keys of manifests on the target that are not checkpoints: retired and not deleted, or never a commit.
 
-    Those that clones need are among them: they are looked at again until they are not needed any more.
-    `settled_from` is the experiment's: manifests from there on may belong to a save that is under way.
+    Those that clones need are included: they are checked again until no clone needs them.
+    `settled_from` is the experiment's: manifests with that or a larger sequence may belong to a running save.
     """
     if settled_from <= 1:
-        return []  # no save is settled yet, and the first one's number is 1
+        return []  # sequences begin with 1, so no manifest is old enough
     keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in store.list(trial.checkpoints))
     return [
         key
@@ -114,15 +113,14 @@ def leftover(store: ObjectStore, trial: TrialKey, state: Trial, settled_from: in
 
 
 def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: Mapper) -> Sequence[Listed]:
-    """Return the blobs that no live checkpoint refers to, and no clone, and that no save will ever reuse.
+    """Return the blobs that neither a live checkpoint nor a clone refers to, and that no save will ever reuse.
 
-    Saves that were cut short leave them, and so do deletions of manifests that cannot be read. They
-    may be deleted at any time. Blobs of checkpoints that were put aside are not among them: those may be
-    reinstated.
+    Interrupted saves leave them, and so do deletions of unreadable manifests. They may be deleted at any time.
+    Blobs of checkpoints that were put aside are not among them: these may be reinstated.
 
     Raises:
         CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable.
-        OutdatedStateError: the journal has gone on, and needs those no more: repeat with what it says now.
+        OutdatedStateError: `state` is outdated, those manifests are retired: repeat with the error's `current`.
         Superseded: the experiment is being deleted, or was deleted.
     """
     reachable = _reachable(store, trial, state, side_by_side)
@@ -134,18 +132,18 @@ def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: 
 
 
 def _doomed(store: ObjectStore, key: CheckpointKey) -> _Doomed | None:
-    """Return what a retired checkpoint names; None if it is gone already."""
+    """Return the blobs of a retired checkpoint; None if its manifest is deleted already."""
     try:
         manifest = read_manifest(store, key)
     except CheckpointNotFound:
         return None
     except CheckpointCorrupt:
-        return _Doomed(key)  # it is no checkpoint any more, whatever it said; its blobs become orphans
+        return _Doomed(key)  # retired, so its manifest is not needed; its blobs become orphans
     return _Doomed(key, manifest.blob_paths(), manifest.origin)
 
 
 def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: Mapper) -> set[str]:
-    """The blobs of checkpoints that are live, that a clone needs, or that were put aside."""
+    """Return the paths of blobs of checkpoints that are live, that a clone needs, or that were put aside."""
     needed: Sequence[Saved] = (*state.checkpoints, *state.claims)
     keys = dict.fromkeys(trial.checkpoint_key(each) for each in needed)
     found = dict(side_by_side(lambda key: (key, _needed(store, key)), keys))
@@ -156,7 +154,7 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: 
 
 
 def _aside(store: ObjectStore, trial: TrialKey, aside: Aside) -> frozenset[str]:
-    """What its manifest names. Of one that cannot be read it is only known that nothing is younger than it is."""
+    """Return the blobs of a checkpoint put aside; if its manifest is unreadable, all blobs up to its sequence."""
     ref = aside.checkpoint
     try:
         return read_manifest(store, trial.checkpoint_key(ref)).blob_paths()
@@ -168,6 +166,6 @@ def _needed(store: ObjectStore, key: CheckpointKey) -> Manifest | CheckpointCorr
     try:
         return read_manifest(store, key)
     except CheckpointNotFound as missing:
-        return CheckpointCorrupt(f"{missing}, and the journal says that it was")
+        return CheckpointCorrupt(f"{missing}, but the journal says that it is")
     except CheckpointCorrupt as corrupt:
         return corrupt

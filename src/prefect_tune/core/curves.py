@@ -1,4 +1,4 @@
-"""The learning curves of an experiment, from its journal: of one trial, or of every one, the reports that count."""
+"""Learning curves of one trial, or of all trials, from the journal of an experiment."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Curves", "curve"]
 
 
 def curve(entries: Iterable[Entry], trial: str) -> Sequence[StepReport]:
-    """Return the curve of a trial, as `Curves` would, from the journal that the trial itself is in."""
+    """Return the curve of a trial, as `Curves` does, from its own journal or, if it has none, the experiment's."""
     curves = Curves()
     for event in (event for entry in entries for event in entry.events):
-        if isinstance(event, Started | Cloned | Reported) and event.trial == trial:  # no other trial's is kept
+        if isinstance(event, Started | Cloned | Reported) and event.trial == trial:  # keeps this trial's reports only
             curves.tell_event(event)
     return curves.of(trial)
 
 
 class Curves:
-    """Of every trial one report for each step; of steps that an attempt did again the later one counts.
+    """The reports of every trial, one for each step; for a step that was trained again, the later report.
 
-    The history of a clone begins with the step that it was cloned at; what came before is another trial's.
+    The curve of a trial that was cloned into begins with the clone's step.
     """
 
     def __init__(self) -> None:
@@ -31,22 +31,22 @@ class Curves:
         self._told = 0
 
     def tell(self, entry: Entry) -> None:
-        """Take in the next entry."""
+        """Add the reports of the next entry."""
         for event in entry.events:
             self.tell_event(event)
 
     def tell_event(self, event: Event) -> None:
-        """Take in the next event."""
+        """Add the reports of the next event."""
         for each in event.events if isinstance(event, Absorbed) else (event,):
             self._tell(each)
 
     @property
     def told(self) -> int:
-        """How many reports it was told of."""
+        """How many reports were added so far, repeated steps included."""
         return self._told
 
     def of(self, trial: str) -> Sequence[StepReport]:
-        """Return the curve of a trial, by step; empty where it reported nothing."""
+        """Return the curve of a trial, by step; empty where it has no report."""
         reports = self._reports.get(trial, {})
         return [reports[step] for step in sorted(reports)]
 

@@ -1,4 +1,4 @@
-"""Tell a journal that is being deleted from one that is damaged: entries are missing in both."""
+"""Distinguish a journal that is being deleted from a damaged one: entries are missing in both."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from prefect_tune.core.store import ObjectStore
 __all__ = ["is_deletion"]
 
 _TAIL = 64
-"""After an entry that says that its journal is being deleted come guests' entries, and few of them."""
+"""How many of the last entries are searched: after a `RemovalBegun` come only few entries of external writers."""
 
 
 def is_deletion(store: ObjectStore, key: JournalKey) -> bool:
-    """Return whether a deletion explains what is missing of the journal `key`.
+    """Return whether a deletion explains the missing entries of the journal `key`.
 
-    The entries that are left say that it is being deleted; or no blob is left that they could tell of: that is what
-    a write leaves that arrives when everything has been deleted.
+    True if the newest remaining `RemovalBegun` or `RemovalGivenUp` is a `RemovalBegun`; or, without either, if no
+    blob is left: then a late write has arrived after everything was deleted.
     """
     numbers = sorted(number for each in store.list(key.entries) if (number := number_in(key.entries, each.path)))
     for number in reversed(numbers[-_TAIL:]):

@@ -1,6 +1,6 @@
-"""Chance as a function: the same seed and the same purpose give the same draw, in whatever order they are asked.
+"""Random numbers as pure functions of a seed and a purpose, independent of the order of the calls.
 
-Nothing runs on from draw to draw, so a resume has no generator to restore.
+There is no generator state, so a resume has none to restore.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _STANDARD = NormalDist()
 
 
 def seed_named(name: str) -> int:
-    """Return the seed of whoever was given a name and no seed."""
+    """Return the seed to use for `name` where the user gave no seed."""
     return int(digest_of(name.encode())[:8], 16)
 
 
 def uniform(seed: int, *purpose: str | int) -> float:
-    """Return a number in [0, 1), all multiples of 2^-53 alike."""
+    """Return a number in [0, 1): each multiple of 2^-53 is equally likely."""
     return integer(1 << _BITS, seed, *purpose) / (1 << _BITS)
 
 
 def integer(below: int, seed: int, *purpose: str | int) -> int:
-    """Return a whole number in [0, below). Of 256 bits the remainder is taken: the bias is below 2^-190 here."""
+    """Return an integer in [0, below): a 256-bit hash modulo `below`; the bias is below 2^-190 for `below` < 2^64."""
     digest = blake3(canonical_json([seed, *purpose])).digest()
     return int.from_bytes(digest) % below
 

@@ -1,11 +1,11 @@
-"""Which files of a trial's directory stay behind.
+"""Patterns for files of a trial's directory that are not uploaded.
 
-A pattern is a shell pattern (`*`, `?`, `[...]`; `*` passes slashes) for a file or folder, and what lies below
+A pattern is a shell pattern (`*`, `?`, `[...]`; `*` matches slashes too) for a file or folder; everything below
 an excluded folder is excluded too:
 
 - a pattern with a slash is matched with the path from the top of the directory (`logs/*.tmp`);
-  in front, `./` says the same: `./rank_*` means the top only;
-- a pattern without one is matched with names at any depth (`*.tmp`, `__pycache__`).
+  a leading `./` means the same: `./rank_*` matches at the top only;
+- a pattern without a slash is matched with names at any depth (`*.tmp`, `__pycache__`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NEVER_ARTIFACTS = (
     "./rank_*",
     "./.lazy_checkpoint_marker",
 )
-"""What trainables of older APIs leave at the top of their directory, and what was never an artifact."""
+"""Files that trainables of older APIs leave at the top of their directory, and that were never artifacts."""
 
 
 def is_excluded(path: str, patterns: Sequence[str]) -> bool:
-    """Say whether the file at `path`, relative and with slashes, stays behind."""
+    """Return whether the file at `path` (relative, with slashes) matches one of the patterns."""
     return any(_matches(part, name, pattern) for part, name in _with_parents(path) for pattern in patterns)
 
 

@@ -299,7 +299,7 @@ def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
 
 
 def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
-    """Apply an entry of the trial's own journal, except for configuration, owners and deletion, which are known here."""
+    """Apply an entry of the trial's own journal; its configuration, owners and deletion are known here already."""
     trial = _known(experiment, event.trial)
     if event.number != trial.absorbed + 1:
         raise IllegalTransition(

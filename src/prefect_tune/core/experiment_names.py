@@ -1,4 +1,4 @@
-"""Which experiments lie on a target."""
+"""List the experiments on a target."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["experiment_names"]
 
 
 def experiment_names(store: ObjectStore) -> Sequence[str]:
-    """Return the names of the experiments on `store`, sorted: an experiment is what has a first entry."""
+    """Return the names of the experiments on `store`, sorted: the folders that hold a journal's first entry."""
     listed = {each.path for each in store.list("")}
     names = []
     for name in sorted({path.partition("/")[0] for path in listed if "/" in path}):
-        with suppress(InvalidInput):  # a foreign folder, which no experiment could be named like
+        with suppress(InvalidInput):  # a foreign folder: its name is no valid experiment name
             if JournalKey(experiment=name).entry_path(1) in listed:
                 names.append(name)
     return names

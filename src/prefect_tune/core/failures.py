@@ -1,4 +1,4 @@
-"""What to do about a failed attempt: two retry budgets, and checkpoints that kill whoever loads them."""
+"""Failure policy: two retry budgets, and the quarantine of checkpoints from which attempts die."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 OWNER_VANISHED = "its owner vanished without ending it"
-"""Why an attempt ended, where the next owner says so: its run was killed, or could not write."""
+"""The reason that a new owner journals for an attempt it finds running: the old run was killed, or could not write."""
 
 _Count = Annotated[int, Field(ge=0)]
 _NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC})
 
 
 class FailurePolicy(Value):
-    """How often a trial is started again after a failure, by whose failure it was.
+    """How often a trial is started again after a failure, by the kind of failure.
 
     Args:
         max_failures: failures of your code that are tried again. Default: 0.
@@ -74,12 +74,12 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """End here; a Retry, a Resume or a schedule goes on."""
+    """End the run without giving up the trial; a Retry, a Resume or a schedule continues it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The budget is spent."""
+    """End the trial as errored: its budget is spent."""
 
     message: str
 
@@ -97,23 +97,23 @@ def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
         return TryAgain()
     died = f"{trial.same_start} attempts died before their first step"
     if trial.blamed_checkpoints:
-        return GiveUp(f"{died}, from the checkpoint before too, so it is not the checkpoints: {trial.reason}")
+        return GiveUp(f"{died}, from the checkpoint before too, so no checkpoint is the cause: {trial.reason}")
     return Quarantine(trial.started_from, f"{died}: {trial.reason}")
 
 
 def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
-    """Return whether a trial that waits has met more machine failures than `policy` allows in one run.
+    """Return whether a waiting trial has had more machine failures than `policy` allows.
 
-    Such a run ended before the trial was given up, its target failing for one. The next run begins with a fresh budget.
+    The last run ended before it could give up the trial, for example because its target failed.
     """
     return trial.cause is Cause.MACHINE and bool(_spent(trial, Cause.MACHINE, policy))
 
 
 def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
-    """Return whether the next run begins with a fresh machine budget for a trial that waits.
+    """Return whether the next run begins with a fresh machine budget for a waiting trial.
 
-    Not where the trial's last owner vanished with it: a trial that kills its machine each time would be started for
-    ever, and no other trial of its search could end.
+    Not if the trial's last owner vanished with it: a trial that kills its machine each time would be restarted for
+    ever, and its search could never finish.
     """
     return machines_spent(trial, policy) and trial.reason != OWNER_VANISHED
 

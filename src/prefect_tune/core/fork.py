@@ -1,12 +1,12 @@
-"""Fork an experiment: another one goes on from any entry of its journal, and no byte of a checkpoint is copied.
+"""Fork an experiment: a new one continues from any entry of its journal, without copying the bytes of checkpoints.
 
-What a fork begins with is what the origin's journal held at that entry, and nothing else. Of a trial that
-is what had been absorbed by then: what its own journal said later, or said already and the experiment's
-did not, is not part of it. The origin is written to as a guest only, so it may be running.
+A fork begins with the state of the origin's journal at that entry. Of a trial, that is what the experiment's journal
+had absorbed by then: later entries of the trial's own journal, and earlier ones not absorbed yet, are not part of
+it. The origin is only written to as an external writer, so it may be running.
 
-A fork is begun by an entry of its own journal that names the origin's. Then each trial gets a journal of its
-own, with its history and clones of its checkpoints. The last entry holds everything that had happened, and
-makes it whole. Whatever is cut short before that is nothing; done again, it goes on.
+The first entry of the fork's journal names the origin. Then each trial gets a journal of its own, with its history
+and clones of its checkpoints. The last entry holds all the origin's events and completes the fork. An incomplete
+fork cannot be used; forking again under the same name completes it.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ from prefect_tune.core.values import Stamp
 
 __all__ = ["Fork", "Past", "begin_fork", "deleted_since", "fork", "past_of"]
 
-# A stop that was asked for and not carried out by then was asked of the origin.
+# A stop request that was not carried out by then was meant for the origin.
 _NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked | RemovalBegun | RemovalGivenUp
 _NOT_OF_A_TRIALS_PAST = Opened | Absorbed | RemovalBegun | RemovalGivenUp
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """An experiment as it was after an entry of its journal, and all that had happened to its trials."""
+    """The state of an experiment after an entry of its journal, and the events of its trials up to it."""
 
     experiment: Experiment
     events: Sequence[Event]
     settings: Mapping[str, object]
-    """What the fork is asked to be."""
+    """The parameters of the fork."""
 
     @property
     def origin(self) -> ForkOrigin:
-        """The entry."""
+        """The entry that is forked."""
         found = self.experiment
         return ForkOrigin(experiment=found.name, number=found.number, digest=found.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A fork that is whole, and the checkpoints of its past that the origin had deleted before."""
+    """A complete fork, and the checkpoints of its past that the origin had deleted already."""
 
     experiment: Experiment
     lost: Mapping[str, Sequence[CheckpointRef]] = field(default_factory=dict)
@@ -77,25 +77,26 @@ class Fork:
 
 
 def past_of(store: ObjectStore, experiment: str, number: int | None, *, side_by_side: Mapper) -> Past:
-    """Return the past of `experiment` up to entry `number`; None for all of it so far.
+    """Return the past of `experiment` up to entry `number` (None: up to its last entry).
 
     Raises:
-        InvalidInput: there is no such entry, or the experiment has trials without journals of their own.
-        JournalCorrupt: its journal does not hold together.
+        InvalidInput: there is no such entry, the experiment is being deleted, is an incomplete fork, or has trials
+            without journals of their own.
+        JournalCorrupt: its journal is inconsistent.
     """
     found, entries = as_of(store, experiment, number, side_by_side=side_by_side)
     if found.is_removed:
         raise InvalidInput(f"experiment {experiment!r} is being deleted: there is nothing to fork")
     if not found.is_whole:
-        raise InvalidInput(f"experiment {experiment!r} is a fork that was cut short: there is nothing to fork")
+        raise InvalidInput(f"experiment {experiment!r} is an incomplete fork: fork its origin, or complete it first")
     if not all(trial.apart for trial in found.trials.values()):
-        raise InvalidInput(f"experiment {experiment!r} is no search: only searches can be forked")
+        raise InvalidInput(f"experiment {experiment!r} is not a search: only searches can be forked")
     events = [event for entry in entries for event in entry.events if not isinstance(event, _NOT_OF_THE_PAST)]
     return Past(found, events, found.settings)
 
 
 def deleted_since(store: ObjectStore, past: Past, *, side_by_side: Mapper) -> Mapping[str, Sequence[CheckpointRef]]:
-    """Return by trial the checkpoints of the past that the origin has deleted, or is about to."""
+    """Return by trial the checkpoints of the past that the origin has retired since."""
     saved = [trial for trial in past.experiment.trials.values() if trial.checkpoints]
     gone = side_by_side(lambda trial: (trial.trial, _gone(store, past.experiment.name, trial)), saved)
     return {trial: refs for trial, refs in gone if refs}
@@ -109,17 +110,17 @@ def _gone(store: ObjectStore, origin: str, then: Trial) -> Sequence[CheckpointRe
     return [ref for ref, key in keys if not (is_live(now, key) or is_held(now, key))]
 
 
-def begin_fork(  # noqa: PLR0913 - the last is how `take_over` reads
+def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
     store: ObjectStore, name: str, origin: ForkOrigin, owner: Owner, stamp: Stamp, *, side_by_side: Mapper
 ) -> Experiment:
-    """Open the experiment `name` as one that is to become a fork, or has become one; only one owner makes it.
+    """Open the experiment `name` to make it a fork of `origin`, or because it is one already.
 
-    Called again for a fork that was cut short, it is the same fork.
+    A second call for an incomplete fork opens the same fork.
 
     Raises:
-        InvalidInput: the name is another experiment's, or that of a fork of another entry.
-        StoreRefused: the target serves one writer only, and the origin's journals are to be written to.
-        Superseded: somebody else makes the same fork.
+        InvalidInput: the name belongs to another experiment, or to a fork of another entry, or is being deleted.
+        StoreRefused: the target supports one writer only, but a fork has to write to the origin's journals.
+        Superseded: another process makes the same fork.
     """
     require_room_for_guests(store, JournalKey(experiment=origin.experiment))
 
@@ -137,13 +138,13 @@ def begin_fork(  # noqa: PLR0913 - the last is how `take_over` reads
 
 
 def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side_by_side: Mapper) -> Fork:
-    """Make the experiment that `begin_fork` opened a fork of `past`, and return it when it is whole.
+    """Make the experiment that `begin_fork` opened a fork of `past`, and return the complete fork.
 
-    Killed at any time, it is begun again by `begin_fork`, and what is there already is kept.
+    If it is killed at any time, call `begin_fork` and this again: what exists already is kept.
 
     Raises:
-        InvalidInput: a trial's folder holds what is of another experiment, or the origin is being deleted.
-        Superseded: somebody else makes the same fork.
+        InvalidInput: a trial's folder holds remains of another experiment, or the origin is being deleted.
+        Superseded: another process makes the same fork.
         StoreUnavailable, CommitUnknown: call again, with the same stamp.
     """
     if into.is_whole:
@@ -159,15 +160,20 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side
 
 
 def _require_stays(store: ObjectStore, past: Past, into: Experiment, side_by_side: Mapper) -> None:
-    """Whoever deletes the origin says so, and looks for claims after that; the fork claims, and looks after that."""
+    """Raise if the origin is being deleted.
+
+    A deletion first journals itself, then looks for claims; a fork first claims, then calls this: one sees the other.
+    """
     name = past.experiment.name
     now = load(store, name, side_by_side=side_by_side)
     if now.is_removed or now.number < past.experiment.number:
-        raise InvalidInput(f"experiment {name!r} is being deleted: {into.name!r} is no fork of it; delete that, too")
+        raise InvalidInput(
+            f"experiment {name!r} is being deleted: {into.name!r} is no fork of it; delete {into.name!r}, too"
+        )
 
 
 def _histories(events: Sequence[Event]) -> Mapping[str, Sequence[Event]]:
-    """By trial, what its own journal held of what had been absorbed."""
+    """Return by trial the absorbed events of its own journal."""
     found: dict[str, list[Event]] = {}
     for event in events:
         if isinstance(event, Absorbed):
@@ -186,7 +192,7 @@ def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
     histories: Mapping[str, Sequence[Event]],
     stamp: Stamp,
 ) -> tuple[Rebased, Sequence[CheckpointRef]]:
-    """Give a trial a journal of its own, unless it had none; return what it has, and what it has not any more."""
+    """Give a trial its own journal, if it had one; return its checkpoints in the fork, and those that were lost."""
     if not trial.absorbed:
         return Rebased(trial=trial.trial), ()
     state = _opened(store, into, trial.trial, histories[trial.trial], stamp)
@@ -204,14 +210,14 @@ def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
 
 def _opened(store: ObjectStore, into: Experiment, trial: str, told: Sequence[Event], stamp: Stamp) -> Experiment:
     if into.owner is None:
-        raise InvalidInput(f"{into.key}: nobody has opened it")
+        raise InvalidInput(f"{into.key}: no owner has opened it")
     key = JournalKey(experiment=into.name, trial=trial)
     first = (*told, Rebased(trial=trial))
     also = partial(_unless_there, first=first)
     opened = take_over(store, key, into.owner, stamp, side_by_side=map, also=also)
     entry = history(store, key, side_by_side=map)[0] if opened.epoch > 1 else None
     if entry is not None and entry.events[1:] != first:
-        raise InvalidInput(f"{key.folder}: holds what is left of another experiment: take another name for the fork")
+        raise InvalidInput(f"{key.folder}: holds remains of another experiment: take another name for the fork")
     return opened
 
 
@@ -222,7 +228,7 @@ def _unless_there(found: Experiment, *, first: Sequence[Event]) -> Sequence[Even
 def _missing(
     store: ObjectStore, origin: str, trial: Trial, state: Experiment
 ) -> Iterator[tuple[CheckpointRef, CheckpointKey]]:
-    """The checkpoints that the trial had and has not yet, oldest first."""
+    """Yield the checkpoints of the origin's trial that the fork's trial has not inherited yet, oldest first."""
     entries = history(store, state.key, side_by_side=map) if state.number > 1 else ()
     events = (event for entry in entries for event in entry.events)
     there = {event.source for event in events if isinstance(event, Inherited)}
@@ -236,7 +242,7 @@ def _missing(
 def _inherited(
     store: ObjectStore, ref: CheckpointRef, source: CheckpointKey, state: Experiment, stamp: Stamp
 ) -> Inherited | None:
-    """Clone a checkpoint; None where its bytes are not there any more."""
+    """Clone a checkpoint; None where its bytes are deleted or damaged."""
     trial = source.trial.trial
     try:
         copy = clone(store, source, state, trial, stamp, side_by_side=map)
@@ -246,5 +252,5 @@ def _inherited(
 
 
 def _numbered(stamp: Stamp, state: Experiment) -> Stamp:
-    """Each entry has a stamp of its own, and another try has the same."""
+    """Return the stamp of the next entry: different for each entry, the same for another try."""
     return Stamp(write_id=f"{stamp.write_id}-{state.number}", at=stamp.at)

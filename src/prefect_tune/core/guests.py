@@ -1,4 +1,4 @@
-"""Where nobody may write beside whoever owns a journal: on a target that cannot tell which of two came first."""
+"""Refuse external writers on a target without conditional create, where only a journal's owner may write."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from prefect_tune.core.store import ObjectStore
 __all__ = ["ONE_WRITER", "require_room_for_guests"]
 
 ONE_WRITER = (
-    "expected a target with atomic create-if-absent, found one without: of two writers one destroys what the other "
-    "wrote, and nothing on the target tells whether another lives. Copy all of it, while nothing runs there, to a "
-    "target that has it (prefect-tune blocks check TARGET), and do it there"
+    "expected a target with atomic create-if-absent, found one without: there one of two writers overwrites the "
+    "other, and the target cannot show whether an owner is running. Stop every run on it, copy it to a target with "
+    "create-if-absent (`prefect-tune blocks check TARGET` tells), and repeat this there"
 )
 
 
 def require_room_for_guests(store: ObjectStore, where: object) -> None:
-    """Return if something may be written at `where` beside others who may live and write there, too.
+    """Return if the target supports several writers at `where`: an owner may be running and writing there.
 
     Raises:
-        StoreRefused: the target serves one writer only. Nothing was written.
+        StoreRefused: the target supports one writer only. Nothing was written.
     """
     if not store.conditional_create:
-        raise StoreRefused(f"{where}: nothing is written there beside its owner: {ONE_WRITER}")
+        raise StoreRefused(f"{where}: only its owner may write there: {ONE_WRITER}")

@@ -1,4 +1,4 @@
-"""What somebody may have meant by a name that is not there, for the end of a message."""
+"""Suggest the nearest known name for an unknown one, at the end of an error message."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from difflib import get_close_matches
 __all__ = ["did_you_mean", "did_you_mean_or_has", "nearest"]
 
 _SIMILAR = 0.5
-"""As near as `num_gpus` is to `gpu`."""
+"""The least similarity of a suggestion: that of `num_gpus` to `gpu`."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like `given`, in any case; None where none is, or it is one itself."""
+    """Return the known name most similar to `given`, ignoring case; None if none is similar, or `given` is known."""
     by_small = {each.casefold(): each for each in known}
     near = get_close_matches(given.casefold(), by_small, n=1, cutoff=_SIMILAR)
     return by_small[near[0]] if near and by_small[near[0]] != given else None
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'name'?`, or nothing where no known name is near."""
+    """Return `; did you mean 'name'?`, or an empty text where no known name is similar."""
     near = nearest(given, known)
     return f"; did you mean {near!r}?" if near else ""
 
 
 def did_you_mean_or_has(given: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'name'?`, or what it has where no known name is near."""
+    """Return `did you mean 'name'?`, or, where no known name is similar, `it has` and all known names."""
     there = list(known)
     near = nearest(given, there)
     return f"did you mean {near!r}?" if near else f"it has {', '.join(there) or 'nothing'}"

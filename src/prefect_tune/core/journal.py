@@ -176,7 +176,7 @@ def append_as_guest(
         require_room_for_guests(store, found.key)
         with suppress(AlreadyExists):
             after = _append_next(store, found, events, stamp)
-            write_due_segment(store, after)  # the owner continues after this entry, and writes no segment that ends here
+            write_due_segment(store, after)  # the owner continues after this entry, and does not write this segment
             return after
     raise StoreUnavailable(f"{journal}: {_RACES} other writers were faster; try again")
 

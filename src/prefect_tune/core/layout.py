@@ -170,7 +170,7 @@ class TrialKey(Value):
         return f"{self.folder}/answers"
 
     def answer_path(self, attempt: int, step: int) -> str:
-        """Return the path of the reply to an attempt that asks at `step`; step 0 is for a message it did not ask for."""
+        """Return the path of the reply to an attempt that asked at `step`; step 0 is for an unasked message."""
         return f"{self.answers}/{attempt:06d}-{in_digits(step)}.json"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:

@@ -1,4 +1,4 @@
-"""What a trial reports, as plain JSON."""
+"""Convert reported metrics to plain JSON, or refuse them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DEEPEST = 100  # readers of JSON stop at about 200
 
 
 def storable(value: Mapping[str, object], where: str) -> dict[str, object]:
-    """Return `value` as plain JSON: numbers of NumPy and the like become Python's.
+    """Return `value` as plain JSON: scalars of NumPy, PyTorch and the like become Python numbers.
 
     Raises:
-        BadMetric: something cannot be stored; says what, and where.
+        BadMetric: a value cannot be stored; the message names it and its place.
     """
     return _mapping(value, where, _DEEPEST)
 
@@ -49,7 +49,7 @@ def _plain(value: object, where: str, levels: int) -> object:
         return [_plain(each, f"{where}[{index}]", levels - 1) for index, each in enumerate(value)]
     item = getattr(value, "item", None)
     if callable(item) and _element_count(value) == 1 and type(plain := item()) is not type(value):
-        return _plain(plain, where, levels - 1)  # `item` of NumPy's long doubles returns what it was called on
+        return _plain(plain, where, levels - 1)  # `item` of a NumPy long double returns the same object
     raise BadMetric(
         f"{where}: expected a finite number, text, or JSON made of these, found {type(value).__name__}; "
         "convert it (float(x), x.tolist()), or save it in the checkpoint"
@@ -57,7 +57,7 @@ def _plain(value: object, where: str, levels: int) -> object:
 
 
 def _element_count(value: object) -> object:
-    """NumPy's `size` is a number; PyTorch's is a method, and says something else."""
+    """Return the number of elements: NumPy has it as `size`; PyTorch's `size` is a method for the shape."""
     count = getattr(value, "numel", None)
     return count() if callable(count) else getattr(value, "size", 1)
 

@@ -1,7 +1,7 @@
-"""What is worth telling people and automations of an experiment, and what is said of it: the schema of our events.
+"""The schema of the Prefect events that prefect-tune emits about an experiment and its trials.
 
-The journal is the truth. News may get lost, and nothing is decided by them. Each kind is a class: its name is the
-event's, its fields are the payload, its docstring says when. `docs/events.md` has all of them in one table.
+The journal is the truth: these events may get lost, and no decision depends on them. Each kind is a class: `name` is
+the event's name, the fields are its payload, the docstring says when it is emitted. `docs/events.md` lists them all.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ __all__ = [
 ]
 
 VERSION = 1
-"""Of the schema: a field that is renamed, or means something else, raises it; a new one does not."""
+"""The version of the schema: raised when a field is renamed or changes its meaning, not for a new field."""
 _TEXT = 500
 _METRICS = 20
 
 
 class News(Value):
-    """Something that was heard of an experiment."""
+    """An event about an experiment."""
 
     name: ClassVar[str]
     is_urgent: ClassVar[bool] = True
-    """Whether it is told however much there is to tell."""
+    """Whether it is emitted even when the rate limit is reached."""
 
     def payload(self) -> dict[str, object]:
-        """Return what the event says, as JSON, with the version of the schema."""
+        """Return the event's payload as JSON, with the version of the schema."""
         return {"version": VERSION, **self.model_dump(mode="json")}
 
 
 class TrialNews(News):
-    """Something that was heard of one trial."""
+    """An event about one trial."""
 
     is_urgent: ClassVar[bool] = False
     trial: str
@@ -101,7 +101,7 @@ class TrialRestored(TrialNews):
 
 
 class TrialPaused(TrialNews):
-    """The trial has given its slot away."""
+    """The trial has given up its slot."""
 
     name: ClassVar[str] = "prefect-tune.trial.paused"
     step: int
@@ -109,14 +109,14 @@ class TrialPaused(TrialNews):
 
 
 class TrialResumed(TrialNews):
-    """The paused trial is to have a slot again."""
+    """The scheduler gives the paused trial a slot again."""
 
     name: ClassVar[str] = "prefect-tune.trial.resumed"
     step: int
 
 
 class TrialExploited(TrialNews):
-    """The trial goes on from a clone of another one's checkpoint, with another configuration."""
+    """The trial continues from a clone of another trial's checkpoint, with another configuration."""
 
     name: ClassVar[str] = "prefect-tune.trial.exploited"
     step: int
@@ -126,7 +126,7 @@ class TrialExploited(TrialNews):
 
 
 class TrialAttemptEnded(TrialNews):
-    """An attempt ended and the trial has not: it is tried again, unless `errored` follows."""
+    """An attempt ended before its trial did: the trial is tried again, unless `errored` follows."""
 
     name: ClassVar[str] = "prefect-tune.trial.attempt-ended"
     is_urgent: ClassVar[bool] = True
@@ -137,7 +137,7 @@ class TrialAttemptEnded(TrialNews):
 
 
 class TrialRequeued(TrialNews):
-    """A trial that had ended goes on: more steps, or another try."""
+    """A trial that had ended continues: it gets more steps, or another try."""
 
     name: ClassVar[str] = "prefect-tune.trial.requeued"
     reason: str
@@ -166,7 +166,7 @@ class TrialErrored(TrialNews):
 
 
 class TrialStale(TrialNews):
-    """The trial trains, and has not reported for much longer than it ever took."""
+    """The trial is training, and has not reported for an unusually long time."""
 
     name: ClassVar[str] = "prefect-tune.trial.stale"
     is_urgent: ClassVar[bool] = True
@@ -183,13 +183,13 @@ class CheckpointCommitted(TrialNews):
     metrics: Metrics
     size_bytes: int
     manifest: str
-    """Its path on the target."""
+    """The manifest's path on the target."""
     parent: str | None
     """The name of the checkpoint before it."""
 
 
 class CheckpointCorrupt(TrialNews):
-    """A committed checkpoint could not be restored, its bytes being damaged or gone; the one before it is used."""
+    """A committed checkpoint could not be restored: its bytes are damaged or missing. The one before it is used."""
 
     name: ClassVar[str] = "prefect-tune.checkpoint.corrupt"
     is_urgent: ClassVar[bool] = True
@@ -199,7 +199,7 @@ class CheckpointCorrupt(TrialNews):
 
 
 class CheckpointQuarantined(TrialNews):
-    """A checkpoint whose bytes are well is put aside: whoever loads it dies."""
+    """A checkpoint is put aside because attempts that load it die; its bytes are undamaged."""
 
     name: ClassVar[str] = "prefect-tune.checkpoint.quarantined"
     is_urgent: ClassVar[bool] = True
@@ -209,24 +209,24 @@ class CheckpointQuarantined(TrialNews):
 
 
 class ExperimentStarted(News):
-    """A run begins with the experiment, or goes on with it."""
+    """A run starts the experiment, or resumes it."""
 
     name: ClassVar[str] = "prefect-tune.experiment.started"
     epoch: int
     """1 for the first run."""
     trials: Mapping[str, int]
-    """How many there are by now, by status."""
+    """The number of trials by status."""
 
 
 class BestImproved(News):
-    """No checkpoint and no finished trial was as good before; told at most every 30 s, and at the end."""
+    """A checkpoint or an ended trial is better than all before; emitted at most every 30 s, and at the end."""
 
     name: ClassVar[str] = "prefect-tune.experiment.best-improved"
     trial: str
     step: int
     metrics: Metrics
     manifest: str | None
-    """That of the checkpoint; none where that step was not saved."""
+    """The path of the checkpoint's manifest; None where that step was not saved."""
 
 
 class BudgetNearlySpent(News):
@@ -235,12 +235,12 @@ class BudgetNearlySpent(News):
     name: ClassVar[str] = "prefect-tune.experiment.budget"
     what: str
     spent: float
-    """In seconds, or trials that have ended."""
+    """Seconds, or the number of trials that have ended."""
     budget: float
 
 
 class Lagging(News):
-    """What was trained is not safe: the `journal`, or the saves of a trial (`checkpoint`), lag behind."""
+    """Training is ahead of what is stored: the `journal`, or a trial's saves (`checkpoint`), lag behind."""
 
     name: ClassVar[str] = "prefect-tune.experiment.lag"
     what: str
@@ -249,17 +249,17 @@ class Lagging(News):
 
 
 class ExperimentStopped(News):
-    """This run ended before there was nothing more to do: the next one goes on."""
+    """This run ended before the experiment was finished; the next run continues it."""
 
     name: ClassVar[str] = "prefect-tune.experiment.stopped"
     reason: str
     trials: Mapping[str, int]
     untold: int
-    """How many events of trials were left out; see the rule on their rate."""
+    """The number of events of trials that the rate limit left out."""
 
 
 class ExperimentFinished(News):
-    """There is nothing more to do."""
+    """The experiment is finished: no trial is left to train."""
 
     name: ClassVar[str] = "prefect-tune.experiment.finished"
     trials: Mapping[str, int]
@@ -276,18 +276,18 @@ class ExperimentSuperseded(News):
 
 
 class ExperimentFailed(News):
-    """This run ended with an error: what was committed is safe."""
+    """This run ended with an error; committed checkpoints are kept."""
 
     name: ClassVar[str] = "prefect-tune.experiment.failed"
     message: str
 
 
 def news_of(event: Event, experiment: str, before: Trial | None, after: Trial) -> Iterator[TrialNews]:
-    """Return what is news in something that happened to a trial, and in what it absorbs; mostly that is nothing.
+    """Yield the events to emit for a journal event of a trial, and for those that it absorbs; for most, there are none.
 
     Args:
-        event: of the journal.
-        experiment: its name.
+        event: the journal's event.
+        experiment: the experiment's name.
         before: the trial before it; None for a new one.
         after: the trial after it.
     """
@@ -316,7 +316,7 @@ def news_of(event: Event, experiment: str, before: Trial | None, after: Trial) -
 
 
 def _ended(event: AttemptEnded | GaveUp | Finished, status: Status, after: Trial) -> Iterator[TrialNews]:
-    """What a trial and the search that asked for it both say is told once."""
+    """Yield the event of an end once, where both the trial's journal and the experiment's record that end."""
     name, step, attempt = after.trial, after.step, after.attempt
     match event:
         case AttemptEnded(cause=cause, message=message):
@@ -371,12 +371,12 @@ def _put_aside(event: Quarantined, before: Trial | None) -> TrialNews:
 
 
 def short(text: str) -> str:
-    """Return the first line of a text, or the beginning of one that is long: not all of a traceback."""
+    """Return the first line of a text, cut to 500 characters."""
     line = first_line(text)
     return line if len(line) <= _TEXT else f"{line[: _TEXT - 1]}…"
 
 
 def few(metrics: Metrics) -> Metrics:
-    """Return the metrics, or the first of many."""
+    """Return the first 20 metrics, with texts made `short`."""
     found = islice(metrics.items(), _METRICS)
     return {name: short(value) if isinstance(value, str) else value for name, value in found}

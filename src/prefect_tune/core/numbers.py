@@ -12,7 +12,7 @@ _SHOWN = 80
 
 
 def is_finite(number: float | Real) -> bool:
-    """Whether `number` is finite as a float: no NaN, no infinity, no whole number beyond a float's range."""
+    """Return whether `number` is finite as a float: no NaN, no infinity, no integer beyond a float's range."""
     try:
         return math.isfinite(number)
     except OverflowError:
@@ -20,14 +20,14 @@ def is_finite(number: float | Real) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number that is finite as a float; True and False are none."""
+    """Return whether `value` is a number that is finite as a float; False for True and False."""
     return not isinstance(value, bool) and isinstance(value, Real) and is_finite(value)
 
 
 def shown(value: object) -> str:
-    """Return `value` for a message, in ASCII; not all of one that is long."""
+    """Return `value` for a message, in ASCII, cut to 80 characters."""
     try:
         text = ascii(value)
-    except ValueError:  # Python turns no whole number of more than 4300 digits into text
+    except ValueError:  # Python refuses to convert an integer of more than 4300 digits
         return f"a whole number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}… ({len(text)} characters)"

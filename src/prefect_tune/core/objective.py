@@ -1,4 +1,4 @@
-"""What an experiment is good at: one metric or several, each to be small or large."""
+"""The objective of a search: one metric or several, each to be minimized or maximized."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Mode: TypeAlias = Literal["min", "max"]
 
 
 class Objective(Value):
-    """The reported metrics that trials are compared by; the first one is what a scheduler goes by."""
+    """The reported metrics that trials are compared by; schedulers use the first one."""
 
     metrics: tuple[str, ...]
-    """Their names; one that is nested is named as in `eval/loss`."""
+    """The names of the metrics; a nested one is named like `eval/loss`."""
     modes: tuple[Mode, ...]
-    """Which values are good, `min` or `max`: one for each metric."""
+    """One of `min` and `max` for each metric: which values are good."""
 
     @model_validator(mode="after")
     def _one_mode_for_each(self) -> Objective:
@@ -31,15 +31,15 @@ class Objective(Value):
         return self
 
     def loss(self, metrics: Mapping[str, object], where: str) -> float:
-        """Return the first metric so that smaller is better.
+        """Return the first metric, negated for `max`, so that smaller is better.
 
         Raises:
-            BadMetric: it was not reported, or is not a finite number; `where` says by whom.
+            BadMetric: it was not reported, or is not a finite number; the message begins with `where`.
         """
         return self.losses(metrics, where)[0]
 
     def losses(self, metrics: Mapping[str, object], where: str) -> tuple[float, ...]:
-        """Return every metric so that smaller is better. Raises as `loss`."""
+        """Return every metric, negated for `max`, so that smaller is better. Raises as `loss`."""
         return tuple(
             (1 if mode == "min" else -1) * _number(metrics, name, where)
             for name, mode in zip(self.metrics, self.modes, strict=True)
@@ -47,11 +47,11 @@ class Objective(Value):
 
 
 def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
-    """Return what `metric` and `mode` say: one mode for all metrics, or one for each; None without a metric.
+    """Return the objective of `metric` and `mode` (one mode for all metrics, or one for each); None without a metric.
 
     Raises:
-        InvalidInput: a metric is no name, there are neither as many modes as metrics nor one, or one is neither `min`
-            nor `max`.
+        InvalidInput: a metric is no text, the number of modes is neither 1 nor that of the metrics, or a mode is
+            neither `min` nor `max`.
     """
     if metric is None:
         return None
@@ -67,7 +67,7 @@ def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
 
 
 def _each(given: Any) -> tuple[Any, ...]:
-    """Settings in a journal may be anything."""
+    """Return a sequence as a tuple, and any other value (settings in a journal may be anything) as a tuple of one."""
     return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
 
 

@@ -1,4 +1,4 @@
-"""What events tell of: who owns an experiment, which checkpoint, why an attempt ended."""
+"""Values that events hold: owners, checkpoint references, claims, causes, fork origins, warm-start trials."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ __all__ = ["Aside", "Cause", "CheckpointRef", "Claim", "ForkOrigin", "Lesson", "
 
 
 class Cause(StrEnum):
-    """Why an attempt ended without finishing; each belongs to one retry budget, or to none."""
+    """Why an attempt ended without finishing; each cause counts against one retry budget, or against none."""
 
     MACHINE = "machine"
-    """The machine, the worker or the target failed: the trial is not to blame."""
+    """The machine, the worker or the target failed, not the trial."""
     PREEMPTED = "preempted"
-    """Asked to stop, and stopped in order: nobody is to blame."""
+    """The attempt was asked to stop, and stopped in order: no failure."""
     USER = "user"
     """The user's code raised."""
     IMPORT = "import"
-    """The trainable could not be loaded: trying again changes nothing."""
+    """The trainable could not be loaded: a retry does not help."""
     OUT_OF_MEMORY = "out-of-memory"
-    """The kernel killed it for its memory: trying again changes nothing."""
+    """The kernel killed the process for using too much memory: a retry does not help."""
     BAD_METRIC = "bad-metric"
-    """It reported what cannot be stored, a NaN for one: trying again changes nothing."""
+    """It reported a metric that cannot be stored, such as a NaN: a retry does not help."""
 
 
 class Owner(Value):
-    """Who opened the experiment, for the messages of whoever it supersedes."""
+    """The process that opened a journal; messages of superseded owners name it."""
 
     name: str
     host: str
     pid: int
     flow_run: str | None = None
     task_run: str | None = None
-    """Of an attempt that is a task run."""
+    """The id of the task run, for an attempt that is one."""
     by_hand: bool = False
-    """Whether a person had this run go on, so that it is no crash that came before it which counts."""
+    """Whether a person resumed this run, so that it does not count as a restart after a crash."""
     search_epoch: int = 0
-    """Of a trial's own journal: in which epoch of the experiment it was opened for its owner."""
+    """For a trial's own journal: the experiment's epoch in which the search started this attempt."""
     attempt: int = 0
-    """Likewise: the attempt that was ordered last."""
+    """For a trial's own journal: the number of the attempt that the search started."""
 
     @model_serializer(mode="wrap")
     def _says_what_it_is(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Who is no task run, whom no person started and nobody gave orders to is written as before there were any."""
+        """Leave out unset fields, as in entries written before these fields existed."""
         return without_unset(without_none(dump(self), "task_run"), "by_hand", "search_epoch", "attempt")
 
     def is_behind(self, other: Owner) -> bool:
-        """Return whether what it was ordered is older than what `other` was ordered, where both say what that is."""
+        """Return whether this attempt was started before `other`'s, by search epoch and attempt; False if unknown."""
         mine, theirs = (self.search_epoch, self.attempt), (other.search_epoch, other.attempt)
         return self.search_epoch > 0 and mine < theirs
 
@@ -62,7 +62,7 @@ class Owner(Value):
 
 
 class CheckpointRef(Value):
-    """A checkpoint in the journal: its name on the target, and what retention decides by."""
+    """A checkpoint in the journal: step and sequence, which name it on the target, and the input of retention."""
 
     step: int
     sequence: int
@@ -73,29 +73,29 @@ class CheckpointRef(Value):
 
 
 class Aside(Value):
-    """A checkpoint that is not used, and whose bytes stay: it can be reinstated, or retired for good."""
+    """A checkpoint that is put aside: not used, its bytes are kept; it can be reinstated or retired."""
 
     checkpoint: CheckpointRef
     since: int
-    """The entry that put it aside."""
+    """The number of the entry that put it aside."""
     reason: str
 
 
 class Claim(Value):
-    """A clone needs the bytes of one of the trial's checkpoints: they stay, retired or not, until it is released."""
+    """A clone's claim to the bytes of one of the trial's checkpoints: they stay, retired or not, until its release."""
 
     step: int
     sequence: int
     clone: CheckpointKey
-    """Whose manifest refers to them."""
+    """The checkpoint whose manifest refers to the bytes."""
     journal: JournalKey
-    """In which the clone is told of; see `Cloned`."""
+    """The journal that records the clone as a checkpoint; see `Cloned`."""
     epoch: int
-    """Of that journal, when the clone was begun: its owner makes the clone a checkpoint, and nobody after it."""
+    """That journal's epoch when the clone was begun: only the owner of that epoch can make it a checkpoint."""
 
 
 class ForkOrigin(Value):
-    """The entry of another experiment's journal that an experiment goes on from."""
+    """The entry of another experiment's journal that a fork continues from."""
 
     experiment: ExperimentName
     number: int
@@ -106,11 +106,11 @@ class ForkOrigin(Value):
 
 
 class Lesson(Value):
-    """A finished trial of another experiment: what the search is told, and nothing that is trained."""
+    """A finished trial of another experiment, for the warm start of a search; it is not trained again."""
 
     trial: TrialId
     config: Mapping[str, object]
     report: StepReport
-    """The last one."""
+    """The trial's last report."""
     stopped: bool = False
     """Whether a scheduler ended it."""

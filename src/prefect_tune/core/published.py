@@ -1,7 +1,7 @@
-"""Where the results of an experiment lie: Parquet files, one for each kind of rows, named by the journal's last entry.
+"""Paths of an experiment's result files: Parquet, one for each kind of rows, named by the journal's last entry.
 
-They are derived: whoever has the journal can make them again. So the one with the highest number counts,
-and those below it are deleted.
+They are derived from the journal, and can be made again. So the file with the highest number counts, and those
+with lower numbers are deleted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Rows: TypeAlias = Literal["trials", "reports"]
 
 
 def results_path(experiment: str, rows: Rows, number: int) -> str:
-    """Return the path of the results as they are after entry `number` of the journal."""
+    """Return the path of the results after entry `number` of the journal."""
     return numbered(_folder(experiment, rows), number, "parquet")
 
 
 def delete_older_results(store: ObjectStore, experiment: str, rows: Rows, number: int) -> None:
-    """Delete the results as they were before entry `number`; what lies there else stays."""
+    """Delete result files with a number below `number`; other files in the folder stay."""
     folder = _folder(experiment, rows)
     listed = [each.path for each in store.list(folder)]
     older = [path for path in listed if 0 < (number_in(folder, path, "parquet") or 0) < number]

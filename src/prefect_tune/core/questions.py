@@ -1,4 +1,4 @@
-"""What a person may be asked: a few simple fields, each with a default or with choices."""
+"""Questions to a person: a form of simple fields, each with a default or with choices, and its validation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["GO_ON", "Scalar", "answer_to", "default_of", "valid_fields"]
 
 Scalar: TypeAlias = bool | int | float | str
 GO_ON: Mapping[str, object] = {"go_on": True}
-"""Of a question that has no fields of its own."""
+"""The fields of a question that has none of its own."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def valid_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields of a question as JSON, seen to be simple ones.
+    """Return the fields of a question as JSON, after validating them.
 
     Raises:
-        InvalidInput: there is none, or one has no default that a form could show.
+        InvalidInput: there is no field, or a field's default is no truth value, number, text or list of texts.
     """
     if not fields:
         raise InvalidInput("fields: a question needs one, such as {'go_on': True}")
@@ -44,7 +44,7 @@ def _valid(name: object, value: object) -> object:
 
 
 def default_of(field: object) -> Scalar:
-    """Return what a field is where nobody says anything else."""
+    """Return the value of a field that is left unanswered."""
     if isinstance(field, Sequence) and not isinstance(field, str):
         return str(field[0])
     return field if isinstance(field, Scalar) else str(field)
@@ -54,10 +54,10 @@ def answer_to(fields: Mapping[str, object], given: Mapping[str, object]) -> dict
     """Return an answer whose every field has a value.
 
     Raises:
-        InvalidInput: it has a field that was not asked for, or a value that the field cannot have.
+        InvalidInput: `given` has a field that the question lacks, or a value that its field cannot have.
     """
     if unknown := sorted(set(given) - set(fields)):
-        raise InvalidInput(f"{', '.join(unknown)}: was not asked for; the fields are {', '.join(fields)}")
+        raise InvalidInput(f"{', '.join(unknown)}: unknown field; the fields are {', '.join(fields)}")
     return {name: _answered(name, field, given.get(name)) for name, field in fields.items()}
 
 

@@ -1,4 +1,4 @@
-"""Which trial is the best: by its last report, its best one, or a mean of them; with several metrics, which are."""
+"""Rank trials by their last report, their best one, or a mean of reports; find the Pareto front of several metrics."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MEAN_OF_LAST = re.compile(r"last-([1-9]\d*)-avg")
 
 
 def valid_scope(scope: str) -> str:
-    """Return `scope` if it is one: `last`, `best` (or `all`), `avg`, `last-5-avg` with any number.
+    """Return `scope` if it is valid: `last`, `best` (or `all`), `avg`, `last-5-avg` with any number.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: it is none of these.
     """
     if scope in {"last", "best", "all", "avg"} or _MEAN_OF_LAST.fullmatch(scope):
         return scope
@@ -32,14 +32,15 @@ def valid_scope(scope: str) -> str:
 
 
 def needs_curve(scope: str) -> bool:
-    """Return whether the last report does not say enough."""
+    """Return whether `scope` needs more than a trial's last report."""
     return scope != "last"
 
 
 def scored(curve: Sequence[Mapping[str, object]], objective: Objective, scope: str) -> Losses | None:
-    """Return what a trial is compared by, from the metrics of its reports; None where there is nothing to compare.
+    """Return a trial's score from the metrics of its reports; None where no report has all metrics.
 
-    A report that lacks a metric, or has text in its place, is passed over.
+    A report that lacks a metric, or has a text in its place, is skipped; with scope `last` the result is None
+    if the last report is such a one.
     """
     found = [losses for metrics in curve if (losses := losses_in(metrics, objective)) is not None]
     if not found:
@@ -57,7 +58,7 @@ def scored(curve: Sequence[Mapping[str, object]], objective: Objective, scope: s
 
 
 def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | None:
-    """Return the metrics that are compared, so that smaller is better; None where one is missing."""
+    """Return the objective's metrics, so that smaller is better; None where one is missing or no number."""
     try:
         return objective.losses(metrics, "the report")
     except BadMetric:
@@ -65,9 +66,9 @@ def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | N
 
 
 def ranked(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
-    """Return those that can be compared by their last reports, the best first; of equals the one proposed first.
+    """Return the trials that can be compared by their last reports, best first; of equals, the one proposed first.
 
-    `trials` are in the order in which they were proposed. Without an objective none can be compared.
+    `trials` are in the order in which they were proposed. Without an objective the result is empty.
     """
     if objective is None:
         return []
@@ -75,7 +76,7 @@ def ranked(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[T
 
 
 def smallest_first(scores: Iterable[tuple[_Key, Losses | None]]) -> list[tuple[_Key, Losses]]:
-    """Return those of which there is something to compare, the best first; of equals the one that comes first."""
+    """Return the pairs that have losses, best first; of equals, the one that comes first in `scores`."""
     compared = [(key, losses) for key, losses in scores if losses is not None]
     return sorted(compared, key=lambda pair: pair[1])
 
@@ -85,12 +86,12 @@ def _mean(found: Sequence[Losses]) -> Losses:
 
 
 def front(scores: Iterable[tuple[_Key, Losses]]) -> list[_Key]:
-    """Return those that no other beats in one metric without being beaten in another: the Pareto front, in order.
+    """Return the keys of the Pareto front: no other is at least as good in every metric and better in one.
 
-    Of equals all are on it. Sorted by the first metric, so the first of them is the best by that one.
+    Equal ones are all on it. Sorted by the first metric, best first.
     """
     kept: list[tuple[_Key, Losses]] = []
-    for key, losses in smallest_first(scores):  # whoever dominates comes before
+    for key, losses in smallest_first(scores):  # one that dominates it comes before it
         if not any(_dominates(other, losses) for _, other in kept):
             kept.append((key, losses))
     return [key for key, _ in kept]

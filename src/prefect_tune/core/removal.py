@@ -1,10 +1,10 @@
-"""Delete a whole experiment: what it needs of others is let go, and what others need of it is not touched.
+"""Delete a whole experiment; refuse while other experiments need its checkpoints, and release what it needs of others.
 
-First every journal is opened for it, the experiment's and then those that its trials have for themselves, and
-says that it is being removed: as any owner before, whoever goes on with it writes no more, nobody opens it, and
-nobody clones what is there. In each journal a claim comes before that, and is found, or after it, and is refused.
-Where a claim is found the deletion is given up. Where none is, journals are deleted last, and what was cut short
-in between is found, and finished, by doing it again.
+First the deletion takes over every journal, the experiment's and then its trials' own, and writes `RemovalBegun` to
+each: the old owner's next write fails, the experiment cannot be opened, and its checkpoints cannot be cloned. In each
+journal a claim comes either before that entry, and is found, or after it, and is refused. If a claim is found, the
+deletion is cancelled. If none is, everything is deleted, the journals last, so that a repeated call finds and finishes
+an interrupted deletion.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARTS_OF_A_TRIALS_ENTRY = 5
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    """What is deleted, where, and by whom."""
+    """The arguments of `remove`: the experiment to delete, its store, and the process that deletes it."""
 
     store: ObjectStore
     experiment: str
@@ -58,20 +58,20 @@ class _Removal:
 
 
 def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper) -> int:
-    """Delete `experiment`, and return how many objects that were; whoever runs it is superseded.
+    """Delete `experiment`, and return the number of deleted objects; a process that runs it is superseded.
 
-    Killed at any time, it is finished by calling it again.
+    If it is killed at any time, a second call finishes the deletion.
 
     Raises:
         InvalidInput: other experiments refer to bytes of its checkpoints; nothing was deleted.
-        JournalCorrupt: it cannot be read, or a trial of it; nothing was deleted.
-        Superseded: somebody else deletes it, too.
+        JournalCorrupt: its journal, or that of one of its trials, is corrupt; nothing was deleted.
+        Superseded: another process deletes it, too.
         StoreUnavailable, CommitUnknown: call again, with the same stamp.
     """
     removal = _Removal(store, experiment, owner, stamp, side_by_side)
     known = _read(removal, removal.key)
     before = _with_trials(removal, known) if known and not known.experiment.is_removed else []
-    _require_unneeded(removal, [each.experiment for each in before])  # before anybody is disturbed
+    _require_unneeded(removal, [each.experiment for each in before])  # before a running owner is superseded
     sealed = _sealed(removal, known, before)
     try:
         _require_unneeded(removal, sealed)
@@ -86,7 +86,7 @@ def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, s
 
 
 def _read(removal: _Removal, key: JournalKey) -> Loaded | None:
-    """The journal; None where there is none, or so little of it that its deletion must have reached it."""
+    """Return the journal; None where there is none, or where an interrupted deletion has left only parts of it."""
     mapper = removal.side_by_side if key == removal.key else map
     try:
         found = read(removal.store, key, side_by_side=mapper)
@@ -98,14 +98,14 @@ def _read(removal: _Removal, key: JournalKey) -> Loaded | None:
 
 
 def _with_trials(removal: _Removal, known: Loaded) -> Sequence[Loaded]:
-    """The experiment, and its trials as their own journals tell of them."""
+    """Return the experiment's journal, and its trials' own journals."""
     keys = [removal.of_trial(each.trial) for each in known.experiment.trials.values() if each.apart]
     own = removal.side_by_side(lambda key: _read(removal, key), keys)
     return [known, *(each for each in own if each is not None)]
 
 
 def _sealed(removal: _Removal, known: Loaded | None, before: Sequence[Loaded]) -> Sequence[Experiment]:
-    """Open every journal that there is, to delete it. After the first, the experiment's, no trial is added."""
+    """Take over every existing journal to delete it. The experiment's comes first: after that no trial is added."""
     whole = [] if known is None else [_seal(removal, known)]
     there = {each.experiment.key: each for each in before}
     keys = _trials_listed(removal)
@@ -115,20 +115,20 @@ def _sealed(removal: _Removal, known: Loaded | None, before: Sequence[Loaded]) -
 
 
 def _trials_listed(removal: _Removal) -> Sequence[JournalKey]:
-    """The journals that trials have for themselves: of a fork that was cut short nothing else tells of them."""
+    """Return the trials' own journals by a listing: the journal of an incomplete fork does not name its trials."""
     listed = (_journal_at(removal, each.path) for each in removal.store.list(f"{removal.experiment}/trials"))
     return list(dict.fromkeys(key for key in listed if key is not None))
 
 
 def _journal_at(removal: _Removal, path: str) -> JournalKey | None:
-    """Of which journal `path` is an entry; None for everything else."""
+    """Return the journal that `path` is an entry of; None if it is no entry."""
     parts = path.split("/")
     key = removal.of_trial(parts[2]) if len(parts) == _PARTS_OF_A_TRIALS_ENTRY else removal.key
     return key if path.startswith(f"{key.entries}/") and number_in(key.entries, path) is not None else None
 
 
 def _seal(removal: _Removal, known: Loaded) -> Experiment:
-    """Open a journal to delete it. Where this very call did so before, and gave it up, it says so again."""
+    """Take over a journal to delete it. If an earlier try of this call cancelled the deletion, begin it again."""
     key, store, stamp = known.experiment.key, removal.store, removal.stamp
     mapper = removal.side_by_side if key == removal.key else map
     opened = take_over(store, key, removal.owner, stamp, side_by_side=mapper, also=_removal_begun, known=known)
@@ -141,12 +141,12 @@ def _removal_begun(found: Experiment) -> Sequence[Event]:
 
 
 def _further(stamp: Stamp, what: str) -> Stamp:
-    """A stamp for what comes after the opening: another try has the same."""
+    """Return the stamp of an entry after the opening: another try has the same."""
     return Stamp(write_id=f"{stamp.write_id}-{what}", at=stamp.at)
 
 
 def _seal_what_has_not_begun(removal: _Removal, sealed: Sequence[Experiment]) -> None:
-    """Whoever has been told to run a trial, and opens its journal only now, finds that there is nothing to run."""
+    """Create the journals of trials not begun yet, marked as removed: a supervisor that opens one later is refused."""
     there = {state.key for state in sealed}
     trials = [trial for state in sealed if state.key == removal.key for trial in state.trials.values() if trial.apart]
     keys = [key for trial in trials if (key := removal.of_trial(trial.trial)) not in there]
@@ -154,12 +154,12 @@ def _seal_what_has_not_begun(removal: _Removal, sealed: Sequence[Experiment]) ->
 
 
 def _seal_if_not_begun(removal: _Removal, key: JournalKey) -> None:
-    if not removal.store.list(key.entries):  # what is there, and was not opened, was about to be deleted before
+    if not removal.store.list(key.entries):  # entries without an opened journal are left of an earlier deletion
         _seal(removal, Loaded(nothing_yet(key)))
 
 
 def _give_up(removal: _Removal, sealed: Sequence[Experiment]) -> None:
-    """Nothing was deleted, and all goes on. The experiment's own journal says so last: before, the next one tries."""
+    """Cancel the deletion in every journal, the experiment's last: until then another call cancels it again."""
 
     def keep(state: Experiment) -> None:
         append(removal.store, state, [RemovalGivenUp()], _further(removal.stamp, "kept"))
@@ -188,7 +188,7 @@ def _require_unneeded(removal: _Removal, states: Sequence[Experiment]) -> None:
 
 
 def _needed(removal: _Removal, trial: Trial) -> Sequence[Claim]:
-    """The claims of other experiments that are not over."""
+    """Return the claims of other experiments that are not over."""
     key = TrialKey(experiment=removal.experiment, trial=trial.trial)
     theirs = [each for each in trial.claims if each.clone.trial.experiment != removal.experiment]
     if not theirs:
@@ -199,15 +199,15 @@ def _needed(removal: _Removal, trial: Trial) -> Sequence[Claim]:
 
 
 def _is_gone(store: ObjectStore, claim: Claim) -> bool:
-    """Whether nothing tells of the clone any more: before it was claimed, its experiment and its trial were begun."""
+    """Return whether the clone's journals no longer exist: they existed before the claim, so they were deleted."""
     journals = (JournalKey(experiment=claim.clone.trial.experiment), claim.journal)
     return not any(store.list(key.entries) for key in journals)
 
 
 def _let_go(removal: _Removal, sealed: Sequence[Experiment], listed: Sequence[str]) -> int:
-    """Say in the experiments that this one is a fork of that nothing of them is needed here any more.
+    """Release this experiment's claims in the experiments that it was forked from.
 
-    Which those are, its manifests say, and of what has no manifest yet, or a damaged one, its journal.
+    Its manifests name them; for clones without a manifest, or with a damaged one, its journal names the origins.
     """
     held = _held_elsewhere(removal, listed)
     trials = [state.key.trial for state in sealed if state.key.trial is not None]
@@ -223,7 +223,7 @@ def _let_go_in(removal: _Removal, held: tuple[TrialKey, Sequence[CheckpointKey]]
 
 
 def _held_elsewhere(removal: _Removal, listed: Sequence[str]) -> dict[TrialKey, list[CheckpointKey]]:
-    """The checkpoints in other experiments whose bytes the manifests here refer to, by trial."""
+    """Return by trial the checkpoints of other experiments whose bytes this experiment's manifests refer to."""
     held: dict[TrialKey, list[CheckpointKey]] = {}
     for origin in removal.side_by_side(partial(_origin, removal.store), _manifests(removal, listed)):
         if origin is not None and origin.trial.experiment != removal.experiment:
@@ -247,7 +247,7 @@ def _origin(store: ObjectStore, key: CheckpointKey) -> CheckpointKey | None:
 
 
 def _origins(removal: _Removal, sealed: Sequence[Experiment]) -> Sequence[str]:
-    """What it is a fork of, and what that is one of: the bytes lie in the first of them."""
+    """Return its origin, the origin's origin, and so on: the bytes may be stored in any of them."""
     found: list[str] = []
     origin = next((state.origin for state in sealed if state.key == removal.key), None)
     while origin is not None and origin.experiment not in (removal.experiment, *found):
@@ -255,7 +255,7 @@ def _origins(removal: _Removal, sealed: Sequence[Experiment]) -> Sequence[str]:
         try:
             origin = load(removal.store, origin.experiment, side_by_side=removal.side_by_side).origin
         except (JournalCorrupt, UnknownVersion):
-            break  # what it is a fork of, nobody can know
+            break  # its own origin is unknown then
     return found
 
 
@@ -263,7 +263,7 @@ def _origins(removal: _Removal, sealed: Sequence[Experiment]) -> Sequence[str]:
 
 
 def _delete(removal: _Removal, sealed: Sequence[Experiment]) -> int:
-    """Delete everything, and what a process that was superseded in the middle of an upload wrote meanwhile."""
+    """Delete every object, and those that a process superseded during an upload writes meanwhile."""
     listed = [each.path for each in removal.store.list(removal.experiment)]
     deleted = _let_go(removal, sealed, listed)
     said_at = {state.key: state.opened_at for state in sealed}
@@ -274,17 +274,20 @@ def _delete(removal: _Removal, sealed: Sequence[Experiment]) -> int:
             removal.store.delete(paths)
         deleted += len(listed)
         listed = [each.path for each in removal.store.list(removal.experiment)]
-    raise StoreUnavailable(f"experiment {removal.experiment!r}: what is deleted is written again and again; try again")
+    raise StoreUnavailable(f"{removal.experiment!r}: new objects appeared after each of {_ROUNDS} deletions; try again")
 
 
 def _is_another_one(removal: _Removal) -> bool:
-    """Whether the name has been taken again since; it is asked after the listing, which then holds nothing of that."""
+    """Return whether a new experiment has this name now; called after the listing, which has none of its objects."""
     now = _read(removal, removal.key)
     return now is not None and not now.experiment.is_removed
 
 
 def _in_order(removal: _Removal, listed: Sequence[str], said_at: Mapping[JournalKey, int]) -> Iterator[Sequence[str]]:
-    """What journals tell of, then those of trials, then the experiment's; of each last what says that it is deleted."""
+    """Yield the paths in the order of deletion: other objects, the trials' journals, the experiment's journal.
+
+    Of each journal, the entries since the deletion was recorded come last.
+    """
     phases: list[list[str]] = [[], [], [], [], []]
     for path in listed:
         key = _journal_at(removal, path)

@@ -1,9 +1,9 @@
-"""What somebody outside asks of a running experiment: a numbered object on the target, heard through the journal.
+"""Stop requests from other processes to a running experiment: numbered objects on the target.
 
-The owner reads the number after the last one that its journal names, so that looking costs one request.
-It journals the write id of what it has read before it acts, and deletes it after that. Whoever asked
-finds that id in the journal; another one under the same number means that theirs was not heard: a
-number that was deleted can be taken again, and what lies there is read by nobody.
+The owner reads the number after the last one in its journal, so that a poll costs one read. It journals the write
+id of a request before it acts on it, and deletes the object after that. The requesting process finds that id in the
+journal. If the journal holds another id for its number, its request is lost: the number of a deleted request can be
+taken again, and the owner does not read that object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["StopRequest", "ask", "forget_heard", "is_heard", "is_lost", "read_re
 
 
 class StopRequest(Value):
-    """Save and end: one trial, for good; or all of the experiment, for the owner that has it now."""
+    """A request to save and end: one trial, for good; or the whole experiment, for its present owner."""
 
     format: Literal["prefect-tune/stop-request"] = "prefect-tune/stop-request"
     version: Literal[1] = 1
@@ -32,18 +32,18 @@ class StopRequest(Value):
     at: str
     reason: str
     epoch: int
-    """Whose owner is asked to end the experiment; a later one goes on. A trial is stopped whoever the owner is."""
+    """The epoch whose owner is asked to end the experiment; later owners continue it. Ignored for a trial."""
     trial: TrialId | None = None
     """None for the whole experiment."""
     unreadable: bool = False
-    """Whether this stands for an object that cannot be read; never on a target."""
+    """Whether this stands for an object that cannot be read; never set on a target."""
 
 
 def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int:
-    """Leave `request` where the experiment's owner looks; return its number. Asked again, it is the same request.
+    """Write `request` for the experiment's owner, and return its number. Idempotent by its write id.
 
     Args:
-        experiment: as its journal tells it now.
+        experiment: the present state of its journal.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote.
@@ -59,17 +59,17 @@ def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int
 
 
 def is_heard(experiment: Experiment, request: StopRequest) -> bool:
-    """Return whether the experiment's owner has taken note of it."""
+    """Return whether the experiment's owner has journaled the request."""
     return request.write_id in experiment.heard
 
 
 def is_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
-    """Return whether nobody will ever read it under this number, so that it has to be asked again."""
+    """Return whether no owner will read the request under this number, so that it has to be written again."""
     return len(experiment.heard) >= number and not is_heard(experiment, request)
 
 
 def read_request(store: ObjectStore, experiment: str, number: int) -> StopRequest | None:
-    """Return request `number`; None where nobody has asked. One that cannot be read says so, and asks for nothing."""
+    """Return request `number`; None where there is none. An unreadable one has `unreadable` set, and is refused."""
     path = request_path(experiment, number)
     try:
         return unseal(StopRequest, store.read(path), path, JournalCorrupt)
@@ -80,7 +80,7 @@ def read_request(store: ObjectStore, experiment: str, number: int) -> StopReques
 
 
 def taken_note_of(experiment: Experiment, request: StopRequest) -> StopAsked:
-    """Return what the journal is told of a request: what is done, or why nothing is."""
+    """Return the journal's event for a request: what is stopped, or why it is refused."""
     refused = _why_refused(experiment, request)
     trial = None if refused else request.trial
     return StopAsked(trial=trial, reason=request.reason, request=request.write_id, refused=refused)
@@ -90,10 +90,10 @@ def _why_refused(experiment: Experiment, request: StopRequest) -> str:
     if request.unreadable:
         return "it cannot be read"
     if request.write_id in experiment.heard:
-        return "it was heard before"
+        return "it was journaled before"
     if request.trial is None:
         old = request.epoch != experiment.epoch
-        return f"it was for the owner of epoch {request.epoch}, who is gone" if old else ""
+        return f"it was for the owner of epoch {request.epoch}, and the epoch is {experiment.epoch} now" if old else ""
     if request.trial not in experiment.trials:
         return f"there is no trial {request.trial!r}"
     status = experiment.trial(request.trial).status
@@ -101,7 +101,7 @@ def _why_refused(experiment: Experiment, request: StopRequest) -> str:
 
 
 def forget_heard(store: ObjectStore, experiment: str, heard_count: int) -> int:
-    """Delete the first `heard_count` requests, which the journal names; return how many were there."""
+    """Delete the first `heard_count` requests, which the journal names; return the number of deleted objects."""
     folder = requests_folder(experiment)
     listed = [(number_in(folder, each.path), each.path) for each in store.list(folder)]
     heard = [path for number, path in listed if number is not None and number <= heard_count]

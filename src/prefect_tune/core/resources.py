@@ -1,4 +1,4 @@
-"""What a trial needs of a machine, and how a machine is dealt out to trials that all need the same."""
+"""Resources of a trial and of a machine, and the slots that a machine has for trials with equal needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = ("cpu", "gpu")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """CPUs and GPUs: fractions of one that several trials share, or whole ones."""
+    """The CPUs and GPUs of a trial: a whole number, or a fraction of one that several trials share."""
 
     cpu: float = 1
     gpu: float = 0
@@ -24,22 +24,22 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine has to give: how many processors, and its GPUs as CUDA names them."""
+    """The resources of a machine: its number of CPUs, and its GPUs as CUDA names them."""
 
     cpu_count: int
     gpus: tuple[str, ...] = ()
 
 
 def resources_of(given: Mapping[str, object], where: str) -> Resources:
-    """Return what `{"cpu": 2, "gpu": 0.5}` means; the CPU that is not named is one.
+    """Return the resources of a mapping such as `{"cpu": 2, "gpu": 0.5}`; `cpu` is 1 by default, `gpu` 0.
 
     Raises:
-        InvalidInput: it names something else, or an amount that cannot be.
+        InvalidInput: it has another key, or an impossible amount.
     """
     for name in given:
         if name not in _KINDS:
             hint = did_you_mean(name, _KINDS)
-            raise InvalidInput(f"{where}: {name!r} is neither of {', '.join(map(repr, _KINDS))}{hint}")
+            raise InvalidInput(f"{where}: expected {' or '.join(map(repr, _KINDS))}, found {name!r}{hint}")
     return Resources(**{name: _amount(amount, f"{where}: {name}") for name, amount in given.items()})
 
 
@@ -52,15 +52,15 @@ def _amount(amount: object, where: str) -> float:
 
 
 def slots_on(machine: Machine, needed: Resources, at_most: int | None) -> Sequence[tuple[str, ...]]:
-    """Return a slot for each trial that the machine can train at once, as the GPUs that are its own.
+    """Return a slot for each trial that the machine can train at once: the GPUs of that slot.
 
-    Whole GPUs belong to one slot each. Parts of one are dealt out so that each GPU has a slot before one has two.
+    A whole GPU belongs to one slot. Fractions are assigned so that each GPU has one slot before any has two.
 
     Args:
-        at_most: how many are wanted; None for as many as there can be.
+        at_most: the largest number of slots; None for as many as the machine has.
 
     Raises:
-        InvalidInput: not a single trial can have what it needs.
+        InvalidInput: the machine lacks the resources for a single trial.
     """
     by_cpu = int(machine.cpu_count / needed.cpu + 1e-9) if needed.cpu else None
     gpus = _dealt(machine.gpus, needed.gpu) if needed.gpu else None
@@ -82,6 +82,6 @@ def _dealt(gpus: Sequence[str], each: float) -> Sequence[tuple[str, ...]]:
 def _impossible(machine: Machine, needed: Resources) -> str:
     has = f"{machine.cpu_count} CPUs and {len(machine.gpus)} GPUs"
     return (
-        f"resources_per_trial: a trial needs {needed.cpu:g} CPUs and {needed.gpu:g} GPUs, and there are {has} here; "
-        "where that is wrong, say what there is: resources_total={'cpu': ..., 'gpu': ...}"
+        f"resources_per_trial: a trial needs {needed.cpu:g} CPUs and {needed.gpu:g} GPUs, but this machine has {has}; "
+        "if that is wrong, set resources_total={'cpu': ..., 'gpu': ...}"
     )

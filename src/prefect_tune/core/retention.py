@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention policy: which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _Count = Annotated[int, Field(ge=1)]
 
 
 class Retention(Value):
-    """Which checkpoints stay; one rule that keeps a checkpoint is enough. Without any rule all stay.
+    """Which checkpoints are kept: those that at least one rule keeps. Without any rule all are kept.
 
-    The newest checkpoint and pinned ones always stay. A checkpoint whose metric is missing
+    The newest checkpoint and pinned ones are always kept. A checkpoint whose metric is missing
     is never among the best.
 
     Args:
@@ -44,12 +44,12 @@ class Retention(Value):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there is no rule."""
+        """Whether no rule is set, so that all checkpoints are kept."""
         return self.last is None and self.best is None and self.every is None
 
 
 def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[int, ...]:
-    """Return the sequences of the checkpoints that need not stay; `checkpoints` is oldest first."""
+    """Return the sequences of the checkpoints that `policy` does not keep; `checkpoints` is oldest first."""
     if policy.keeps_all:
         return ()
     stays = {each.sequence for each in checkpoints[-(policy.last or 1) :]}
@@ -62,10 +62,10 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
 def retired_aside(
     aside: Sequence[Aside], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
-    """Return what was put aside and need not stay: the policy would retire it if it were live beside `checkpoints`.
+    """Return checkpoints put aside that `policy` would retire if they were live beside `checkpoints`.
 
-    It may be whole, and be reinstated. Nor does it go before the newest that stay in any case are live ones: until
-    then somebody may miss it.
+    A checkpoint put aside may be undamaged, and be reinstated. Therefore it is returned only when the trial has as
+    many newer live checkpoints as the policy always keeps (`last`, or 1).
     """
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):
         return []
@@ -76,7 +76,7 @@ def retired_aside(
 
 
 def _best(checkpoints: Sequence[CheckpointRef], policy: Retention) -> Sequence[CheckpointRef]:
-    """Ties go to the older checkpoint, so that an equal newcomer deletes nothing."""
+    """Return the best by metric; of equals the older, so that a new equal one retires none."""
     if policy.best is None:
         return ()
     sign = 1 if policy.mode == "min" else -1

@@ -1,9 +1,9 @@
-"""Read reused blobs back, each one once in so many commits, so that none is reused for ever on its size alone.
+"""Read reused blobs back, each once in a fixed number of commits, so that none is reused for ever on its size alone.
 
-A listing tells that a blob is there and how long it is, and nothing of its bytes: one that rots on the target would
-spoil every later checkpoint. An attempt begins with a restore, which verifies every byte of the checkpoint before its
-first commit. From then on each commit verifies, of the blobs that it shares with the checkpoint before it, those whose
-turn it is. Of others that it reuses it verifies all: a save that was cut short has left them, or content has come back.
+A listing shows a blob's existence and size, not its bytes: a blob damaged on the target would spoil every later
+checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before its
+first commit. After that each commit verifies, of the blobs that it shares with the checkpoint before it, those whose
+turn it is, and all other blobs that it reuses: an interrupted save left these, or older content has come back.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _HASH_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Reverification:
-    """Which reused blobs a commit reads back: in `every` consecutive turns, each of them once."""
+    """Which reused blobs a commit reads back: each blob once in `every` consecutive commits."""
 
     turn: int
-    """How many commits the attempt has made before this one."""
+    """The number of commits that the attempt has made before this one."""
     every: int
-    """At least 1, which is all of them in each commit."""
+    """At least 1; with 1 every commit reads back all reused blobs."""
 
     def is_due(self, path: str) -> bool:
         """Return whether it is the turn of the blob at `path`."""
@@ -40,7 +40,7 @@ class Reverification:
 
 @dataclass(frozen=True, slots=True)
 class Unverified:
-    """A blob that was to be verified, and is not to be reused."""
+    """A blob that failed verification, and must not be reused."""
 
     path: str
     why: str
@@ -49,10 +49,10 @@ class Unverified:
 
 
 def due_reads(manifest: Manifest, shared: Collection[str], reverification: Reverification) -> Sequence[Read]:
-    """Return the requests that verify what is due of the blobs that `manifest` reuses.
+    """Return the reads that verify the reused blobs of `manifest` that are due.
 
-    `shared` are those of the checkpoint before it. A blob of the save's own sequence is new: a try of this save has
-    sent it.
+    `shared` are the blobs of the checkpoint before it. A blob with the save's own sequence is not verified: this
+    save, or an earlier try of it, has sent it.
     """
     due = {
         index
@@ -64,13 +64,13 @@ def due_reads(manifest: Manifest, shared: Collection[str], reverification: Rever
 
 
 def verify_read(store: ObjectStore, manifest: Manifest, read: Read) -> Unverified | None:
-    """Read the chunks of one request back; return None where each of them is what its digest says.
+    """Read the chunks of one request back; return None if all match their digests.
 
-    What cannot be read is not reused either: sending it again keeps the bound, and needs nothing but the writes that a
-    commit needs in any case.
+    A blob that cannot be read is not reused either: its bytes are sent again, with the same writes that any commit
+    needs.
 
     Raises:
-        DeadlineExceeded: there is no time to send it again.
+        DeadlineExceeded: no time is left to send the bytes again.
     """
     try:
         fetch(store, manifest, read, NoSink())

@@ -1,8 +1,8 @@
-"""What one round of maintenance leaves to the next: where it goes on, and what it has told of, or has still to tell.
+"""The state that one maintenance round leaves to the next: where to continue, and which damage was reported or not yet.
 
-It lies on the target, numbered, each written once, so that a round which dies takes with it nothing that nobody
-else can find again. What is put aside is found by no later round: it is written down here as untold before that, and
-struck out once somebody was told.
+It is stored on the target as numbered documents, each written once, so that a round that dies loses nothing. A
+checkpoint that is put aside is not found damaged by later rounds: so its damage is stored here as not yet reported
+before it is put aside, and removed from there once it was reported.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _RACES = 16
 
 
 class Untold(Value):
-    """Damage that was found, and that nobody was told of yet."""
+    """Damage that was found, and is not reported yet."""
 
     trial: str | None = None
-    """None where it is the experiment's journal."""
+    """None for the experiment's journal."""
     step: int | None = None
-    """None where it is a journal."""
+    """None for a journal."""
     folder: str
     damage: str
     is_aside: bool = False
-    """Whether it was put aside, or was about to be by a round that died; then it is so, or is found again."""
+    """Whether it was put aside, or about to be by a round that died: then it is aside now, or is found again."""
 
 
 class Round(Value):
-    """What one round leaves to the next."""
+    """The state after one round."""
 
     format: Literal["prefect-tune/maintenance"] = "prefect-tune/maintenance"
     version: Literal[1] = 1
@@ -62,26 +62,26 @@ class Round(Value):
     begins_at: int = 0
     """The place on the ring at which the next round begins."""
     told: tuple[str, ...] = ()
-    """The folders of checkpoints and journals whose damage is known, and is still there."""
+    """The folders of checkpoints and journals that are known to be damaged, and still are."""
     untold: tuple[Untold, ...] = ()
-    """The damage of which the next round has to tell, whatever has become of it."""
+    """The damage that the next round has to report, even if it is repaired by then."""
 
     @model_serializer(mode="wrap")
     def _says_what_is_untold(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Mostly nothing is, and it is written as it was before anything could be."""
+        """Leave out an empty `untold`, as in documents written before this field existed."""
         return without_unset(dump(self), "untold")
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """The number of the last round of an experiment, 0 where there was none, and what it left, if that can be read."""
+    """The number of an experiment's last round, 0 where there was none, and its state, None if that is unreadable."""
 
     number: int = 0
     last: Round | None = None
 
 
 Change = Callable[[Round | None], Round]
-"""What a round leaves, given what the one before it left."""
+"""Returns a round's state, given that of the round before it."""
 
 
 def last_number(store: ObjectStore, experiment: str) -> int:
@@ -90,29 +90,29 @@ def last_number(store: ObjectStore, experiment: str) -> int:
 
 
 def last_round(store: ObjectStore, experiment: str) -> Remembered:
-    """Return what the last round left."""
+    """Return the state that the last round left."""
     for _ in range(_RACES):
         number = last_number(store, experiment)
         path = maintenance_path(experiment, number)
         try:
             return Remembered(number, unseal(Round, store.read(path), path, JournalCorrupt)) if number else Remembered()
         except (JournalCorrupt, UnknownVersion):
-            return Remembered(number)  # it costs reading some checkpoints sooner than they are due, and telling twice
+            return Remembered(number)  # then some checkpoints are read too early, and some damage is reported twice
         except ObjectNotFound:
             continue  # a later round deletes it
     return Remembered(number)
 
 
 def leave_round(store: ObjectStore, experiment: str, known: Remembered, change: Change) -> Remembered:
-    """Write the round after the last, which is taken to be `known`, as `change` makes it of that; return it.
+    """Write the state of the round after `known`, the last one, as `change` returns it; return what was written.
 
-    Where somebody else was faster, `change` is asked again, of what they left: what one of them has to tell is
-    not lost to the other. What earlier ones left is deleted. Nothing is written beside an experiment that is gone.
+    If another process was faster, `change` is called again with the state that it left, so that neither loses damage
+    that the other has to report. Older states are deleted. For a deleted experiment nothing is written.
 
     Raises:
-        StoreRefused: the target serves one writer only: see `core.guests`.
-        StoreUnavailable: others were faster, again and again.
-        CommitUnknown: the target did not say; call again with the same arguments.
+        StoreRefused: the target supports one writer only: see `core.guests`.
+        StoreUnavailable: other writers were faster 16 times.
+        CommitUnknown: the target did not say whether it wrote; call again with the same arguments.
     """
     if store.size(JournalKey(experiment=experiment).entry_path(1)) is None:
         return known
@@ -126,7 +126,7 @@ def leave_round(store: ObjectStore, experiment: str, known: Remembered, change: 
 
 
 def _is_last(store: ObjectStore, experiment: str, number: int, left: Round) -> bool:
-    """Write it; a later one may be there, which has deleted another of this number."""
+    """Write the state, and return whether it is the last: a later one may exist, and have deleted this number."""
     try:
         create_or_recognize(store, maintenance_path(experiment, number), seal(left))
     except AlreadyExists:
@@ -148,7 +148,7 @@ def _numbers(store: ObjectStore, experiment: str) -> Sequence[int]:
 
 
 def told_before(last: Round | None) -> frozenset[str]:
-    """Return the folders of what is known as damaged, and told of."""
+    """Return the folders of damaged objects that were reported."""
     return frozenset(last.told) - {each.folder for each in last.untold} if last else frozenset()
 
 
@@ -159,7 +159,7 @@ def next_round(
     aside: Collection[CheckpointKey],
     untold: Sequence[Untold] = (),
 ) -> Round:
-    """Return what a round leaves that found this, and put those `aside`: they are no damage of the experiment's now."""
+    """Return the state after a round with this `inspection`; checkpoints put `aside` no longer count as damage."""
     known = frozenset(last.told if last else ())
     live = {key.folder for key in inspection.live}
     seen = {each.key.folder for each in inspection.inspected}.union(inspection.journals)
@@ -176,7 +176,7 @@ def next_round(
 
 
 def amended(last: Round | None, stamp: Stamp, *, told: Collection[str] = (), untold: Sequence[Untold] = ()) -> Round:
-    """Return what a round leaves that did not get on, or not yet: the same, and what is to be known besides."""
+    """Return the last state with `told` and `untold` added, for a round that has read nothing, or nothing yet."""
     return Round(
         write_id=stamp.write_id,
         at=stamp.at,
@@ -187,7 +187,7 @@ def amended(last: Round | None, stamp: Stamp, *, told: Collection[str] = (), unt
 
 
 def reported(last: Round | None, stamp: Stamp, folders: Collection[str]) -> Round:
-    """Return what is left when somebody was told of the damage of `folders`."""
+    """Return the state after the damage of `folders` was reported."""
     same = amended(last, stamp)
     return same.model_copy(update={"untold": tuple(each for each in same.untold if each.folder not in folders)})
 
