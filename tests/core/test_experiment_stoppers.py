@@ -102,7 +102,7 @@ def test_a_plateau_has_a_metric_of_its_own_or_that_of_the_search() -> None:
     own = ExperimentPlateau(metric="score", mode="max", top=2, std=0.01).begin(None)
     finish(own, 0.2, 5.0, 0.2)
     assert isinstance(own.verdict(), End)
-    with pytest.raises(InvalidInput, match="of which metric"):
+    with pytest.raises(InvalidInput, match="expected a metric"):
         ExperimentPlateau().begin(None)
 
 

@@ -235,7 +235,7 @@ def said_so(metrics: object) -> bool:
         (as_stopper({"loss": 0.5}), reports(0.49), None),
         (as_stopper({"loss": 0.5}), reports(0.51), "loss = 0.51 reached 0.5"),
         (as_stopper(said_so), reports(1, 1), None),
-        (as_stopper(said_so), reports(1, 1, 1), "said_so said so"),
+        (as_stopper(said_so), reports(1, 1, 1), "said_so returned a true value"),
         (as_stopper([{"step": 3}, MaxSteps(2)]), reports(1, 1), "step 2 of 2"),
     ],
 )
@@ -279,10 +279,10 @@ def test_a_stopper_that_could_never_be_right_is_refused(stop: object) -> None:
 def test_a_number_is_a_time_in_seconds_and_what_is_none_is_told_so() -> None:
     assert MaxTime(cast("timedelta", 90)) == MaxTime(timedelta(minutes=1.5))
     assert TimeBudget(cast("timedelta", 0.5)) == TimeBudget(timedelta(seconds=0.5))
-    with pytest.raises(InvalidInput, match=r"MaxTime: expected a number of seconds or a timedelta.*found '1h'"):
+    with pytest.raises(InvalidInput, match=r"MaxTime: expected a positive number of seconds or timedelta.*found '1h'"):
         MaxTime(cast("timedelta", "1h"))
 
 
 def test_a_limit_by_the_name_that_ray_gives_a_step_says_what_it_is_called_here() -> None:
-    with pytest.raises(InvalidInput, match="what Ray Tune calls training_iteration is 'step' here"):
+    with pytest.raises(InvalidInput, match="Ray Tune's training_iteration is 'step' here"):
         as_stopper({"training_iteration": 3}).why_stop(reports(1))

@@ -246,7 +246,7 @@ def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget
         ({"MaxFailures": {"trials": 3}}, "stop: MaxFailures .*trials"),
         ({"TimeBudget": {"time_seconds": "long"}}, "expected a number of seconds"),
         ({"TrialBudget": {"trials": 0}}, "expected at least 1 trial"),
-        ([{"ExperimentPlateau": {}}], "ExperimentPlateau: of which metric"),
+        ([{"ExperimentPlateau": {}}], "ExperimentPlateau: expected a metric"),
     ],
 )
 def test_a_stopper_that_is_none_is_said_before_anything_is_written(

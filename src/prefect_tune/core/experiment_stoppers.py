@@ -1,6 +1,6 @@
-"""When a whole experiment has had enough: functions of what its journal tells, told in the journal's order.
+"""Stoppers of a whole experiment: deterministic functions of its journal, fed in the journal's order.
 
-They are given as `stop`, combined by `|` with stoppers of single trials: `MaxSteps(100) | MaxFailures(5)`.
+Pass them as `stop`, combined by `|` with stoppers of single trials: `MaxSteps(100) | MaxFailures(5)`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class NoMore:
-    """No new trial is begun; those that there are train to their ends."""
+    """Start no new trial; the existing trials train to their ends."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Every trial saves and ends; who opens the experiment with another stopper goes on."""
+    """Every trial saves and ends; a later run with another stopper continues the experiment."""
 
     reason: str
 
@@ -54,34 +54,34 @@ Verdict: TypeAlias = NoMore | End | None
 
 
 class Tally(ABC):
-    """What a stopper of an experiment has been told: now, or once more when it is resumed. Each call is O(1)."""
+    """The state of an experiment's stopper, fed live or replayed on a resume. Each call is O(1)."""
 
     def added(self, trial: TrialId) -> None:
-        """Hear of a new trial, or of one that had ended and goes on."""
+        """Record a new trial, or one that had ended and continues."""
         del trial
 
     def trained(self, trial: TrialId, seconds: float) -> None:
-        """Hear for how long a trial has trained, up to the newest step that counts."""
+        """Record a trial's training time in seconds, up to its newest step."""
         del trial, seconds
 
     def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        """Hear that a trial is over, with its last report."""
+        """Record that a trial has ended, with its last report."""
         del trial, report, failed
 
     @abstractmethod
     def verdict(self) -> Verdict:
-        """Return whether it is enough; None to go on."""
+        """Return how to end the experiment; None to continue."""
 
 
 class ExperimentStopper(Stopper):
-    """Ends an experiment. Frozen; its state is the `Tally` that it begins."""
+    """Ends an experiment. Frozen; its state is the `Tally` that `begin` returns."""
 
     @property
     def looks_back(self) -> bool:
         return False
 
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
-        """No single trial is stopped by it."""
+        """Return None: it stops no single trial."""
         del reports
         return None
 
@@ -90,10 +90,10 @@ class ExperimentStopper(Stopper):
         """Return the tally of an experiment that has no trial yet.
 
         Args:
-            objective: what the search compares its trials by, where it does.
+            objective: the objective of the search; None where it has none.
 
         Raises:
-            InvalidInput: it needs one.
+            InvalidInput: the stopper needs an objective, and there is none.
         """
 
 
@@ -117,7 +117,7 @@ def _parts(stopper: Stopper) -> Sequence[Stopper]:
 
 
 class Tallies(Tally):
-    """Several, of which any can say that it is enough."""
+    """Several tallies, any of which can end the experiment."""
 
     def __init__(self, tallies: Sequence[Tally]) -> None:
         self._tallies = tallies
@@ -135,7 +135,7 @@ class Tallies(Tally):
             each.ended(trial, report, failed=failed)
 
     def verdict(self) -> Verdict:
-        """An end comes before the end of new trials."""
+        """Return the first `End`, else the first `NoMore`, else None."""
         verdicts = [each.verdict() for each in self._tallies]
         ends = [each for each in verdicts if isinstance(each, End)]
         return next(iter([*ends, *(each for each in verdicts if each)]), None)
@@ -143,13 +143,13 @@ class Tallies(Tally):
 
 @dataclass(frozen=True, slots=True)
 class MaxFailures(ExperimentStopper):
-    """End the experiment once so many of its trials have errored, for good: their own retries are spent.
+    """End the experiment once this many of its trials have errored, with their own retries spent.
 
-    Trials that are tried again (`rerun_errored`) are not counted any more.
+    Trials that are tried again (`rerun_errored`) are no longer counted.
     """
 
     failures: int
-    """How many, at least 1."""
+    """The number of errored trials, at least 1."""
 
     def __post_init__(self) -> None:
         if self.failures < 1:
@@ -181,7 +181,7 @@ class _Failures(Tally):
 
 @dataclass(frozen=True, slots=True)
 class TrialBudget(ExperimentStopper):
-    """Begin no more than so many trials, whatever the search would still propose."""
+    """Start at most this many trials, even if the search would propose more."""
 
     trials: int
 
@@ -209,10 +209,10 @@ class _Trials(Tally):
 
 @dataclass(frozen=True, slots=True)
 class TimeBudget(ExperimentStopper):
-    """End the experiment after so much training time, summed over its trials and over all of its runs.
+    """End the experiment after this training time, summed over its trials and over all of its runs.
 
-    What is counted is what the journal knows: a trial's time is told with its checkpoints, when it ends, and
-    every `sync_period`. Steps that were lost, and are trained again, count once. A plain number is one of seconds.
+    The time counted is that in the journal: it is updated when a trial commits a checkpoint, when it ends, and
+    every `sync_period`. Steps that were lost and are trained again count once. A plain number means seconds.
     """
 
     time: timedelta
@@ -242,14 +242,14 @@ class _Time(Tally):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlateau(ExperimentStopper):
-    """End the experiment when its best trials are all as good as each other: more of them bring nothing new.
+    """End the experiment when its best trials are about equally good, so that more trials are unlikely to be better.
 
-    Ray's ExperimentPlateauStopper, of trials in place of results: of the `top` best values with which trials
-    have finished, the standard deviation is at most `std`, and was for `patience` more trials that finished.
+    As Ray's ExperimentPlateauStopper, but over trials instead of results: the standard deviation of the `top` best
+    last values of finished trials is at most `std`, and has stayed so for `patience` more finished trials.
 
     Args:
-        metric: default: what the search compares by, its first where it has several.
-        mode: goes with `metric`.
+        metric: default: the (first) metric that the search compares by.
+        mode: `min` or `max`, for `metric`.
     """
 
     metric: str | None = None
@@ -265,7 +265,7 @@ class ExperimentPlateau(ExperimentStopper):
     def begin(self, objective: Objective | None) -> Tally:
         by = objective if self.metric is None else objective_of(self.metric, self.mode)
         if by is None:
-            raise InvalidInput("ExperimentPlateau: of which metric? Name it: ExperimentPlateau(metric='loss')")
+            raise InvalidInput("ExperimentPlateau: expected a metric, found none: ExperimentPlateau(metric='loss')")
         return _Best(self, by)
 
 
@@ -275,7 +275,7 @@ class _Best(Tally):
         self._objective = objective
         self._losses: dict[TrialId, float] = {}
         self._sorted: list[float] = []
-        self._settled = 0  # how many trials in a row have finished and found it settled
+        self._settled = 0  # how many trials in a row have finished with the best values settled
 
     def added(self, trial: TrialId) -> None:
         if (loss := self._losses.pop(trial, None)) is not None:

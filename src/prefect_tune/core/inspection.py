@@ -1,11 +1,10 @@
-"""Read checkpoints back for no other reason than to see whether they are whole: all of them, or a share at a time.
+"""Scrub checkpoints: read them back to find damage, all of them or a share in each maintenance round.
 
-The checkpoints of an experiment lie on a ring, each at a place that hangs on its name alone. A round reads those on an
-arc of the ring, and the next round begins where it ended. So with a share of 1/24 every checkpoint that is
-there all the while is read once in 24 rounds, whatever comes and goes meanwhile, however rarely the rounds are, and
-whatever cuts one short: a round that had no time for all of its arc ends at the first one that it did not
-read. Nor does anything that cannot be read keep a round from the rest, or the next one from going on.
-What is to be remembered from one round to the next: see `core.rounds`.
+The checkpoints of an experiment are placed on a ring by a hash of their names. A round reads those on an arc of the
+ring, and the next round begins where it ended. So with a share of 1/24, every checkpoint that exists the whole time is
+read once in 24 rounds, even while others are added and deleted, at any interval between rounds. A round that runs out
+of time ends at the first checkpoint that it did not read. An object that cannot be read neither stops the round nor
+blocks the next one. `core.rounds` has the state that is kept between rounds.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _RING = 2**52
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a round reads; at least one checkpoint, so that no limit keeps it from getting round."""
+    """How much a round reads; always at least one checkpoint, so that every round makes progress."""
 
     share: float = 1.0
     max_bytes: int | None = None
@@ -52,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """What reading a checkpoint found."""
+    """The result of reading a checkpoint."""
 
     key: CheckpointKey
     size_bytes: int = 0
@@ -62,32 +61,32 @@ class Inspected:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a round read."""
+    """The result of a round."""
 
     live: tuple[CheckpointKey, ...]
     inspected: tuple[Inspected, ...] = ()
     unread_count: int = 0
-    """Those on its arc for which there was no time, or which would have been too many bytes."""
+    """The number of checkpoints on its arc that were not read, for lack of time or because of `max_bytes`."""
     ends_at: int = 0
-    """Where the next round begins."""
+    """The place on the ring where the next round begins."""
     journals: tuple[str, ...] = ()
-    """The folders of the journals that were read, and hold together."""
+    """The folders of the journals that were read, and are consistent."""
     unreadable: tuple[Unreadable, ...] = ()
     """Journals and checkpoints that could not be read, or not in time."""
 
     @property
     def damaged(self) -> Sequence[Inspected]:
-        """Those that are not whole."""
+        """The checkpoints with damage."""
         return [each for each in self.inspected if each.damage is not None]
 
 
 def place_of(key: CheckpointKey) -> int:
-    """Return where on the ring the checkpoint lies."""
+    """Return the checkpoint's place on the ring."""
     return int(digest_of(key.folder.encode())[:13], 16)
 
 
 def on_arc(keys: Iterable[CheckpointKey], begins_at: int, share: float) -> Sequence[CheckpointKey]:
-    """Return those that lie on the arc of that share which begins there, in their order."""
+    """Return the keys on the arc that begins at `begins_at` and is `share` of the ring, in ring order."""
     far = {key: (place_of(key) - begins_at) % _RING for key in keys}
     return sorted((key for key in far if far[key] < _length(share)), key=lambda key: far[key])
 
@@ -98,7 +97,7 @@ def _length(share: float) -> int:
 
 @dataclass(slots=True)
 class _Journals:
-    """The trials as their own journals tell them, and those whose journals cannot be read."""
+    """Reads trials' own journals, and collects those that are whole and those that cannot be read."""
 
     store: ObjectStore
     state: Experiment
@@ -107,7 +106,7 @@ class _Journals:
     unreadable: dict[str, Unreadable] = field(default_factory=dict)
 
     def live(self, trials: Iterable[Trial]) -> Sequence[CheckpointKey]:
-        """Return the live checkpoints of those that can be read."""
+        """Return the live checkpoints of the trials whose journals can be read."""
         found = self.side_by_side(lambda trial: (self._place(trial).entries, self._today(trial)), trials)
         keys: list[CheckpointKey] = []
         for folder, trial in found:
@@ -128,7 +127,7 @@ class _Journals:
 
 
 def _known_keys(state: Experiment, journals: _Journals) -> list[CheckpointKey]:
-    """Of a trial that has ended, as the experiment's journal tells it: to ask thousands takes long."""
+    """Return the live keys; for an ended trial, by the experiment's journal: reading thousands of journals is slow."""
     trials = () if state.is_removed else tuple(state.trials.values())
     ended = [key for trial in trials if trial.status in ENDED for key in _keys(state, trial)]
     return [*ended, *journals.live(trial for trial in trials if trial.status not in ENDED)]
@@ -143,11 +142,11 @@ def inspect(
 ) -> Inspection:
     """Read the live checkpoints on an arc, within `limits`; where one is damaged, all others of its trial too.
 
-    Checkpoints of a trial share bytes, so that what damages one often damages its neighbours. What is retired
-    while it is read is not damaged. What cannot be read is told, and the rest is read all the same.
+    Checkpoints of a trial share blobs, so that one damaged blob often damages several. A checkpoint that is retired
+    during the read is not damaged. An object that cannot be read is reported, and the rest is read all the same.
 
     Raises:
-        StoreUnavailable, StoreRefused: nothing of the target can be had.
+        StoreUnavailable, StoreRefused: the target as a whole cannot be read.
     """
     journals = _Journals(store, state, side_by_side)
     live = _known_keys(state, journals)
@@ -172,10 +171,10 @@ def inspect(
 class _Read:
     inspected: list[Inspected] = field(default_factory=list)
     unread: Sequence[CheckpointKey] = ()
-    """Those for which the limits left no room."""
+    """The checkpoints that the limits excluded."""
     unreadable: list[Unreadable] = field(default_factory=list)
     is_late: bool = False
-    """Whether there is no time any more for anything."""
+    """Whether the time for the round has run out."""
 
 
 def _read(store: ObjectStore, arc: Sequence[CheckpointKey], limits: Limits, side_by_side: Mapper) -> _Read:
@@ -204,7 +203,7 @@ def _inspected(store: ObjectStore, key: CheckpointKey, side_by_side: Mapper) -> 
 
 
 def _too_late(done: _Read, rest: Sequence[CheckpointKey], late: DeadlineExceeded, *, is_first: bool) -> None:
-    """What takes longer than all the time there is must not be what the next round begins with."""
+    """Record the timeout; if the first checkpoint took all the time, report it, and let the next round skip it."""
     done.is_late = True
     if is_first:
         done.unreadable.append(Unreadable(rest[0].folder, str(late), rest[0].trial.trial))
@@ -212,7 +211,7 @@ def _too_late(done: _Read, rest: Sequence[CheckpointKey], late: DeadlineExceeded
 
 
 def inspect_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper) -> Sequence[Inspected]:
-    """Read every byte of a live checkpoint; nothing is found where it turns out to be none any more."""
+    """Read every byte of a live checkpoint; the result is empty if it is damaged but no longer live."""
     found = read_one(store, key, side_by_side=side_by_side)
     return [found] if found.damage is None or is_live_now(store, key, side_by_side=side_by_side) else []
 

@@ -1,6 +1,6 @@
-"""Whether a running experiment needs a look: a trial that fell silent, saves that lag behind, a budget nearly spent.
+"""Health warnings of a running experiment: silent trials, lagging saves or journals, budgets nearly spent.
 
-Nothing is decided by it. Times are given by the caller: seconds on a clock that only goes on.
+No decision depends on them. The caller passes times, in seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ Spent: TypeAlias = Literal["time", "training-time", "trials"]
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent: seconds, or trials."""
+    """A limit of seconds or trials."""
 
     what: Spent
     most: float
 
     def is_nearly(self, spent: float) -> bool:
-        """Return whether it needs a look that so much is spent. When all trials have ended, so has the search."""
+        """Return whether 80 % are spent. Not for a trial budget that is spent: then the search has ended."""
         return spent >= _NEARLY * self.most and (self.what != "trials" or spent < self.most)
 
 
 @dataclass(frozen=True)
 class Patience:
-    """When something takes too long: `times` as long as it ever took, and at least so many seconds."""
+    """Thresholds: something is overdue after `times` its longest duration so far, and at least `at_least` seconds."""
 
     at_least: float = 300.0
     times: float = 5.0
     for_the_first: float = 1800.0
-    """Where nothing is known yet: a first report."""
+    """Seconds for a first report, when no duration is known yet."""
     for_the_journal: float = 420.0
-    """More than `sync_period`: by then what was reported is journaled, or the target does not take it."""
+    """Seconds, more than `sync_period`: reports not journaled by then mean that the target does not accept writes."""
 
     def limit(self, longest: float | None) -> float:
-        """Return after how long it is too long."""
+        """Return the threshold in seconds, given the longest duration so far; None for the first."""
         return self.for_the_first if longest is None else max(self.at_least, self.times * longest)
 
 
 @dataclass
 class _Rhythm:
-    """How regularly something happens."""
+    """The last time, and the longest interval so far, of a repeated action."""
 
     last: float
     longest: float | None = None
@@ -61,7 +61,7 @@ class _Rhythm:
 
 @dataclass
 class _Debt:
-    """Since when something is to be journaled that is not yet."""
+    """The time since which something waits to be journaled; None if nothing does."""
 
     since: float | None = None
     is_told: bool = False
@@ -74,7 +74,7 @@ class _Debt:
         self.since = None
 
     def overdue(self, now: float, limit: float) -> float | None:
-        """Return for how long, once."""
+        """Return the waiting time in seconds if it exceeds `limit`, once for each wait; else None."""
         if self.since is None or self.is_told or now - self.since <= limit:
             return None
         self.is_told = True
@@ -91,9 +91,9 @@ class _Attempt:
 
 @dataclass
 class Lookout:
-    """Is told what happens, and says once of each thing that it needs a look.
+    """Records what happens in an experiment, and emits each warning once.
 
-    `reported` may be called in another thread than all else.
+    `reported` may be called in another thread than the other methods.
     """
 
     began: float
@@ -106,28 +106,28 @@ class Lookout:
         self._nearly_spent: set[Spent] = set()
 
     def started(self, trial: str, step: int, now: float) -> None:
-        """Hear that an attempt begins after `step`."""
+        """Record that an attempt begins after `step`."""
         self._attempts[trial] = _Attempt(_Rhythm(now), journaled=step)
 
     def ended(self, trial: str) -> None:
-        """Hear that an attempt is over."""
+        """Record that an attempt is over."""
         self._attempts.pop(trial, None)
 
     def reported(self, trial: str, step: int, now: float) -> None:
-        """Hear of a step."""
+        """Record the report of a step."""
         if (attempt := self._attempts.get(trial)) is not None:
             attempt.reports.beat(now)
             if step > attempt.journaled:
                 attempt.unwritten.begin(now)
 
     def journaled(self, trial: str, step: int) -> None:
-        """Hear that a trial's steps up to this one are in its journal."""
+        """Record that a trial's steps up to this one are in its journal."""
         if (attempt := self._attempts.get(trial)) is not None:
             attempt.journaled = step
             attempt.unwritten.settle()
 
     def committed(self, trial: str, now: float) -> None:
-        """Hear of a save: the second one says how long one takes."""
+        """Record a commit; from the second one on, the interval is known."""
         if (attempt := self._attempts.get(trial)) is None:
             return
         if attempt.saves is None:
@@ -136,15 +136,15 @@ class Lookout:
             attempt.saves.beat(now)
 
     def happened(self, now: float) -> None:
-        """Hear that there is something for the experiment's journal."""
+        """Record that events wait for the experiment's journal."""
         self._unwritten.begin(now)
 
     def wrote(self) -> None:
-        """Hear that it is journaled."""
+        """Record that the experiment's journal has them."""
         self._unwritten.settle()
 
     def look(self, now: float, trained_seconds: float = 0.0, ended_trials: int = 0) -> Iterator[News]:
-        """Return what needs a look by now, and did not when it was looked before."""
+        """Yield the warnings that are due by now and were not emitted before."""
         for trial, attempt in self._attempts.items():
             yield from self._silence(trial, attempt.reports, now)
             yield from self._unsaved(trial, attempt, now)
@@ -163,7 +163,7 @@ class Lookout:
             yield TrialStale(trial=trial, silent_seconds=round(silent, 1))
 
     def _unsaved(self, trial: str, attempt: _Attempt, now: float) -> Iterator[News]:
-        """Only a trial that goes on has something to save."""
+        """Warn of overdue saves; only of a trial that has reported since its last save."""
         saves = attempt.saves
         if saves is None or saves.is_told or saves.longest is None or attempt.reports.last <= saves.last:
             return
@@ -178,7 +178,7 @@ class Lookout:
 
 @dataclass
 class Allowance:
-    """How much may be told: `most` at once, and `per_second` in the long run."""
+    """A token bucket for events: `most` at once, and `per_second` in the long run."""
 
     most: float
     per_second: float
@@ -189,7 +189,7 @@ class Allowance:
         self._left = self.most
 
     def take(self, count: int, now: float) -> bool:
-        """Return whether `count` more may be told now, and count them if so."""
+        """Return whether `count` more may be emitted now, and take their tokens if so."""
         self._left = min(self.most, self._left + max(0.0, now - self._at) * self.per_second)
         self._at = max(self._at, now)
         if self._left < count:

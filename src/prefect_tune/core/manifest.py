@@ -1,4 +1,4 @@
-"""The manifest: the file whose creation is the commit, and all that is needed to read the bytes back."""
+"""The manifest of a checkpoint: its creation is the commit, and it names the blobs of every file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from prefect_tune.core.values import ExperimentName, StepReport, Value
 
 __all__ = ["About", "BlobRef", "ChunkRef", "FileRef", "Manifest", "decode_manifest", "encode_manifest"]
 
-_Count = Annotated[int, Field(ge=0, lt=2**53)]  # what every JSON reader, and every store's offset, can hold
+_Count = Annotated[int, Field(ge=0, lt=2**53)]  # the range of every JSON reader, and of every store's offsets
 
 
 class ChunkRef(Value):
-    """Where a run of a file's bytes lies: which blob, from which offset, how long, and its digest."""
+    """A run of a file's bytes: the blob that holds it, the offset in the blob, the length and the digest."""
 
     blob: _Count
     offset: _Count
@@ -30,7 +30,7 @@ class ChunkRef(Value):
 class BlobRef(Value):
     """A blob: its path below the experiment's folder, and its size.
 
-    `experiment` names the experiment whose folder is meant, where it is not the manifest's own (a fork).
+    `experiment` names the experiment of that folder, if it is not the manifest's own (in a fork).
     """
 
     path: str
@@ -61,7 +61,7 @@ class FileRef(Value):
 
 
 class About(Value):
-    """What a checkpoint says of itself beside its bytes; every field is plain JSON."""
+    """The metadata of a checkpoint; every field is plain JSON."""
 
     attempt: int
     epoch: int
@@ -73,11 +73,11 @@ class About(Value):
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     trained_seconds: float = 0.0
     reports: tuple[StepReport, ...] = ()
-    """Reports that were not journaled yet when the save began: whoever adopts it journals them."""
+    """Reports that were not journaled when the save began: an owner that adopts the save journals them."""
 
 
 class Manifest(Value):
-    """A committed checkpoint: what it is (`about`) and where its bytes lie."""
+    """A committed checkpoint: its metadata (`about`), its files, and the blobs that hold their bytes."""
 
     format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
     version: Literal[1] = VERSION
@@ -90,7 +90,7 @@ class Manifest(Value):
     files: tuple[FileRef, ...]
     empty_directories: tuple[str, ...] = ()
     origin: CheckpointKey | None = None
-    """For a clone: the checkpoint whose blobs all of its blobs are. Written only then."""
+    """For a clone: the checkpoint whose blobs it refers to. Omitted otherwise."""
 
     @model_serializer(mode="wrap")
     def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
@@ -110,13 +110,13 @@ class Manifest(Value):
         for directory in self.empty_directories:
             _require_safe(directory)
         if self.origin and not self.lies_at(self.origin):
-            raise ValueError("a clone's blobs lie elsewhere than the checkpoint's that it is a clone of")
+            raise ValueError("a clone refers to blobs that are not those of the cloned checkpoint's trial")
         _require_a_tree([file.path for file in self.files], self.empty_directories)
         return self
 
     @property
     def key(self) -> CheckpointKey:
-        """The name of the checkpoint."""
+        """The key of the checkpoint."""
         trial = TrialKey(experiment=self.experiment, trial=self.trial)
         return CheckpointKey(trial=trial, step=self.step, sequence=self.sequence)
 
@@ -131,7 +131,7 @@ class Manifest(Value):
         return f"{blob.experiment or self.experiment}/{blob.path}"
 
     def lies_at(self, home: CheckpointKey) -> bool:
-        """Return whether all its blobs are those of one trial, `home`'s."""
+        """Return whether all its blobs are stored in the folder of `home`'s trial."""
         return all(path.startswith(f"{home.trial.blobs}/") for path in self.blob_paths())
 
     def blob_paths(self) -> frozenset[str]:
@@ -145,10 +145,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: Buffer, where: str) -> Manifest:
-    """Read a manifest back, believing nothing: digest, version, types, sizes and paths are checked.
+    """Read a manifest, and verify its digest, version, types, sizes and paths.
 
     Raises:
-        CheckpointCorrupt: it is torn, altered, or describes an impossible or escaping directory.
+        CheckpointCorrupt: it is torn or altered, or describes an impossible directory or paths outside of it.
         UnknownVersion: a newer prefect-tune wrote it.
     """
     return unseal(Manifest, data, where, CheckpointCorrupt)
@@ -163,8 +163,8 @@ def _require_safe(path: str) -> None:
 def _require_a_tree(files: Sequence[str], directories: Sequence[str]) -> None:
     taken = set(files)
     if len(taken) != len(files) or taken & set(directories):
-        raise ValueError("two entries share one path")
+        raise ValueError("two files or directories have the same path")
     for path in (*files, *directories):
         parents = path.split("/")[:-1]
         if any("/".join(parents[:depth]) in taken for depth in range(1, len(parents) + 1)):
-            raise ValueError(f"{path!r} lies below a file")
+            raise ValueError(f"{path!r} is below a file")

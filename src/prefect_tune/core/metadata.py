@@ -1,7 +1,7 @@
-"""What people say of a checkpoint after its commit: numbered versions, each created only if absent.
+"""User metadata of a checkpoint, written after its commit as numbered versions, each created only if absent.
 
-The highest number counts. A version is never rewritten and never removed while the checkpoint lives:
-a slow writer could otherwise take a number that is free again, and be told that it was heard.
+The highest number counts. A version is neither rewritten nor deleted while the checkpoint exists: otherwise a
+slow writer could create a version with a freed number, and believe that its change counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefect_tune.core.values import Value
 
 __all__ = ["newest_metadata", "plain_metadata", "revise_metadata"]
 
-_TRIES = 1000  # each lost race is another writer's success; the store's deadline ends it earlier
+_TRIES = 1000  # each lost race is another writer's success; the store's deadline ends the loop earlier
 
 
 class _Revision(Value):
@@ -39,22 +39,22 @@ class _Revision(Value):
 
 
 def plain_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
-    """Return `metadata` as JSON gives it back.
+    """Return `metadata` as it will be read back from JSON.
 
     Raises:
-        InvalidInput: JSON cannot say it (an object, a NaN, a loop, half a character).
+        InvalidInput: JSON cannot represent it (an object, a NaN, a cycle, a lone surrogate).
     """
     if not isinstance(metadata, Mapping):
         raise InvalidInput(f"metadata: expected a dict, found {type(metadata).__name__}")
     try:
         said: dict[str, object] = from_json(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as unsaid:
-        raise InvalidInput(f"metadata: JSON cannot say it: {unsaid}; convert it, or save it as a file") from unsaid
+        raise InvalidInput(f"metadata: not valid JSON: {unsaid}; convert it, or save it as a file") from unsaid
     return said
 
 
 def newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
-    """Return what the newest version in `folder` says; None where nothing was ever said.
+    """Return the newest version in `folder`; None where there is none.
 
     Raises:
         CheckpointCorrupt: the newest version is altered.
@@ -71,13 +71,14 @@ def revise_metadata(
     before: Mapping[str, object],
     write_id: str,
 ) -> dict[str, object]:
-    """Add the version that `change` makes of the newest one, or of `before` where there is none.
+    """Add a version: `change` of the newest one, or of `before` where there is none; return it.
 
-    Of writers that race none is lost: whoever comes second changes what the first one wrote. `change`
-    may be called several times, and applying it twice must be the same as once.
+    When writers race, no change is lost: the second is applied to what the first wrote. `change` may be called
+    several times, and must be idempotent.
 
     Raises:
-        CommitUnknown: the target did not say whether it wrote, again and again.
+        CommitUnknown: the target did not say whether it wrote, twice.
+        StoreUnavailable: other writers were faster 1000 times.
     """
     unknown: CommitUnknown | None = None
     for _ in range(_TRIES):
@@ -89,11 +90,11 @@ def revise_metadata(
         try:
             create_or_recognize(store, numbered(folder, number + 1), seal(revision))
         except AlreadyExists:
-            continue  # somebody was faster: the change is made again, to what they wrote
+            continue  # another writer was faster: apply the change to what it wrote
         except CommitUnknown as outcome:
             if unknown:
                 raise
-            unknown = outcome  # the same number again: whichever of the two arrives says the same
+            unknown = outcome  # write the same number again: both writes hold the same version
         else:
             return dict(revision.metadata)
     raise StoreUnavailable(f"{folder}: {_TRIES} other writers were faster; try again")

@@ -1,7 +1,7 @@
-"""Signed settings: they prove that a holder of the key wrote them, and not only somebody who can write to the target.
+"""Sign settings and verify them: a valid signature proves that a holder of the key wrote them.
 
-The signature is an HMAC over all settings and the experiment's name, so that settings which were signed for one
-experiment are worth nothing in another. It stands among the settings that it signs.
+Write access to the target is not enough for that. The signature is an HMAC over all settings and the experiment's
+name, so that settings signed for one experiment are not valid for another. It is stored among the settings it signs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FORMAT = "hmac-sha256-v1"
 
 
 def signed(settings: Mapping[str, object], experiment: str, key: bytes) -> dict[str, object]:
-    """Return `settings` with the signature that `key` gives them as those of `experiment`."""
+    """Return `settings` with their signature by `key` for `experiment`."""
     return {**unsigned(settings), _SIGNATURE: _signature(settings, experiment, key)}
 
 
@@ -28,12 +28,12 @@ def unsigned(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def has_signature(settings: Mapping[str, object]) -> bool:
-    """Return whether `settings` carry a signature, be it a good one or not."""
+    """Return whether `settings` have a signature, valid or not."""
     return _SIGNATURE in settings
 
 
 def is_signed(settings: Mapping[str, object], experiment: str, key: bytes) -> bool:
-    """Return whether a holder of `key` signed exactly these settings as those of `experiment`."""
+    """Return whether `settings` have a valid signature by `key` for `experiment`."""
     found = settings.get(_SIGNATURE)
     expected = _signature(settings, experiment, key).encode()
     return isinstance(found, str) and hmac.compare_digest(found.encode(), expected)

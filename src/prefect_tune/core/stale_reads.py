@@ -1,7 +1,7 @@
-"""Tell damage from a stale read: the trial's owner may have retired and deleted what a reader misses.
+"""Distinguish damage from a stale read: the trial's owner may have retired and deleted the missing objects.
 
 Each deletion follows an entry of the trial's journal, and a reader may know an older state of that journal. So a
-manifest or a blob that is missing or altered is damage only where the journal, read after that, still needs it.
+missing or altered manifest or blob is damage only if the journal, read again after that, still needs it.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ __all__ = [
 
 
 class OutdatedStateError(TuneError):
-    """Checkpoints that the given state needs were retired meanwhile: repeat with the `current` one."""
+    """Checkpoints that the given state of the trial needs were retired since: repeat with the `current` state."""
 
     def __init__(self, current: Trial) -> None:
-        super().__init__(f"trial {current.trial!r}: its journal has retired checkpoints that were to be read")
+        super().__init__(f"trial {current.trial!r}: its journal has retired checkpoints that this call needed")
         self.current = current
 
 
 def journal_of(store: ObjectStore, trial: TrialKey) -> JournalKey:
-    """The trial's own journal if it has one, or else its experiment's."""
+    """Return the key of the trial's own journal if that exists, else of its experiment's."""
     own = JournalKey(experiment=trial.experiment, trial=trial.trial)
     has_own = store.size(own.entry_path(1)) is not None
     return own if has_own else JournalKey(experiment=trial.experiment)
 
 
 def trial_in(state: Experiment, trial: TrialKey) -> Trial | None:
-    """The trial, if this is the journal that tells of its checkpoints."""
+    """Return the trial if `state` is of the journal that records its checkpoints; else None."""
     found = state.trials.get(trial.trial)
     elsewhere = found is not None and found.apart and state.key.trial is None
     return None if elsewhere else found
 
 
 def current_trial(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> Trial:
-    """Return the trial as its journal tells it now.
+    """Read the trial's journal, and return the trial's present state.
 
     Raises:
         Superseded: its experiment is being deleted, or was deleted.
@@ -83,11 +83,11 @@ def current_trial(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) 
 def require_still_needed(
     store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt], *, side_by_side: Mapper
 ) -> None:
-    """Raise what is wrong with the first of the `bad` manifests that the trial's journal needs now.
+    """Raise the damage of the first of the `bad` manifests that the trial's journal still needs.
 
     Raises:
-        CheckpointCorrupt: that is live, or a clone needs its bytes.
-        OutdatedStateError: the journal needs none of them any more.
+        CheckpointCorrupt: that checkpoint is live, or a clone needs its bytes.
+        OutdatedStateError: the journal no longer needs any of them.
         Superseded: the experiment is being deleted, or was deleted.
     """
     current = current_trial(store, trial, side_by_side=side_by_side)
@@ -98,7 +98,7 @@ def require_still_needed(
 
 
 def is_live_now(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper) -> bool:
-    """Return whether `key` is a checkpoint, as its trial's journal tells it now. Raises `JournalCorrupt` as `load`."""
+    """Return whether `key` is live in its trial's journal, read now. Raises `JournalCorrupt` as `load`."""
     try:
         return is_live(current_trial(store, key.trial, side_by_side=side_by_side), key)
     except Superseded:
@@ -107,18 +107,18 @@ def is_live_now(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper)
 
 @contextmanager
 def unless_retired(store: ObjectStore, key: CheckpointKey) -> Iterator[None]:
-    """Where the bytes of `key` are found missing or altered inside the block, look whether it was deleted meanwhile.
+    """When the block raises `CheckpointCorrupt` for `key`, check whether the checkpoint was deleted meanwhile.
 
     Raises:
         CheckpointNotFound: it was retired, or its experiment is being deleted.
-        CheckpointCorrupt: it was not, or its journal may not be read: its bytes are damaged.
+        CheckpointCorrupt: it was not, or the caller may not read its journal: its bytes are damaged.
     """
     try:
         yield
     except CheckpointCorrupt as damage:
         if _was_retired(store, key):
             raise CheckpointNotFound(
-                f"{key.folder}: was deleted while it was read: its trial has retired it, or its experiment is being "
+                f"{key.folder}: deleted while it was read: its trial has retired it, or its experiment is being "
                 "deleted; choose one that is listed"
             ) from damage
         raise
@@ -127,7 +127,7 @@ def unless_retired(store: ObjectStore, key: CheckpointKey) -> Iterator[None]:
 def _was_retired(store: ObjectStore, key: CheckpointKey) -> bool:
     try:
         return _is_retired(store, key)
-    except (StoreRefused, UnknownVersion):  # who may read the checkpoint alone is told what is wrong with it
+    except (StoreRefused, UnknownVersion):  # the caller may read the checkpoint only: report the damage
         return False
 
 
@@ -137,7 +137,7 @@ def _is_retired(store: ObjectStore, key: CheckpointKey) -> bool:
         state = load(store, journal, side_by_side=map)
     except JournalCorrupt:
         return is_deletion(store, journal)
-    if not state.number:  # a copy without a journal, or nothing is left of the experiment
+    if not state.number:  # a copy without a journal, or a deleted experiment
         return store.size(key.manifest_path) is None
     found = trial_in(state, key.trial)
     return state.is_removed or (found is not None and is_collectable(found, key))

@@ -1,4 +1,4 @@
-"""How the trials of an experiment stand, and which is the best. What is heavy is imported when it is used."""
+"""Summarize an experiment: trials by status, the best trial, settings for display. Imports heavy modules lazily."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
 
 def is_search(state: Experiment) -> bool:
-    """Return whether it is one of many trials; `durable_trainable` makes those of one, and keeps no settings."""
+    """Return whether `state` is a search; an experiment of `durable_trainable` has one trial and no settings."""
     return bool(state.settings) or len(state.trials) > 1
 
 
 def counted(state: Experiment) -> Mapping[str, int]:
-    """Return how many trials have which status, in the order in which a trial comes to them."""
+    """Return the number of trials by status, in the order of `Status`."""
     from prefect_tune.core.trial import Status
 
     found = Counter(each.status for each in state.trials.values())
@@ -34,7 +34,7 @@ def counted(state: Experiment) -> Mapping[str, int]:
 
 
 def objective_in(settings: Mapping[str, object]) -> Objective | None:
-    """Return what an experiment with these settings compares its trials by."""
+    """Return the objective in these settings; None where they name no metric."""
     from prefect_tune.core.objective import Mode, objective_of
 
     metric = cast("str | list[str] | None", settings.get("metric"))
@@ -42,9 +42,9 @@ def objective_in(settings: Mapping[str, object]) -> Objective | None:
 
 
 def shown_settings(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return what is to be shown of them: of the variables of a job their names, since many a value is a key.
+    """Return `settings` for display, with the text values of job variables masked: they may be secrets.
 
-    Numbers are shown, and references to a saved block, such as `{{ prefect.blocks.secret.wandb }}`.
+    Numbers are shown, and so are references to saved blocks, such as `{{ prefect.blocks.secret.wandb }}`.
     """
     return {name: _masked(value) if name == _HAS_SECRETS else value for name, value in settings.items()}
 
@@ -58,7 +58,7 @@ def _masked(value: object) -> object:
 
 
 def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
-    """Return the trials by their last reports, the best first, those that cannot be compared last."""
+    """Return the trials by their last reports, best first; trials that cannot be compared come last."""
     from prefect_tune.core.ranking import ranked
 
     compared = {each.trial: each for each, _ in ranked(trials, objective)}
@@ -66,9 +66,9 @@ def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence
 
 
 def best_of(state: Experiment) -> Trial | None:
-    """Return the trial whose last report is the best; None where nothing can be compared.
+    """Return the trial whose last report is the best; None where no trial can be compared.
 
-    What it reported counts, whatever became of it, as for `Results.best`; `named` says where it has errored.
+    The last report counts even if the trial errored, as for `Results.best`; `named` marks that.
     """
     from prefect_tune.core.ranking import ranked
 
@@ -76,5 +76,5 @@ def best_of(state: Experiment) -> Trial | None:
 
 
 def named(trial: str, status: str) -> str:
-    """Return the name of a trial that is the best, with a word of warning where it has errored."""
+    """Return the name of the best trial, followed by `, errored` where it has errored."""
     return f"{trial}, errored" if status == "errored" else trial

@@ -1,4 +1,4 @@
-"""When a trial has had enough: pure functions of its reports."""
+"""Stoppers of a single trial: pure functions of its reports."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from prefect_tune.core.values import StepReport, metric_in
 __all__ = ["AnyOf", "MaxSteps", "MaxTime", "Never", "Plateau", "Stopper", "as_stopper", "limits_in", "some_time"]
 
 _RAYS = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
-"""Ray Tune's names of what each report has, and what to write for them here."""
+"""Ray Tune's names of values that each report has, and their equivalents here."""
 
 
 class Stopper(ABC):
-    """Ends a trial. It sees every report that counts so far, oldest first, and holds no state of its own."""
+    """Ends a trial. It gets every report of the trial's history, oldest first, and has no state of its own."""
 
     @property
     def looks_back(self) -> bool:
-        """Whether it needs more than the last report; one that does not makes a resume cheaper."""
+        """Whether it needs more than the last report; if no stopper does, a resume reads less."""
         return True
 
     @property
     def step_count(self) -> int | None:
-        """After how many steps it stops at the latest; None where that is not known beforehand."""
+        """The number of steps after which it stops at the latest; None where that is not known beforehand."""
         return None
 
     @abstractmethod
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
-        """Return why the trial is to stop after the last of `reports`; None to go on."""
+        """Return why the trial is to stop after the last of `reports`; None to continue."""
 
     def __or__(self, other: Stopper) -> Stopper:
         """Stop as soon as either would."""
@@ -72,7 +72,7 @@ class AnyOf(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class MaxSteps(Stopper):
-    """Stop after this many steps, counted once each however often a resume repeats them."""
+    """Stop after this many steps; a step that a resume repeats counts once."""
 
     steps: int
     looks_back = False
@@ -91,7 +91,7 @@ class MaxSteps(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class MaxTime(Stopper):
-    """Stop after this much training time, summed over all attempts; a plain number is one of seconds."""
+    """Stop after this training time, summed over all attempts; a plain number means seconds."""
 
     time: timedelta
     looks_back = False
@@ -152,7 +152,7 @@ class _AtLeast(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class _Function(Stopper):
-    """Stop when the user's function of the step's metrics (with `step` among them) says so."""
+    """Stop when the user's function of the step's metrics (with `step` among them) returns a true value."""
 
     function: Callable[[Mapping[str, object]], object]
     looks_back = False
@@ -160,7 +160,7 @@ class _Function(Stopper):
     def why_stop(self, reports: Sequence[StepReport]) -> str | None:
         said = self.function({**reports[-1].metrics, "step": reports[-1].step})
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        return f"{name} said so" if said else None
+        return f"{name} returned a true value" if said else None
 
 
 StopCriteria: TypeAlias = (
@@ -191,7 +191,7 @@ def some_time(given: object, where: str) -> timedelta:
     """Return a time, given as such or as a number of seconds.
 
     Raises:
-        InvalidInput: it is neither, or not more than nothing.
+        InvalidInput: it is neither, or not positive.
     """
     try:
         is_seconds = isinstance(given, int | float) and not isinstance(given, bool)
@@ -200,11 +200,11 @@ def some_time(given: object, where: str) -> timedelta:
         time = None
     if isinstance(time, timedelta) and time > timedelta(0):
         return time
-    raise InvalidInput(f"{where}: expected a number of seconds or a timedelta, more than nothing, found {shown(given)}")
+    raise InvalidInput(f"{where}: expected a positive number of seconds or timedelta, found {shown(given)}")
 
 
 def limits_in(stopper: Stopper) -> Mapping[str, float]:
-    """Return the limits of metrics at which it stops, from below, by metric; `step` is the step itself."""
+    """Return by metric the limits at or above which it stops; `step` is the step itself."""
     if isinstance(stopper, AnyOf):
         return {name: limit for each in stopper.stoppers for name, limit in limits_in(each).items()}
     return dict(stopper.limits) if isinstance(stopper, _AtLeast) else {}
@@ -212,7 +212,7 @@ def limits_in(stopper: Stopper) -> Mapping[str, float]:
 
 def _limit(name: object, limit: object) -> float:
     if isinstance(limit, float) and math.isinf(limit):
-        return limit  # it is never reached, or at once
+        return limit  # inf is never reached, -inf at once
     if isinstance(limit, int | float) and is_number(limit):
         return float(limit)
     raise InvalidInput(f"stop: limit of {name!r}: expected a number, found {shown(limit)}")
@@ -222,5 +222,5 @@ def _number(metrics: Mapping[str, object], name: str) -> float:
     value = metric_in(metrics, name)
     if isinstance(value, int | float):
         return float(value)
-    hint = f"; what Ray Tune calls {name} is {_RAYS[name]} here" if name in _RAYS else ""
-    raise InvalidInput(f"stop: metric {name!r} was expected in each report; reported were {sorted(metrics)}{hint}")
+    hint = f"; Ray Tune's {name} is {_RAYS[name]} here" if name in _RAYS else ""
+    raise InvalidInput(f"stop: expected metric {name!r} in each report, found only {sorted(metrics)}{hint}")

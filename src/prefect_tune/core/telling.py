@@ -1,8 +1,8 @@
-"""How far somebody has been told of an experiment, so that nothing is told twice and nothing is left out.
+"""Track which events of an experiment a recipient has received, so that each is delivered exactly once.
 
-What is in the journal is told by its numbers: of the experiment's entries, and of the entries of each
-trial's own journal. What is told before it is in the journal (a report, what the next entry will hold)
-leaves a mark, until the journal has come so far.
+For journaled events the position is a number: that of the experiment's entry, and that of each trial's own entry.
+An event delivered before it is journaled (a report, the events of the next entry) is recorded in a mark, until the
+journal holds it.
 """
 
 from __future__ import annotations
@@ -41,62 +41,62 @@ __all__ = ["Heard", "Mark", "Telling"]
 
 
 class Mark(Value):
-    """What was told of a trial beyond the entries that count as told."""
+    """The events of a trial that were delivered beyond the delivered entries."""
 
     absorbed: int = 0
-    """The last entry of its own journal that was told."""
+    """The last entry of the trial's own journal that was delivered."""
     step: int = 0
-    """The last step of the present attempt that was told."""
+    """The last step of the present attempt that was delivered."""
     journaled: int = 0
-    """The last step of it that was told as the journal has it."""
+    """The last delivered step that is in the journal."""
     ended: bool = False
 
 
 class Heard(Value):
-    """How far somebody has been told."""
+    """A recipient's delivery position."""
 
     number: int = 0
-    """The last entry of the experiment's journal of which everything was told."""
+    """The last entry of the experiment's journal that was delivered completely."""
     marks: Mapping[str, Mark] = Field(default_factory=dict)
-    """What was told beyond it, by trial."""
+    """The events delivered beyond that entry, by trial."""
 
 
 class Telling:
-    """Says of what happens what is news. It takes note as it says so."""
+    """Filters events to those that were not delivered before, and records what it returns as delivered."""
 
     def __init__(self, heard: Heard | None = None) -> None:
         self._number = heard.number if heard else 0
         self._marks = dict(heard.marks) if heard else {}
-        self._beyond = set(self._marks)  # of whom something was told that no written entry holds yet
+        self._beyond = set(self._marks)  # trials with delivered events that no written entry holds yet
 
     @property
     def number(self) -> int:
-        """The last entry of which everything was told."""
+        """The last entry that was delivered completely."""
         return self._number
 
     @property
     def heard(self) -> Heard:
-        """How far it has come."""
+        """The present delivery position."""
         marks = {
             trial: mark for trial, mark in self._marks.items() if trial in self._beyond or mark.step > mark.journaled
         }
         return Heard(number=self._number, marks=marks)
 
     def replay(self, entry: Entry) -> Iterator[OneTrialsEvent]:
-        """Return what is news in an entry of the journal; entries come in their order."""
+        """Yield the undelivered events of a journal entry; entries must come in order."""
         if entry.number > self._number:
             for event in entry.events:
                 yield from self.news(event)
             self.written(entry.number)
 
     def written(self, number: int) -> None:
-        """Take note that all that was told, but for reports, is in the entries up to `number`."""
+        """Record that all delivered events except reports are in the entries up to `number`."""
         self._number = number
         self._beyond.clear()
         self._marks = {trial: mark for trial, mark in self._marks.items() if not mark.ended}
 
     def news(self, event: Event) -> Iterator[OneTrialsEvent]:
-        """Return what is news in an event, and in those that it absorbs."""
+        """Yield the event, or the events that it absorbs, where they were not delivered before."""
         match event:
             case Opened() | Adopted() | Described() | Extended() | StopAsked() | TrialAdded():
                 return
@@ -115,7 +115,7 @@ class Telling:
                 yield from self._own_news(event)
 
     def report(self, trial: str, report: StepReport) -> bool:
-        """Return whether a report that the journal does not have yet is news."""
+        """Return whether a report that is not journaled yet was not delivered before."""
         if report.step <= self._mark(trial).step:
             return False
         self._set(trial, step=report.step)

@@ -1,4 +1,4 @@
-"""Text from outside, such as an exception's message: made fit for JSON, for a journal and for Prefect's database."""
+"""Sanitize text from outside, such as an exception's message, for JSON, the journal and Prefect's database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HALF = _LONGEST // 2 - 50
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode `text`: half a character (a surrogate), as in the name of some files, it cannot."""
+    """Return whether UTF-8 can encode `text`; it cannot encode a lone surrogate, as in some file names."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -22,10 +22,10 @@ def is_unicode(text: str) -> bool:
 
 
 def readable(text: str) -> str:
-    r"""Return `text` as each reader of JSON reads it back, in at most 100,000 characters.
+    r"""Return `text` in a form that every JSON reader reads back, in at most 100,000 characters.
 
-    Surrogates and NULs, which PostgreSQL does not store, are escaped as `\udcff` and `\x00`. Of a long text the
-    middle is left out. What is readable stays as it is.
+    Surrogates, and NULs, which PostgreSQL does not store, are escaped as `\udcff` and `\x00`. The middle of a long
+    text is left out. Other characters stay as they are.
     """
     if len(text) > _LONGEST:
         text = f"{text[:_HALF]}\n[{len(text) - 2 * _HALF} characters left out]\n{text[-_HALF:]}"
@@ -39,7 +39,7 @@ def _readable(value: object) -> object:
 
 
 Message: TypeAlias = Annotated[str, BeforeValidator(_readable)]
-"""A text for people. It may come from the user's code, and say anything at any length: it is made `readable`."""
+"""A text for people, possibly from the user's code, of any content and length: it is made `readable`."""
 
 
 def _from_json(value: object, info: ValidationInfo) -> object:
@@ -53,4 +53,4 @@ def _to_json(path: str) -> str:
 
 
 PathName: TypeAlias = Annotated[str, BeforeValidator(_from_json), PlainSerializer(_to_json, when_used="json")]
-"""A path of this machine, which need not be UTF-8. In JSON each character stands for a byte (Latin-1)."""
+"""A path of this machine, which need not be UTF-8. In JSON each character is one byte of it (Latin-1)."""

@@ -1,18 +1,20 @@
-"""Delete what of a trial nobody needs any more, beside its owner: what is retired, and what saves that died left.
+"""Garbage-collect a trial from outside its owner: retired checkpoints, remains of interrupted saves, old replies.
 
-No time is waited for: a thing may be deleted once the trial's journal has drawn a line after it (see
-`collect.is_collectable`). The owner draws one with each retirement. Where a trial has ended no save is under way, and a
-guest may draw it: the journal has one order, so that whoever starts the trial again comes after the line.
+There are no waiting periods: an object may be deleted once the trial's journal holds a limit after it, that is a
+retirement (see `collect.is_collectable`). The owner writes one with each retirement. When a trial has ended, no save is
+running, and an external writer may write one (`Pruned`): the journal is one sequence, so that a process that starts the
+trial again comes after that entry.
 
-Some trials end in the experiment's journal alone: one that is given up, one that is not resumed. In its own it waits,
-so that no save is under way there either; and who starts it again opens that journal first. So it has ended for as
-long as nobody has opened it since the experiment's journal took it in, and a guest's entry is refused where somebody
-is faster. One that, as its own journal tells, still runs may have an owner that lives: it is left alone.
+Some trials end in the experiment's journal only: those that are given up, or not resumed. In its own journal such a
+trial waits, so that no save is running either, and a process that starts it again opens that journal first. So it has
+ended as long as no process has opened its journal since the experiment's journal absorbed it, and an external entry is
+refused if such a process is faster. A trial that is running by its own journal may have a live owner: it is left alone.
 
-On a target that serves one writer only no guest writes: what needs no line goes, and why the rest stays is told.
+On a target that supports one writer only, no external entry is written: only objects that need no new limit are
+deleted, and `Collected.kept` says why the rest stays.
 
-What a trial elsewhere was told lies on the target, too. Attempt numbers only grow, so that what was told to an attempt
-that is over may go at any time.
+The replies to trials on other machines are stored on the target, too. Attempt numbers only grow, so that replies to
+an attempt that is over may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -44,21 +46,21 @@ _WAITS = frozenset({Status.PENDING, Status.PAUSED})
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What of a trial can be collected, or was."""
+    """The garbage of a trial: found, or deleted."""
 
     trial: str
     checkpoints: tuple[int, ...] = ()
-    """The steps of those that are none any more."""
+    """The steps of retired checkpoints."""
     orphan_count: int = 0
     orphan_bytes: int = 0
     undecided_count: int = 0
-    """Objects that a save under way may still use; the trial's next retirement decides, or its end."""
+    """Manifests that may belong to a running save; the trial's next retirement, or its end, decides."""
     answer_count: int = 0
-    """Answers to attempts that are over."""
+    """Replies to attempts that are over."""
     kept: str | None = None
-    """Why something stays that nobody needs."""
+    """Why some garbage stays; None where none does."""
     damage: str | None = None
-    """Why nothing of it may be deleted."""
+    """The damage for which nothing of the trial may be deleted; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,14 @@ class _Garbage:
 def look_for_garbage(
     store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper, known: Trial | None = None
 ) -> Collected:
-    """Return what `collect_from` would delete; nothing is written."""
+    """Return what `collect_from` would delete; writes nothing."""
     return _repeated_while_outdated(trial, partial(_looked_for, store, trial, side_by_side, known))
 
 
 def _looked_for(store: ObjectStore, trial: TrialKey, side_by_side: Mapper, known: Trial | None) -> Collected:
     state = _state(store, trial, side_by_side)
     if trial.trial not in state.trials:
-        return Collected(trial.trial)  # it was added, and has not begun
+        return Collected(trial.trial)  # it was added, and not started
     own = state.trial(trial.trial)
     kept = _why_not_settled(store, trial, state, known, side_by_side)
     if kept is None and _needs_line(store, trial, state, known, side_by_side):
@@ -103,10 +105,10 @@ def _looked_for(store: ObjectStore, trial: TrialKey, side_by_side: Mapper, known
 def collect_from(
     store: ObjectStore, trial: TrialKey, stamp: Stamp, *, side_by_side: Mapper, known: Trial | None = None
 ) -> Collected:
-    """Delete what nobody needs of `trial`, and return what that was. Cut short, it is finished by the next one.
+    """Delete the garbage of `trial`, and return what was deleted. The next call finishes an interrupted one.
 
     Args:
-        known: the trial as its experiment's journal tells it: it may have ended only there.
+        known: the trial in its experiment's journal: it may have ended only there.
 
     Raises:
         JournalCorrupt, UnknownVersion: as `load`.
@@ -137,7 +139,7 @@ def _collected(
 
 
 def _repeated_while_outdated(trial: TrialKey, act: Callable[[], Collected]) -> Collected:
-    """Damage is what the journal needs and cannot be read. What its owner retired meanwhile is looked for again."""
+    """Call `act`, again while the owner retires checkpoints meanwhile; return damage and a deletion as a result."""
     while True:
         try:
             return act()
@@ -153,7 +155,7 @@ def _state(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Experim
     return load(store, journal_of(store, trial), side_by_side=side_by_side)
 
 
-def _garbage(  # noqa: PLR0913, PLR0917 - as `collect_from`, and what it has found
+def _garbage(  # noqa: PLR0913, PLR0917 - as `collect_from`, and the states it has read
     store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial, known: Trial | None, side_by_side: Mapper
 ) -> _Garbage:
     left = _left(store, trial, state, own)
@@ -170,14 +172,14 @@ def _garbage(  # noqa: PLR0913, PLR0917 - as `collect_from`, and what it has fou
 def _why_not_settled(
     store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: Mapper
 ) -> str | None:
-    """Why no line is drawn, and no claim released, where that would let more go; None where it can be, or need not."""
+    """Return why no entry is written to free more garbage; None where it can be written, or would free none."""
     if store.conditional_create:
         return None
     own = state.trial(trial.trial)
     held = _held(store, trial, state, own)
     more = _needs_line(store, trial, state, known, side_by_side)
     more = more or bool(claims_over(store, own, held, side_by_side=side_by_side))
-    return f"more could go after an entry in its journal: {ONE_WRITER}" if more else None
+    return f"more could be deleted after an entry in its journal: {ONE_WRITER}" if more else None
 
 
 def _left(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
@@ -185,20 +187,20 @@ def _left(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) ->
 
 
 def _held(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
-    """What is retired, and stays for the sake of clones that may be over."""
+    """Return retired checkpoints that are kept for clones, which may be over."""
     return [key for key in _left(store, trial, state, own) if is_held(own, key)] if own.claims else []
 
 
 def _without_claims_that_are_over(
     store: ObjectStore, own: Trial, held: Sequence[CheckpointKey], side_by_side: Mapper
 ) -> Trial:
-    """The trial as `settle` would leave it."""
+    """Return the trial as `settle` would change it."""
     over = claims_over(store, own, held, side_by_side=side_by_side)
     return own.model_copy(update={"claims": tuple(each for each in own.claims if each not in over)})
 
 
 def _ended(state: Experiment, trial: TrialKey, known: Trial | None) -> Trial | None:
-    """The trial, if it has ended in the journal that `state` is the state of, or in its experiment's since then."""
+    """Return the trial if it has ended in the journal of `state`, or, since its last opening, in the experiment's."""
     found = None if state.is_removed else state.trials.get(trial.trial)
     if found is None or found.status in ENDED:
         return found
@@ -209,12 +211,12 @@ def _ended(state: Experiment, trial: TrialKey, known: Trial | None) -> Trial | N
 def _needs_line(
     store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: Mapper
 ) -> bool:
-    """Whether a guest may draw the line, and something was begun since the last one."""
+    """Return whether an external writer may write a `Pruned` entry, and it would free garbage."""
     return _ended(state, trial, known) is not None and _is_young(store, trial, state, side_by_side)
 
 
 def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_side: Mapper) -> bool:
-    """Whether anything would be garbage if the line were drawn now."""
+    """Return whether a retirement now would free objects."""
     known = state.trial(trial.trial)
     beyond = known.model_copy(update={"collected_up_to": state.number + 1})
     left = leftover(store, trial, beyond, state.number + 1)
@@ -229,7 +231,7 @@ def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_si
 def look_for_prunable(
     store: ObjectStore, trial: TrialKey, policy: Retention, *, side_by_side: Mapper, known: Trial | None = None
 ) -> Sequence[int]:
-    """Return what `prune` would retire; nothing is written."""
+    """Return what `prune` would retire; writes nothing."""
     found = _ended(_state(store, trial, side_by_side), trial, known)
     if found is None:
         return ()
@@ -237,7 +239,7 @@ def look_for_prunable(
     return _prunable(_without_claims_that_are_over(store, found, claimed, side_by_side), policy)
 
 
-def prune(  # noqa: PLR0913 - as `collect_from`, and by which policy
+def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
     store: ObjectStore,
     trial: TrialKey,
     policy: Retention,
@@ -246,10 +248,11 @@ def prune(  # noqa: PLR0913 - as `collect_from`, and by which policy
     side_by_side: Mapper,
     known: Trial | None = None,
 ) -> Sequence[int]:
-    """Retire what `policy` does not keep of a trial that has ended, and return the sequences; their bytes go later.
+    """Retire the checkpoints of an ended trial that `policy` does not keep; return their sequences.
 
-    Its newest stays, what is pinned, and what clones and forks go on from. Of one that goes on again, by then,
-    nothing is retired: its owner has a policy. Arguments and errors are those of `collect_from`.
+    Their bytes are deleted by a later `collect_from`. The newest checkpoint, pinned ones, and those that clones and
+    forks need are kept. If the trial is running again by then, none is retired: its owner has a policy. Arguments and
+    errors are those of `collect_from`.
     """
     found = _ended(_state(store, trial, side_by_side), trial, known)
     if found is not None and (claimed := _claimed(trial, found, policy)):
@@ -278,7 +281,7 @@ def _prunable(trial: Trial, policy: Retention) -> Sequence[int]:
 
 
 def _claimed(trial: TrialKey, found: Trial, policy: Retention) -> Sequence[CheckpointKey]:
-    """What is only kept for the sake of clones that may be over."""
+    """Return checkpoints that only clones keep from being retired; the clones may be over."""
     unwanted = frozenset(_unwanted(found, policy))
     named = {(each.step, each.sequence) for each in found.claims if each.sequence in unwanted}
     return [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in sorted(named)]

@@ -1,4 +1,4 @@
-"""A trial as its own journal tells it: the experiment hears of its trials once in a sync period."""
+"""Read a trial's present state from its own journal, which the experiment's journal absorbs once a `sync_period`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["trial_today"]
 
 
 def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_side: Mapper) -> Trial:
-    """Return what the trial's own journal says of it now; what is `known`, where it has none, or not yet.
+    """Return the trial's state in its own journal; `known` where it has none, or none yet.
 
     Raises:
         JournalCorrupt, UnknownVersion: as `load`.

@@ -1,4 +1,4 @@
-"""The trials of an experiment, so kept that a change costs the same among ten of them and among ten thousand."""
+"""A persistent mapping of an experiment's trials: one change costs the same with ten trials and with ten thousand."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ _NONE: HashTrieSet[int] = HashTrieSet()
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trials(Mapping[str, Trial]):
-    """Trials by name, in the order in which they were added. A changed one shares all else with what it came from.
+    """Immutable trials by name, in the order in which they were added. A changed copy shares unchanged trials.
 
-    It also knows which trials changed lately, in which stretch of the journal: what the segments hold.
+    It also records which trials changed since which segment boundary, for writing segments.
     """
 
     _numbers: HashTrieMap[str, int]
-    """By name, in the order in which they were added."""
+    """By name, the trial's number in the order in which they were added."""
     _trials: HashTrieMap[int, Trial]
     _changed: _Changed = (_NONE,)
-    """Numbers of trials. The first changed since the last boundary that ends with two zeros, the second between it
-    and the last one that ends with three, and so on; one too many costs bytes, one too few would be lost."""
+    """Sets of trials' numbers. Those in the first set changed since the last boundary that ends with two zeros, those
+    in the second between it and the last one that ends with three, and so on. A superfluous number costs bytes; a
+    missing one would lose the change."""
 
     @classmethod
     def of(cls, trials: Iterable[Trial] = ()) -> Trials:
-        """Return these trials, in this order; each counts as changed since the last entry."""
+        """Return `trials`, in this order, each marked as changed."""
         found = cls(HashTrieMap(), HashTrieMap())
         for trial in trials:
             found = found.with_trial(trial)
         return found
 
     def with_trial(self, trial: Trial) -> Trials:
-        """Return these trials with one of them as it is now, or with a new one at the end."""
+        """Return a copy with `trial` replaced, or added at the end if it is new."""
         number = self._numbers.get(trial.trial)
         numbers = self._numbers
         if number is None:
@@ -53,7 +54,7 @@ class Trials(Mapping[str, Trial]):
         return Trials(numbers, self._trials.insert(number, trial), changed)
 
     def at_boundary(self, number: int) -> Trials:
-        """Return these trials after entry `number`, which ends a segment, and with it those within it."""
+        """Return a copy after entry `number`, which ends a segment: the segments within it are merged into it."""
         changed = [*self._changed, *[_NONE] * (level_of(number) - len(self._changed))]
         for level in range(level_of(number) - 1):
             changed[level + 1] = changed[level + 1].update(changed[level])
@@ -61,11 +62,11 @@ class Trials(Mapping[str, Trial]):
         return Trials(self._numbers, self._trials, tuple(changed))
 
     def changed_in(self, number: int) -> Sequence[Trial]:
-        """Return the trials that the segment at `number`, the last entry, holds: in the order they were added."""
+        """Return the trials for the segment that ends with the last entry, `number`, in the order of addition."""
         return [self._trials[each] for each in sorted(self._changed[level_of(number) - 1])]
 
     def with_segment(self, number: int, changed: Sequence[Trial]) -> Trials:
-        """Return these trials after the segment at `number`, the next one, which holds `changed`."""
+        """Return a copy after the next segment, the one at `number`, which holds `changed`."""
         numbers, trials = self._numbers, self._trials
         for trial in changed:
             if trial.trial not in numbers:
@@ -97,7 +98,7 @@ class Trials(Mapping[str, Trial]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """In JSON they are a list."""
+        """Read and write JSON as a list of trials."""
         listed = handler.generate_schema(tuple[Trial, ...])
         read = core_schema.no_info_after_validator_function(cls.of, listed)
         return core_schema.json_or_python_schema(

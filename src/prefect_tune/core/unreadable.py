@@ -1,4 +1,4 @@
-"""One object that cannot be read is told of, and keeps nobody from looking at the others."""
+"""Turn a failure to read one object into a result, so that maintenance continues with the others."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """What could not be looked at, and why."""
+    """An object that could not be read, and the reason."""
 
     folder: str
-    """Where on the target it lies."""
+    """Its folder on the target."""
     why: str
     trial: str | None = None
     is_damage: bool = False
-    """Whether it was read, and is a journal that does not hold together."""
+    """Whether it is a journal that was read and is corrupt."""
 
 
 def unless_unreadable(
     store: ObjectStore, place: JournalKey, folder: str, act: Callable[[], _Result]
 ) -> _Result | Unreadable:
-    """Return `act()`, or why what it reads below `folder`, which is `place`'s, cannot be read while other things can.
+    """Return `act()`, or, if it cannot read the objects in `folder` (of the journal `place`), an `Unreadable`.
 
-    What fails is done once more: `act` may be called twice.
+    After a failure of the store `act` is called a second time.
 
     Raises:
-        StoreUnavailable, StoreRefused: nothing of the target can be had, or there is no time any more.
+        StoreUnavailable, StoreRefused: other objects of the target cannot be read either, or the time is up.
     """
     why = ""
     for _ in range(_TRIES):
@@ -57,12 +57,12 @@ def unless_unreadable(
             raise
         except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
             why = f"{type(error).__name__}: {error}"
-            store.size(JournalKey(experiment=place.experiment).entry_path(1))  # where all of it is away, this says so
+            store.size(JournalKey(experiment=place.experiment).entry_path(1))  # raises if the target is unavailable
     return Unreadable(folder, why, place.trial)
 
 
 def _is_there(store: ObjectStore, experiment: str) -> bool:
-    """What is being deleted is not damaged."""
+    """Return whether the experiment exists and is not being deleted: a journal being deleted is not damaged."""
     try:
         state = load(store, experiment, side_by_side=map)
     except JournalCorrupt:

@@ -1,4 +1,4 @@
-"""How the core's values look: frozen, strict about what they do not know, JSON at the edge."""
+"""The base class of the core's values (frozen, refuses unknown fields, JSON), and helpers for JSON and names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Metrics: TypeAlias = Mapping[str, object]
 Digest = NewType("Digest", str)
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-_SURELY_READ = 100  # brackets: each is a level at most
+_SURELY_READ = 100  # brackets: each opens at most one level
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -50,16 +50,16 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class Value(BaseModel):
     """A frozen value that refuses fields it does not know."""
 
-    # A NaN is dumped as the NaN it is, for `canonical_json` to refuse; pydantic's default makes it a null.
+    # A NaN is dumped as a NaN, for `canonical_json` to refuse; pydantic's default makes it a null.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     def model_post_init(self, _context: object, /) -> None:
-        # Nobody asks which fields were given, and a set of each value's own is more than a quarter of what it weighs:
-        # 60 MiB among ten thousand trials. So `exclude_unset` excludes nothing.
+        # No code asks which fields were given, and a set in each value is more than a quarter of its memory:
+        # 60 MiB for ten thousand trials. So `exclude_unset` excludes nothing.
         object.__setattr__(self, "__pydantic_fields_set__", _fields_of(type(self)))
 
     def __copy__(self) -> Self:
-        """For `model_copy`, which adds what it updates to the set: to the shared one, where it is already."""
+        """Copy for `model_copy`, which adds updated names to the fields set: the shared set has them already."""
         copied = object.__new__(type(self))
         object.__setattr__(copied, "__dict__", self.__dict__.copy())
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__)
@@ -74,14 +74,14 @@ def _fields_of(value: type[Value]) -> set[str]:
 
 
 class Stamp(Value):
-    """What makes one write recognizable: drawn at the edge, since the core draws nothing."""
+    """The id and the time of one write: made by the caller, since the core uses neither randomness nor a clock."""
 
     write_id: str
     at: str
 
 
 class StepReport(Value):
-    """The metrics of a step, and the training time of the trial up to it, over all attempts that count."""
+    """The metrics of a step, and the trial's training time up to it, over all attempts, lost steps excluded."""
 
     step: int
     metrics: Mapping[str, object]
@@ -89,12 +89,12 @@ class StepReport(Value):
 
 
 def without_none(dumped: dict[str, object], *names: str) -> dict[str, object]:
-    """Return a dumped value without those of its fields that are None, for those that came later than it did."""
+    """Return a dumped value without those of `names` that are None: so new fields leave old documents unchanged."""
     return {name: value for name, value in dumped.items() if value is not None or name not in names}
 
 
 def without_unset(dumped: dict[str, object], *names: str) -> dict[str, object]:
-    """Return a dumped value without those of its fields that say nothing (empty, 0, False), for the same reason."""
+    """Return a dumped value without those of `names` that are empty, 0 or False, for the same reason."""
     return {name: value for name, value in dumped.items() if value or name not in names}
 
 
@@ -122,19 +122,19 @@ def digest_of(data: bytes | bytearray | memoryview) -> Digest:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that has some: not all of a traceback."""
+    """Return the first line of a text that is not blank."""
     return text.strip().partition("\n")[0]
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested `values` as one level, named as in `model/depth`; a list is its JSON."""
+    """Return nested `values` as one level, with names like `model/depth`; a list becomes its JSON."""
     return {
         name: json.dumps(value) if isinstance(value, list | tuple) else value for name, value in leaves(values, prefix)
     }
 
 
 def leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield what is nested in `values` and does not nest further, named so."""
+    """Yield the innermost values of `values`, with names like `model/depth`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}/")
@@ -143,7 +143,7 @@ def leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
 
 
 def metric_in(metrics: Metrics, name: str) -> object:
-    """Return what was reported as `name`; one that is nested is named as in `eval/loss`. None where nothing was."""
+    """Return the metric `name`, which for a nested one is like `eval/loss`; None where it was not reported."""
     if name in metrics:
         return metrics[name]
     found: object = metrics
@@ -153,7 +153,7 @@ def metric_in(metrics: Metrics, name: str) -> object:
 
 
 def plural(count: int, one: str, many: str) -> str:
-    """Return so many of what is called so if there is one of it, and otherwise so: `"3 trials are"`."""
+    """Return `count` followed by `one` if it is 1, else by `many`: `"3 trials are"`."""
     return f"{count} {one if count == 1 else many}"
 
 
@@ -171,9 +171,9 @@ def canonical_json(value: object) -> bytes:
     """Encode `value` so that equal values give equal bytes.
 
     Raises:
-        ValueError: it holds a NaN or an infinity, which JSON cannot say, or what no reader would read back: half a
-            character (a surrogate), or more than about 200 levels.
-        TypeError: it holds something else that JSON cannot say.
+        ValueError: it holds a NaN or an infinity, which JSON cannot represent, or something that readers refuse: a
+            lone surrogate, or more than about 200 levels.
+        TypeError: it holds another value that JSON cannot represent.
     """
     text = _ENCODER.encode(value)
     if "\\ud" in text or text.count("{") + text.count("[") > _SURELY_READ:
@@ -182,7 +182,7 @@ def canonical_json(value: object) -> bytes:
 
 
 def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str) -> _Model:
-    """Decode `data` as `model`, or raise `error` naming `where` and what does not fit."""
+    """Decode `data` as `model`, or raise `error` with `where`, the field and the problem."""
     try:
         return model.model_validate_json(bytes(data))
     except ValidationError as invalid:

@@ -16,7 +16,7 @@ __all__ = ["NoSink", "Read", "Sink", "fetch", "reads"]
 
 
 class Sink(Protocol):
-    """Where restored bytes go: a fresh directory that nobody sees until it is whole."""
+    """The destination of restored bytes, such as a fresh directory that is not visible until it is complete."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Put verified bytes into file number `file` of the manifest at `offset`."""
@@ -24,7 +24,7 @@ class Sink(Protocol):
 
 
 class NoSink:
-    """Drops what was verified: that it was is all that is wanted."""
+    """Drops verified bytes, for a caller that only verifies."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Drop the bytes."""
@@ -32,7 +32,7 @@ class NoSink:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A chunk, and where in the directory it goes."""
+    """A chunk, and the file and offset that it is restored to."""
 
     file: int
     offset: int
@@ -56,7 +56,7 @@ class Read:
 
 
 def reads(manifest: Manifest) -> Iterator[Read]:
-    """Yield the requests that bring every byte of `manifest`."""
+    """Yield the reads that together fetch every byte of `manifest`."""
     of_blob: dict[int, list[_Wanted]] = {}
     for index, file in enumerate(manifest.files):
         offset = 0
@@ -68,10 +68,10 @@ def reads(manifest: Manifest) -> Iterator[Read]:
 
 
 def _runs(blob: int, wanted: list[_Wanted]) -> Iterator[Read]:
-    """Chunks that touch or overlap share a request; bytes nobody wants are not fetched.
+    """Yield reads; chunks that touch or overlap share one, and bytes of no chunk are not fetched.
 
-    No request is larger than what we write as one blob, or one chunk: what a foreign manifest makes of
-    its blobs does not decide how much memory is used here.
+    A read is at most `BLOB_BYTES` long, or one chunk, so that the blob sizes of a foreign manifest do not
+    determine the memory used here.
     """
     run: list[_Wanted] = []
     end = 0
@@ -88,7 +88,7 @@ def _runs(blob: int, wanted: list[_Wanted]) -> Iterator[Read]:
 def fetch(store: ObjectStore, manifest: Manifest, read: Read, sink: Sink) -> None:
     """Write the chunks of one request to `sink`, each verified.
 
-    A mismatch is read a second time, so that a flaw of the wire is not taken for one of the store.
+    After a mismatch the bytes are read a second time, so that a transmission error is not taken for damage.
 
     Raises:
         CheckpointCorrupt: bytes are missing or differ from their digest.

@@ -1,4 +1,4 @@
-"""What a trial's process and its supervisor tell each other. One JSON document a message."""
+"""The messages between a trial's process and its supervisor. Each is one JSON document."""
 
 from __future__ import annotations
 
@@ -34,49 +34,49 @@ __all__ = [
 
 
 class Surroundings(Value):
-    """What a process that was forked, or has served another trial, makes its own before it starts."""
+    """The environment that a forked or reused process adopts before it starts a trial."""
 
     type: Literal["surroundings"] = "surroundings"
     environment: Mapping[str, str]
-    """The whole of it; each character stands for a byte (Latin-1)."""
+    """All environment variables; each character is one byte (Latin-1)."""
     working_directory: str
-    """Likewise; empty to stay where the process is."""
+    """In Latin-1, too; empty to keep the present one."""
 
 
 class Start(Value):
-    """Train: everything that an attempt begins with."""
+    """Start training: all inputs of an attempt."""
 
     type: Literal["start"] = "start"
     experiment: str
     trial: str
     attempt: int
     trainable: str
-    """`module:name`, or a pickle in hexadecimal, made by the supervisor itself a moment ago."""
+    """`module:name`, or a pickle in hexadecimal that the supervisor itself has just made."""
     stopper: str
-    """Likewise."""
+    """A pickle in hexadecimal, as for `trainable`."""
     import_path: tuple[PathName, ...]
     config: Mapping[str, object]
     directory: PathName
     """For the trial's own files (logs, plots): synced as artifacts."""
     staging: PathName
-    """Where checkpoint directories are handed over."""
+    """The folder in which checkpoint directories are handed over to the supervisor."""
     temporary: PathName
-    """Where the trial's temporary files go."""
+    """The folder for the trial's temporary files."""
     restored: PathName | None
     from_step: int
     trained_seconds: float
     curve: tuple[StepReport, ...]
     cadence: Cadence
     overlap: bool
-    """Whether training goes on while a checkpoint is uploaded."""
+    """Whether training continues while a checkpoint is uploaded."""
     milestone: int | None = None
-    """The step at which the trial asks whether to go on, and waits for the answer; None for never."""
+    """The step at which the trial asks whether to continue, and waits for the answer; None for never."""
     saves_first: bool = False
-    """Whether a class trainable saves there before it asks."""
+    """Whether a class trainable saves at the milestone before it asks."""
     answers: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
-    """What persons have answered the trial, by the keys of its questions."""
+    """Answers of persons to the trial's questions, by their keys."""
     waits: bool = True
-    """Whether the process may wait for another trial afterwards, where its trainable can become that."""
+    """Whether the process may wait for another trial afterwards, if its trainable supports that."""
 
 
 class Saved(Value):
@@ -93,7 +93,7 @@ class StopAndSave(Value):
 
 
 class GoOn(Value):
-    """The answer at a milestone: train on, and ask again at the next."""
+    """The answer at a milestone: continue training, and ask again at the next one."""
 
     type: Literal["go-on"] = "go-on"
     milestone: int | None
@@ -105,9 +105,9 @@ class Leave(Value):
     type: Literal["leave"] = "leave"
     reason: Message
     save: bool
-    """Whether the state is wanted, where the trainable can save it at any step."""
+    """Whether to save the state first, if the trainable can save it at any step."""
     for_good: bool
-    """Whether the trial is done, or waits for a slot."""
+    """True: the trial is finished. False: it is paused."""
 
 
 class Loaded(Value):
@@ -116,32 +116,32 @@ class Loaded(Value):
     type: Literal["loaded"] = "loaded"
     pid: int
     code: str
-    """A digest of the trainable's source; empty where the source cannot be had."""
+    """A digest of the trainable's source; empty where the source is not available."""
 
 
 class StepDone(Value):
-    """A step was trained; where `checkpoint` names a directory, it is to be committed."""
+    """A step was trained; `checkpoint`, if given, is a directory to commit."""
 
     type: Literal["step-done"] = "step-done"
     report: StepReport
     checkpoint: PathName | None = None
     handed_over: bool = False
-    """Whether the directory is the supervisor's now, to be removed once it is committed."""
+    """Whether the supervisor owns the directory now, and removes it after the commit."""
     asks: bool = False
-    """Whether the trial waits to be told whether to go on."""
+    """Whether the trial waits for an answer whether to continue."""
     over: Message = ""
-    """Why the trial is done with this step, where nobody has to be asked: it can be journaled with the checkpoint."""
+    """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
 
 
 class Asked(Value):
-    """Before the first step: whether to go on from where the checkpoint stands, which is a milestone already."""
+    """Asks before the first step whether to continue, because the restored checkpoint's step is a milestone."""
 
     type: Literal["asked"] = "asked"
     report: StepReport
 
 
 class StateSaved(Value):
-    """The state after a step that was told before, to be committed; the directory is the supervisor's."""
+    """The state after a step that was reported before, to be committed; the supervisor owns the directory."""
 
     type: Literal["state-saved"] = "state-saved"
     report: StepReport
@@ -149,7 +149,7 @@ class StateSaved(Value):
 
 
 class Question(Value):
-    """What the trial asks a person: it goes on when it has an answer."""
+    """A question of the trial to a person; the trial continues after the answer."""
 
     key: Message
     question: Message
@@ -157,20 +157,20 @@ class Question(Value):
 
 
 class TrialEnded(Value):
-    """Nothing more will come: the trial is done, or (`interrupted`) it saved as it was asked to."""
+    """The last message of an attempt: the trial is finished or paused, asks, or (`interrupted`) saved as requested."""
 
     type: Literal["trial-ended"] = "trial-ended"
     reason: Message
     returned: bool = False
     left: bool = False
-    """Whether it ended because it was told to leave for good."""
+    """Whether it ended because of a `Leave` with `for_good`."""
     interrupted: bool = False
     paused: bool = False
-    """Whether it only gave its slot away, as it was told to."""
+    """Whether it ended because of a `Leave` without `for_good`."""
     question: Question | None = None
-    """What it has to be told before it can go on."""
+    """The question that has to be answered before the trial can continue."""
     waits: bool = False
-    """Whether the process, and the trainable in it, wait to become another trial."""
+    """Whether the process waits to run another trial with the same trainable."""
 
 
 class Broke(Value):

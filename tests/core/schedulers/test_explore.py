@@ -137,7 +137,7 @@ def test_the_same_purpose_gives_the_same_configuration(seed: int, purpose: str) 
         ({"a": pt.grid_search([1, 2])}, "expected a domain"),
         ({"a": []}, "at least one option"),
         ({"a": [1, {"b": [pt.uniform(0, 1)]}]}, r"here\['a'\]: expected plain options"),
-        ({"a": lambda: 3}, r"here\['a'\]: expected a function of the configuration.*What is random belongs"),
+        ({"a": lambda: 3}, r"here\['a'\]: expected a function of the configuration.*For random values"),
     ],
 )
 def test_what_cannot_be_explored_is_refused_by_its_place(mutations: Mapping[str, object], expected: str) -> None:

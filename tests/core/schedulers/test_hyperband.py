@@ -75,7 +75,7 @@ def test_the_last_one_goes_on_without_a_pause_if_it_is_the_best_and_stops_at_onc
     assert best.resume_all() == ["t0", "t1"]
     second = first_bracket()
     reach(second, 1, dict.fromkeys(NINE[:8], 0.5) | {"t0": 0.1})
-    assert second.report("t8", 1, 0.2) == Pause(reason="goes on to step 3 when there is a slot")
+    assert second.report("t8", 1, 0.2) == Pause(reason="continues to step 3 when there is a slot")
     assert second.resume_all() == ["t0", "t8", "t1"]
     worst = first_bracket()
     reach(worst, 1, dict.fromkeys(NINE[:8], 0.5))

@@ -1,1 +1,1 @@
-"""Which trials go on, and which do not: pure functions of what was reported."""
+"""Schedulers: which trials continue, pause, stop or exploit; deterministic functions of the reports."""

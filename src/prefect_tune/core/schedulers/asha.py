@@ -20,19 +20,19 @@ __all__ = ["ASHA"]
 
 @dataclass(frozen=True, slots=True)
 class ASHA(Scheduler):
-    """Train many a little and few to the end: at each rung only the best 1 / `reduction_factor` go on.
+    """Train many trials for a few steps and few to the end: at each rung only the best 1 / `reduction_factor` continue.
 
     Rungs are the steps `grace_period`, times `reduction_factor`, times that again, and so on below `max_t`, where
-    every trial ends. Nobody waits for anybody: a trial is compared with those who were at the rung before it.
+    every trial ends. It is asynchronous: a trial is compared with those that reached the rung before it.
 
-    `variant="stopping"` stops who is not good enough, for good, and never pauses (Ray's AsyncHyperBandScheduler).
-    `variant="promotion"` pauses everybody at each rung and gives a free slot to the best one that is not promoted
-    yet and among the best 1 / `reduction_factor` there; a new trial starts when there is none (the algorithm of
-    the paper). It needs checkpoints, trains less for the same result, and corrects itself: who was judged too
-    early is promoted later.
+    `variant="stopping"` stops a trial that is not good enough, for good, and never pauses (Ray's
+    AsyncHyperBandScheduler). `variant="promotion"` pauses every trial at each rung, and gives a free slot to the best
+    paused trial that is among the best 1 / `reduction_factor` of its rung; if there is none, a new trial starts (the
+    algorithm of the paper). It needs checkpoints, trains fewer steps for the same result, and corrects early
+    mistakes: a trial that was not promoted at first may be promoted later.
 
-    With more than one of the `brackets`, trials are dealt out over ladders that begin one rung higher each, in the
-    proportions of Hyperband: a hedge for when early results mislead.
+    With more than one of the `brackets`, trials are distributed over ladders that begin one rung higher each, in the
+    proportions of Hyperband: a hedge against misleading early results.
     """
 
     max_t: int

@@ -1,4 +1,4 @@
-"""ASHA that promotes: everybody pauses at each rung, and the best 1 / eta go on as slots become free."""
+"""ASHA, promotion variant: every trial pauses at each rung, and the best 1 / eta continue as slots become free."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["PromotionSchedule"]
 
 
 class PromotionSchedule(Climbing):
-    """Algorithm 2 of Li et al. 2020: the highest rung with somebody to promote comes first.
+    """Algorithm 2 of Li et al. 2020: a free slot goes to the highest rung with a promotable trial.
 
-    A trial that would be promoted in the moment in which it is paused goes on without a pause. When there is
-    no new trial to be had and nobody runs, and no trial was ever promoted from a highest rung, the best one of
-    the highest rung is: so that even a small search trains one trial to the end. Then who is still paused stops.
+    A trial that is promotable when it reaches the rung continues without a pause. When no new trial is available and
+    no trial is running, and none was ever promoted from a highest rung, the best trial of the highest rung with a
+    paused one is resumed, so that even a small search trains one trial to the end. Then paused trials are stopped.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -60,7 +60,7 @@ class PromotionSchedule(Climbing):
         self._running.discard(trial)
 
     def _compared(self, trial: TrialId, climb: Climb, loss: float) -> Decision:
-        self._release(trial)  # whatever was decided, it was not paused
+        self._release(trial)  # it reports, so it was not paused, even if the last answer to it was a pause
         rung = climb.rungs[climb.reached]
         place = rung.admit(trial, loss)
         climb.paused = (rung, place)
@@ -91,7 +91,7 @@ class PromotionSchedule(Climbing):
         return next((rung.paused[0][2] for rung in self._highest_first if rung.paused), None)
 
     def _standing(self, rung: Rung, place: Place) -> str:
-        """Say how a trial stands among those who have reached the rung."""
+        """Return the reason of a decision: the trial's rank among the trials that have reached the rung."""
         promoted = rung.quota(self._brackets.reduction_factor)
         rank = f"number {rung.rank(place) + 1} of {len(rung.reached)}, of whom {promoted} are promoted"
         return f"{shown(place[0], self._objective)} at step {rung.step}: {rank}"

@@ -1,4 +1,4 @@
-"""ASHA that stops: who is not among the best 1 / eta of those before it trains no more."""
+"""ASHA, stopping variant: a trial that is not among the best 1 / eta of those before it at a rung is stopped."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["StoppingSchedule"]
 
 
 class StoppingSchedule(Climbing):
-    """Stops a trial whose loss is above the 1 / eta quantile of those who were at the rung before it.
+    """Stops a trial whose loss is above the 1 / eta quantile of those that reached the rung before it.
 
-    Ray's AsyncHyperBandScheduler, decision for decision: the quantile is interpolated, the first at a rung
-    goes on, and who equals the quantile goes on.
+    Decides as Ray's AsyncHyperBandScheduler does: the quantile is interpolated; the first trial at a rung, and one
+    that equals the quantile, continue.
     """
 
     def ended(self, trial: TrialId) -> None:
-        """Change nothing: what it showed at the rungs stays to compare with."""
+        """Change nothing: the trial's losses at the rungs stay, for comparisons."""
         del trial
 
     def _compared(self, trial: TrialId, climb: Climb, loss: float) -> Decision:

@@ -1,4 +1,4 @@
-"""Where each trial stands on its ladder of rungs: what both variants of ASHA share."""
+"""ASHA's brackets, and each trial's position on its ladder of rungs; shared by both variants."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["Brackets", "Climb", "Climbing"]
 
 @dataclass(slots=True)
 class Climb:
-    """A trial's way up: the rungs of its bracket, and the highest at which it was compared; -1 for none."""
+    """A trial's position: the rungs of its bracket, and the index of the highest it was compared at (-1: none)."""
 
     rungs: Sequence[Rung]
     reached: int = -1
     stopped: Stop | None = None
     paused: tuple[Rung, Place] | None = None
-    """Where it is paused."""
+    """The rung and the place at which it is paused; None while it is not."""
 
     def at(self, step: int) -> int:
-        """Return the highest rung at or below `step`; -1 for none."""
+        """Return the index of the highest rung at or below `step`; -1 for none."""
         return bisect_right(self.rungs, step, key=lambda rung: rung.step) - 1
 
     def ahead(self, step: int) -> int | None:
-        """Return the step of the next rung; None for the end of the ladder."""
+        """Return the step of the next rung after `step`; None at the end of the ladder."""
         steps = (rung.step for rung in self.rungs[self.reached + 1 :])
         return next((each for each in steps if each > step), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Brackets:
-    """Ladders of rungs, of which each trial climbs one."""
+    """Ladders of rungs; each trial is assigned to one."""
 
     ladders: Sequence[Sequence[int]]
     max_t: int
@@ -53,7 +53,7 @@ class Brackets:
         object.__setattr__(self, "rungs", rungs)
 
     def enter(self, number: int) -> Climb:
-        """Return the way of trial `number`: drawn so that each bracket trains about as many steps in all."""
+        """Assign trial `number` to a bracket, drawn so that all brackets train about the same number of steps."""
         if len(self.rungs) == 1:
             return Climb(self.rungs[0])
         sizes = [self.reduction_factor ** len(rungs) / (len(rungs) + 1) for rungs in self.rungs]
@@ -63,10 +63,10 @@ class Brackets:
 
 
 class Climbing(Schedule):
-    """Compares each trial once at each rung, by the report at it or the first one after it.
+    """Compares each trial once at each rung, by its report at the rung's step or the first one after it.
 
-    A report beyond several rungs counts at the highest of them only: at the lower ones it would be compared
-    with losses of earlier steps.
+    A report that passes several rungs at once counts at the highest of them only: at the lower ones it would be
+    compared with losses of earlier steps.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -96,8 +96,8 @@ class Climbing(Schedule):
 
     @abstractmethod
     def _compared(self, trial: TrialId, climb: Climb, loss: float) -> Decision:
-        """Decide about a trial that has come to a rung for the first time."""
+        """Decide on a trial that has reached a rung for the first time."""
 
     @abstractmethod
     def _again(self, climb: Climb) -> Decision:
-        """Decide about a trial that trains steps again, below a rung where it was compared."""
+        """Decide on a trial that repeats lost steps, up to a rung at which it was compared already."""

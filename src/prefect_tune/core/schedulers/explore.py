@@ -1,4 +1,4 @@
-"""How PBT explores: a configuration like another one, with some of its values perturbed or drawn anew."""
+"""PBT's explore step: copy a configuration and perturb or resample some of its values."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from prefect_tune.core.search.ranges import Float, Integer, Normal, Range
 __all__ = ["Explorer", "Mutations", "as_mutations", "require_names_of"]
 
 Mutations: TypeAlias = "Mapping[str, Range | Choice | SampleFrom | Mutations]"
-"""What may change, by its place in the configuration."""
+"""The values that may change, nested as in the configuration."""
 Config: TypeAlias = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """Perturbs a value by one of `factors`, or draws it anew with `resample_probability`.
+    """Multiplies a value by one of `factors`, or resamples it with `resample_probability`.
 
-    Of a list of options the next or the one before it is taken; at an end that can be the same. What lands outside
-    of its domain is brought to its end; a whole number, or one with a step `q`, moves by a step at least.
-    Functions are computed last, from the configuration as it is then.
+    For a list of options, the next or the previous option is taken; at an end it may stay the same. A value outside
+    of its domain is clipped to the domain's end; an integer, or a number with a step `q`, moves by at least one step.
+    Functions are computed last, from the changed configuration.
     """
 
     mutations: Mutations
@@ -38,7 +38,7 @@ class Explorer:
     seed: int
 
     def explored(self, config: Config, *purpose: str | int) -> Config:
-        """Return a configuration near `config`: the same for the same `purpose`."""
+        """Return a configuration near `config`; deterministic for the same `purpose`."""
         drawn = self._with_draws(config, self.mutations, *purpose)
         return _with_computed(drawn, self.mutations, drawn)
 
@@ -63,10 +63,10 @@ class Explorer:
 
 
 def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
-    """Return what a user wrote for `hyperparam_mutations`: domains, lists of options, functions, or more of the same.
+    """Return the user's `hyperparam_mutations`, validated: domains, lists of options, functions, or nested mappings.
 
     Raises:
-        InvalidInput: it is empty, or holds something else.
+        InvalidInput: it is empty, or holds another kind of value.
     """
     if not mutations:
         raise InvalidInput(f"{where}: expected at least one value that may change, found none")
@@ -74,10 +74,10 @@ def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
 
 
 def require_names_of(space: Mapping[str, object], mutations: Mutations, where: str) -> None:
-    """Return if all that mutates has its place in `space`; else a trial that goes on has a value that nobody reads.
+    """Return if every mutation names a parameter of `space`: the trainable would not read any other value.
 
     Raises:
-        InvalidInput: something has none.
+        InvalidInput: a mutation does not.
     """
     _require_below([space], mutations, where)
 
@@ -85,20 +85,20 @@ def require_names_of(space: Mapping[str, object], mutations: Mutations, where: s
 def _require_below(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
     there = list(chain.from_iterable(map(_spaces_in, nodes)))
     if any(isinstance(each, SampleFrom) for each in there):
-        return  # what it computes is known by then only
+        return  # its value is only known when it is computed
     spaces = [each for each in there if isinstance(each, Mapping)]
     known = {name for each in spaces for name in each}
     for name, mutation in mutations.items():
         if name not in known:
             hint = did_you_mean_or_has(name, sorted(known))
-            raise InvalidInput(f"{where}[{name!r}]: expected what the space has at this place; {hint}")
+            raise InvalidInput(f"{where}[{name!r}]: expected a parameter of the space at this place; {hint}")
         if isinstance(mutation, Mapping):
             below = [each[name] for each in spaces if name in each]
             _require_below(below, mutation, f"{where}[{name!r}]")
 
 
 def _spaces_in(node: object) -> Iterator[object]:
-    """Yield what may stand here: the node, or each option of a choice."""
+    """Yield the possible nodes at this place: the node, or each option of a choice or grid."""
     if isinstance(node, Branch):
         for each in node.options:
             yield from _spaces_in(each)
@@ -123,7 +123,7 @@ def _as_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom | 
 
 def _as_choice(choice: Choice, where: str) -> Choice:
     if any(map(_holds_a_domain, choice.options)):
-        raise InvalidInput(f"{where}: expected plain options, which have neighbours, found {choice!r}")
+        raise InvalidInput(f"{where}: expected options that are plain values, found {choice!r}")
     return choice
 
 
@@ -136,13 +136,13 @@ def _holds_a_domain(option: object) -> bool:
 
 
 def _as_function(function: Callable[..., object], where: str) -> SampleFrom:
-    """A function that takes nothing, as Ray's do, can only be drawing by itself, and a resume would draw another."""
+    """Return the function; refuse one without a parameter, as in Ray: it can only draw, and differently on a resume."""
     try:
         inspect.signature(function).bind({})
     except TypeError as unfit:
         raise InvalidInput(
             f"{where}: expected a function of the configuration, found one that cannot be called with it ({unfit}). "
-            "What is random belongs into a domain: pt.uniform(...), pt.choice(...)"
+            "For random values use a domain: pt.uniform(...), pt.choice(...)"
         ) from unfit
     return SampleFrom(function)
 
@@ -157,7 +157,7 @@ def _drawn(domain: Range | Choice, quantile: float) -> object:
 
 
 def _neighbour(value: object, domain: Choice, factor: float) -> object:
-    """The options are taken to have an order: a factor above 1 is the next one."""
+    """Return the next option for a factor above 1, else the previous one: the options are taken as ordered."""
     index = domain.options.index(value) + (1 if factor > 1 else -1)
     return domain.options[min(max(index, 0), len(domain.options) - 1)]
 
@@ -171,7 +171,7 @@ def _perturbed(value: float, domain: Range, factor: float) -> float:
 
 
 def _with_computed(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:
-    """Fill in what functions compute from the whole configuration."""
+    """Return `config` with the values that functions compute from the whole configuration."""
     changed = dict(config)
     for name, mutation in mutations.items():
         if isinstance(mutation, Mapping):

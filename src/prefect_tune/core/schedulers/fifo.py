@@ -14,7 +14,7 @@ __all__ = ["FIFO"]
 
 @dataclass(frozen=True, slots=True)
 class FIFO(Scheduler):
-    """First in, first out: trials start in the order in which they are proposed, and none is asked about."""
+    """First in, first out: trials start in the order in which they are proposed, and none is stopped or paused."""
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del objective, seed
@@ -22,7 +22,7 @@ class FIFO(Scheduler):
 
 
 class _Schedule(Schedule):
-    """Nothing to remember."""
+    """A schedule without state."""
 
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del trial, config

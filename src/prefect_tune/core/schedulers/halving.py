@@ -1,4 +1,4 @@
-"""One bracket of Hyperband: a group of trials that is halved at each of its rungs."""
+"""One bracket of Hyperband: a group of trials, of which only the best continue after each rung."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["Bracket"]
 
 @dataclass(slots=True)
 class Bracket:
-    """Trials that train to one rung after the other, and are compared once all of them are there.
+    """Trials that train from rung to rung, and are compared when all of them have reached it.
 
-    Who ends on the way leaves a place that nobody fills: it counts as the worst.
+    The place of a trial that ends before the rung stays empty, and counts as the worst.
     """
 
     size: int
-    """How many trials it takes; once it is closed, how many it has taken."""
+    """The number of trials that it takes; once it is closed, the number that it has taken."""
     steps: Sequence[int]
-    """Of its rungs; at the last one nobody is compared: training ends there."""
+    """The steps of its rungs; at the last one training ends, without a comparison."""
     reduction_factor: float
     level: int = 0
-    """The rung that is to be reached now."""
+    """The index of the rung that its trials train to now."""
     places: int = 0
-    """How many trials were let on to it."""
+    """The number of trials that were admitted to that rung."""
     training: set[TrialId] = field(default_factory=set)
-    """Who is to reach it and has not; among them who waits for a slot."""
+    """The trials that have not reached it yet; some of them may wait for a slot."""
     reached: dict[TrialId, float] = field(default_factory=dict)
-    """The losses at it, in the order in which trials came there."""
+    """The losses of the trials that have reached it, in the order of arrival."""
 
     @property
     def is_full(self) -> bool:
@@ -38,31 +38,31 @@ class Bracket:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nobody is to come to the rung any more, and somebody is there."""
+        """Whether all trials have reached the rung or ended, and at least one has reached it."""
         return self.is_full and not self.training and bool(self.reached)
 
     @property
     def quota(self) -> int:
-        """How many go on from the rung."""
+        """The number of trials that continue after the rung."""
         return max(1, int(self.places / self.reduction_factor))
 
     def enter(self, trial: TrialId) -> None:
-        """Take in a new trial."""
+        """Add a new trial."""
         self.places += 1
         self.training.add(trial)
 
     def reach(self, trial: TrialId, loss: float) -> None:
-        """Hear that a trial is at the rung, with this loss."""
+        """Record that a trial has reached the rung, with this loss."""
         self.training.discard(trial)
         self.reached[trial] = loss
 
     def leave(self, trial: TrialId) -> None:
-        """Hear that a trial is over."""
+        """Remove a trial that has ended."""
         self.training.discard(trial)
         self.reached.pop(trial, None)
 
     def best(self) -> TrialId | None:
-        """Return the best at the rung; of equal ones the first that came."""
+        """Return the best trial at the rung; of equals, the one that reached it first; None where there is none."""
         return min(self.reached, key=self.reached.__getitem__, default=None)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Bracket:
         self.size = self.places
 
     def halve(self) -> Sequence[TrialId]:
-        """Let the best of a complete rung on to the next one; return everybody, the best first, these `places`."""
+        """Advance to the next rung with the best trials; return all trials, best first: the first `places` continue."""
         ranking = sorted(self.reached, key=self.reached.__getitem__)
         self.places = self.quota
         self.level += 1

@@ -1,4 +1,4 @@
-"""Hyperband (Li et al. 2018): successive halving in step, in brackets that differ in how early they are strict."""
+"""Hyperband (Li et al. 2018): synchronous successive halving, in brackets that begin at different steps."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["Hyperband"]
 
 @dataclass(frozen=True, slots=True)
 class Hyperband(Scheduler):
-    """Compare whole groups: a rung is decided when everybody of its bracket has reached it.
+    """Compare whole groups of trials: a rung is decided when all trials of its bracket have reached it.
 
     Trials fill one bracket after the other, from the one with many trials and a first rung at few steps to the one
-    whose few trials all train `max_t` steps; then over again. Each rung keeps the best 1 / `reduction_factor`, at
-    least one; who has reached it pauses until it is decided, and the next bracket's trials use the slots. When
-    there is no new trial to be had, the last bracket is decided with those who are in it.
+    whose few trials all train `max_t` steps; then from the start again. Each rung keeps the best 1 /
+    `reduction_factor`, at least one; a trial that has reached it pauses until the rung is decided, and the next
+    bracket's trials use the slots. When no new trial is available, the last bracket is decided with the trials it has.
 
     `brackets` shows the sizes: for `max_t=81` and `reduction_factor=3` they are (81, 1), (34, 3), (15, 9),
     (8, 27), (5, 81), as trials and steps at the first rung.
@@ -47,7 +47,7 @@ class Hyperband(Scheduler):
 
     @property
     def brackets(self) -> Sequence[tuple[int, int]]:
-        """How many trials each bracket takes, and the step of its first rung."""
+        """The number of trials that each bracket takes, and the step of its first rung."""
         return [(size, rungs[0]) for size, rungs in self._plans()]
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
@@ -65,7 +65,7 @@ class Hyperband(Scheduler):
 
 
 class _Schedule(Schedule):
-    """The brackets, and whom they let go on or sort out."""
+    """The brackets, and the trials that they resume or stop."""
 
     def __init__(
         self, plans: Sequence[tuple[int, Sequence[int]]], reduction_factor: float, objective: Objective
@@ -113,7 +113,7 @@ class _Schedule(Schedule):
 
     def resumed(self, trial: TrialId) -> None:
         bracket = self._bracket_of.get(trial)
-        # Whoever was paused by other rules than today's need not wait here.
+        # It was paused by another scheduler before, and need not wait for this bracket to fill.
         if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
             self._settle(bracket)
@@ -134,7 +134,7 @@ class _Schedule(Schedule):
             self._settle(bracket)
 
     def _answer(self, trial: TrialId, bracket: Bracket) -> Decision:
-        """Decide about a trial that has reached its rung."""
+        """Decide on a trial that has reached its rung."""
         stop = self._to_stop.get(trial)
         if stop:
             self.ended(trial)
@@ -145,7 +145,7 @@ class _Schedule(Schedule):
         return Pause(reason=_why_it_waits(trial, bracket))
 
     def _settle(self, bracket: Bracket) -> None:
-        """Decide the rung if everybody is there."""
+        """Decide the rung if the bracket is complete."""
         if not bracket.is_complete:
             return
         losses, step = bracket.reached, bracket.steps[bracket.level]
@@ -170,6 +170,6 @@ class _Schedule(Schedule):
 
 def _why_it_waits(trial: TrialId, bracket: Bracket) -> str:
     if trial not in bracket.reached:
-        return f"goes on to step {bracket.steps[bracket.level]} when there is a slot"
+        return f"continues to step {bracket.steps[bracket.level]} when there is a slot"
     others = len(bracket.training) if bracket.is_full else len(bracket.training) + bracket.size - bracket.places
     return f"waits at step {bracket.steps[bracket.level]} for {others} others to be compared with"

@@ -1,4 +1,4 @@
-"""What the schedulers of this folder have in common: the loss they compare by, how they show it, what they accept."""
+"""Helpers of all schedulers: a report's loss, its display, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["is_count", "is_number", "loss_of", "shown"]
 
 
 def loss_of(told: TrialReport, objective: Objective) -> float:
-    """Return what the trial is compared by; smaller is better.
+    """Return the loss that the trial is compared by; smaller is better.
 
     Raises:
-        BadMetric: the report does not have it, or it is not a finite number.
+        BadMetric: the report lacks the metric, or it is not a finite number.
     """
     return objective.loss(told.report.metrics, f"trial {told.trial!r}, step {told.report.step}")
 
@@ -25,10 +25,10 @@ def shown(loss: float, objective: Objective) -> str:
 
 
 def is_count(value: object, at_least: int) -> bool:
-    """Whether `value` is a whole number of steps, trials or the like; True and 3.0 are none."""
+    """Return whether `value` is an integer of `at_least`; False for True and 3.0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 def is_number(value: object, at_least: float) -> bool:
-    """Whether `value` is a finite number; True is none."""
+    """Return whether `value` is a finite number of `at_least`; False for True."""
     return isinstance(value, int | float) and numbers.is_number(value) and at_least <= value

@@ -1,4 +1,4 @@
-"""The median stopping rule (Golovin et al. 2017, "Google Vizier"), with running averages as Ray has them."""
+"""The median stopping rule (Golovin et al. 2017, "Google Vizier"), with running averages as in Ray."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = ["MedianStopping"]
 class MedianStopping(Scheduler):
     """Stop a trial whose best result is worse than the median of the others' averages up to the same step.
 
-    From `grace_period` on, every `interval` steps, a trial is compared with those that have come as far: its best
-    loss since then with the median of their mean losses from `grace_period` to that step. While fewer than
-    `min_samples_required` others have come as far, it goes on. An average runs over what was reported when it was
-    asked, so that `interval=1` averages every step, and costs an answer at every step.
+    From `grace_period` on, every `interval` steps, a trial is compared with the others that have reached that step: its
+    best loss since `grace_period` with the median of their mean losses from `grace_period` to that step. While fewer
+    than `min_samples_required` others have reached it, the trial continues. A mean covers only the reports at these
+    steps, so that `interval=1` averages every step, and costs a decision at every step.
 
-    With `min_time_slice`, a trial that has too few to be compared with gives its slot to others after that many
-    steps, and goes on when there are enough: fewer slots than trials then compare early. It needs checkpoints.
+    With `min_time_slice`, a trial with too few others to compare with gives its slot away after that many steps, and
+    continues when there are enough: so comparisons start early with fewer slots than trials. It needs checkpoints.
     """
 
     grace_period: int = 1
@@ -57,17 +57,17 @@ class MedianStopping(Scheduler):
 
 @dataclass(slots=True)
 class _Curve:
-    """What a trial has shown since the grace period."""
+    """A trial's losses since the grace period, summarized."""
 
     judged: int = -1
-    """The last of its milestones at which it was asked, counted from 0."""
+    """The index of the last milestone at which it was decided on; -1 for none."""
     count: int = 0
     total: float = 0.0
     best: float = 0.0
     slot_since: int = 0
-    """The step at which it got the slot that it has."""
+    """The step at which it got its present slot."""
     paused_at: int | None = None
-    """The step at which it gave it away."""
+    """The step at which it was paused; None while it is not."""
     stopped: Stop | None = None
 
     @property
@@ -81,7 +81,7 @@ class _Curve:
 
 
 class _Schedule(Schedule):
-    """The averages of all trials at each milestone, sorted: the median is their middle."""
+    """The mean losses of all trials at each milestone, sorted: the median is in the middle."""
 
     def __init__(self, rule: MedianStopping, objective: Objective) -> None:
         self._rule = rule
@@ -105,7 +105,7 @@ class _Schedule(Schedule):
         loss, number = loss_of(report, self._objective), self._number(step)
         if number <= curve.judged:
             return self._again(curve)
-        self.resumed(report.trial)  # whatever was decided, it was not paused
+        self.resumed(report.trial)  # it reports, so it was not paused, even if the last answer to it was a pause
         self._fill_gap(curve, number)
         curve.show(loss)
         decision = self._judged(report.trial, curve, step)
@@ -128,7 +128,7 @@ class _Schedule(Schedule):
         self._no_more = True
 
     def ended(self, trial: TrialId) -> None:
-        """Give its slot back; what it showed stays to compare with."""
+        """Remove the trial from the paused ones; its losses stay, for comparisons."""
         self.resumed(trial)
 
     def _number(self, step: int) -> int:
@@ -141,7 +141,7 @@ class _Schedule(Schedule):
         return curve.stopped or Continue()
 
     def _fill_gap(self, curve: _Curve, number: int) -> None:
-        """Count the trial at the milestones that it has passed without a report, by its average until then."""
+        """Add the trial's mean so far at the milestones that it has passed without a report."""
         if curve.count:
             for passed in range(curve.judged + 1, number):
                 insort(self._means[passed], curve.mean)
@@ -168,5 +168,5 @@ class _Schedule(Schedule):
         return self._again(curve)
 
     def _can_be_judged(self, curve: _Curve) -> bool:
-        """Whether enough others have come as far; the trial itself is among those who have."""
+        """Return whether enough others have reached its milestone; the trial itself is counted there, too."""
         return len(self._means[curve.judged]) > self._rule.min_samples_required

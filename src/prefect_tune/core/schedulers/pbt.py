@@ -29,21 +29,21 @@ __all__ = ["PBT"]
 
 @dataclass(frozen=True, slots=True)
 class PBT(Scheduler):
-    """A population that trains side by side; who falls behind goes on from a copy of who is ahead, changed a little.
+    """Train a population in parallel; bad trials continue from clones of good ones, with a perturbed configuration.
 
     Every `perturbation_interval` steps from `burn_in_period` on, a trial commits a checkpoint and is compared with
     the last results of the others that have not ended. If it is among the worst `quantile_fraction`, it takes over
-    the checkpoint and the configuration of one of the best `quantile_fraction`. Of that configuration
-    `hyperparam_mutations` names what changes: to another draw with `resample_probability`, otherwise by one of the
-    `perturbation_factors`.
+    the checkpoint and the configuration of one of the best `quantile_fraction`. The values of that configuration named
+    in `hyperparam_mutations` change: they are resampled with `resample_probability`, and otherwise multiplied by one
+    of the `perturbation_factors`.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
-    functions of the configuration, nested as it is. A value never leaves its domain. It says nothing about how the
-    population begins: that is the search's.
+    functions of the configuration, nested as it is. A value never leaves its domain. The initial configurations
+    come from the search, not from here.
 
-    Nobody waits for anybody. A population larger than its slots takes turns of one interval, who has trained least
-    comes first; and it is all of it in the competition. A trial that ends (a stopper: `stop={"step": 100}`)
-    leaves it.
+    It is asynchronous: no trial waits for a comparison. A population larger than its slots takes turns of one interval,
+    the trial with the fewest steps first; paused trials are compared, too. A trial that ends (a stopper:
+    `stop={"step": 100}`) leaves the population.
     """
 
     perturbation_interval: int
@@ -72,7 +72,7 @@ class PBT(Scheduler):
         )
 
     def require_serves(self, space: Mapping[str, object]) -> None:
-        """Return if what mutates is in the space; an empty one says nothing, for the search brings what it tries."""
+        """Return if every mutation is in `space`, or `space` is empty: then the search has its own."""
         if space:
             where = "PBT: hyperparam_mutations"
             require_names_of(space, as_mutations(self.hyperparam_mutations, where), where)
@@ -85,17 +85,17 @@ class _Member:
     number: int
     config: Mapping[str, object]
     decided: int = 0
-    """The step of its last decision, in the history of the weights that it has now."""
+    """The step of its last decision, in the history of its present weights."""
     exploits: int = 0
     has_just_exploited: bool = False
-    """Whether it did so since it got its slot."""
+    """Whether it has exploited another trial since it got its slot."""
     loss: float | None = None
-    """The last one of its weights; None before they were evaluated."""
+    """The last loss of its present weights; None before they were evaluated."""
     paused_at: int | None = None
 
 
 class _Schedule(Schedule):
-    """The population, ranked by the last result of each."""
+    """The population, ranked by each trial's last loss."""
 
     saves_first: ClassVar[bool] = True
 
@@ -125,7 +125,7 @@ class _Schedule(Schedule):
         member.config = member.config if report.config is None else report.config
         if step <= member.decided:
             return Continue() if member.paused_at is None else self._pause(report.trial, member)
-        self._release(report.trial, member)  # whatever was decided, it was not paused
+        self._release(report.trial, member)  # it reports, so it was not paused, even if the last answer was a pause
         member.decided = step
         self._rank(report.trial, member, loss)
         better = self._better(report.trial, member, loss)
@@ -158,7 +158,7 @@ class _Schedule(Schedule):
             member.loss = None
 
     def _better(self, trial: TrialId, member: _Member, loss: float) -> tuple[float, TrialId] | None:
-        """Return who is to be copied, and its loss; None for nobody: good enough, or it is the turn of others."""
+        """Return loss and id of the trial to clone; None if this one is good enough, or another's turn is due."""
         if member.has_just_exploited and self._paused:
             return None
         size = len(self._ranking)
@@ -170,7 +170,7 @@ class _Schedule(Schedule):
         return best, source
 
     def _exploit(self, trial: TrialId, member: _Member, loss: float, better: tuple[float, TrialId]) -> Exploit:
-        """Let the trial go on from another. Its new weights are in the competition once they are evaluated."""
+        """Let the trial continue from another. It is ranked again once its new weights are evaluated."""
         best, source = better
         behind = f"{shown(loss, self._objective)} at step {member.decided} is among the worst"
         ahead = f"{shown(best, self._objective)} at step {self._members[source].decided} among the best"

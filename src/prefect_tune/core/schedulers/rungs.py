@@ -1,4 +1,4 @@
-"""Ladders of rungs: the steps at which trials are compared, and what has been seen there."""
+"""Rungs: the steps at which trials are compared, and the losses of the trials that have reached them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from prefect_tune.core.values import TrialId
 __all__ = ["Place", "Rung", "ladder"]
 
 Place: TypeAlias = tuple[float, int, TrialId]
-"""A trial on a rung: its loss there, and how many came before it, so that of equal ones the earlier is the better."""
+"""A trial on a rung: its loss there, and the number of trials before it, so that of equals the earlier is better."""
 
 
 def ladder(first: int, max_t: int, reduction_factor: float) -> Iterator[int]:
-    """Return the steps from `first` on, each `reduction_factor` times the one before, below `max_t`."""
+    """Yield the steps from `first` on, each `reduction_factor` times the one before, below `max_t`."""
     exact = float(first)
     while int(exact) < max_t:
         yield int(exact)
@@ -25,9 +25,9 @@ def ladder(first: int, max_t: int, reduction_factor: float) -> Iterator[int]:
 
 @dataclass(slots=True)
 class Rung:
-    """Everybody who has reached a step, best first, and those of them who are paused there.
+    """The trials that have reached a step, best first, and those of them that are paused there.
 
-    Both lists are kept sorted, so that a comparison costs the logarithm of their length.
+    Both lists are kept sorted, so that finding a rank takes logarithmic time.
     """
 
     step: int
@@ -35,29 +35,29 @@ class Rung:
     paused: list[Place] = field(default_factory=list)
 
     def admit(self, trial: TrialId, loss: float) -> Place:
-        """Add a trial, which trains on."""
+        """Add a trial that has reached the rung, not paused."""
         place = (loss, len(self.reached), trial)
         insort(self.reached, place[:2])
         return place
 
     def hold(self, place: Place) -> None:
-        """Pause a trial here that was admitted."""
+        """Mark an admitted trial as paused here."""
         insort(self.paused, place)
 
     def release(self, place: Place) -> None:
-        """Let a paused trial go; what it showed stays."""
+        """Mark a paused trial as not paused; its loss stays."""
         del self.paused[bisect_left(self.paused, place)]
 
     def rank(self, place: Place) -> int:
-        """Return how many of those who have reached the rung are better."""
+        """Return the number of trials at the rung that are better."""
         return bisect_left(self.reached, place[:2])
 
     def quota(self, reduction_factor: float) -> int:
-        """Return how many of them are promoted: the best 1 / `reduction_factor`."""
+        """Return the number of trials to promote: the best 1 / `reduction_factor`."""
         return int(len(self.reached) / reduction_factor)
 
     def cutoff(self, reduction_factor: float) -> float | None:
-        """Return the loss that the best 1 / `reduction_factor` do not exceed, interpolated; None for nobody here."""
+        """Return the loss that the best 1 / `reduction_factor` do not exceed, interpolated; None for an empty rung."""
         if not self.reached:
             return None
         position = (len(self.reached) - 1) / reduction_factor
@@ -66,7 +66,7 @@ class Rung:
         return low + (high - low) * share
 
     def promotable(self, reduction_factor: float) -> TrialId | None:
-        """Return the best paused trial if it is to be promoted."""
+        """Return the best paused trial if it is to be promoted, else None."""
         if self.paused and self.rank(self.paused[0]) < self.quota(reduction_factor):
             return self.paused[0][2]
         return None

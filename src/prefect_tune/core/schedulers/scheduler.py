@@ -1,4 +1,4 @@
-"""What a scheduler is: asked at milestones, it answers with a decision; fed the same history, the same ones."""
+"""The interface of a scheduler: it decides on trials at milestones, deterministically for the same history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Continue", "Decision", "Exploit", "Pause", "Schedule", "Scheduler", 
 
 
 class Continue(Value):
-    """Train on to the next milestone."""
+    """Continue training to the next milestone."""
 
     type: Literal["continue"] = "continue"
 
@@ -24,146 +24,146 @@ class Continue(Value):
 class Pause(Value):
     """Save, and give the slot away until `Schedule.resume_next` names the trial.
 
-    If it names this very trial as soon as it is asked, nothing is given away: `resumed`, and train on where it is.
+    If `resume_next` names this same trial at once, it keeps the slot: it is `resumed`, and continues in place.
     """
 
     type: Literal["pause"] = "pause"
     reason: str
-    """For the journal, and whoever reads it."""
+    """For people; kept in the journal."""
 
 
 class Stop(Value):
-    """The trial is done."""
+    """The trial is finished."""
 
     type: Literal["stop"] = "stop"
     reason: str
-    """For the journal, and whoever reads it."""
+    """For people; kept in the journal."""
     early: bool = True
-    """Whether that is before its time; not where it has trained all the steps that there are."""
+    """Whether the trial is stopped early; False where it has trained all of the scheduler's steps."""
 
 
 class Exploit(Value):
-    """Go on from the newest checkpoint of `source`, with this `config` (Jaderberg et al. 2017).
+    """Continue from the newest checkpoint of `source`, with this `config` (Jaderberg et al. 2017).
 
-    If that has none any more, the trial goes on from its own newest one, with this configuration all the same.
+    If `source` no longer has a checkpoint, the trial continues from its own newest one, also with this `config`.
     """
 
     type: Literal["exploit"] = "exploit"
     source: TrialId
     config: Mapping[str, object]
     reason: str
-    """For the journal, and whoever reads it."""
+    """For people; kept in the journal."""
 
 
 Decision: TypeAlias = Annotated[Continue | Pause | Stop | Exploit, Field(discriminator="type")]
-"""What a schedule answers to a report."""
+"""A schedule's answer to a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialReport:
-    """What a trial reported at a milestone."""
+    """A trial's report at a milestone."""
 
     trial: TrialId
     report: StepReport
     """Its step, metrics and training time."""
     config: Mapping[str, object] | None = None
-    """What it trains with now; None where that is what it was added with or was last told to exploit."""
+    """Its present configuration; None where that is the one it was added with, or that of its last exploit."""
 
 
 class Scheduler(ABC):
-    """How one is configured: a frozen value. Its state is the `Schedule` that it begins."""
+    """The configuration of a scheduler: a frozen value. Its state is the `Schedule` that `begin` returns."""
 
     @abstractmethod
     def begin(self, objective: Objective, seed: int) -> Schedule:
         """Return the schedule of an experiment that has no trial yet.
 
         Raises:
-            InvalidInput: it cannot serve this objective.
+            InvalidInput: the scheduler does not support this objective.
         """
 
     def require_serves(self, space: Mapping[str, object]) -> None:
-        """Return if it can serve trials that are drawn from a valid `space`; most look at no configuration.
+        """Return if the scheduler supports trials of a valid `space`; most ignore configurations.
 
         Raises:
-            InvalidInput: it cannot.
+            InvalidInput: it does not.
         """
         del space
 
 
 class Schedule(ABC):
-    """The state of a scheduler: a function of what it was told, in that order, and of nothing else.
+    """The state of a scheduler: a deterministic function of the sequence of calls.
 
-    Whenever a slot is free, the driver ends who `stop_next` names, until it names nobody; then resumes who
-    `resume_next` names; and if that is nobody, and it is not `is_waiting`, starts a new trial. Once no trial
-    runs and `exhausted` was said, one of the two names a trial for as long as one is paused.
+    Whenever a slot is free, the driver ends the trials that `stop_next` returns, until it returns None; then it resumes
+    the one that `resume_next` returns; if that is None, and `is_waiting` is false, it starts a new trial. After
+    `exhausted`, while no trial is running and one is paused, `resume_next` or `stop_next` has to return one.
 
-    A resumed experiment tells a new one everything that the journal holds, in the journal's order: each
-    `added`, each `decide` (the answer is thrown away: the one in the journal was acted on), each `resumed`
-    and `ended`. Then both are in the same state. It reads no clock and draws only from a generator seeded
-    by the seed it was begun with. Where the scheduler is another one than before, so are its answers: a trial
-    that only the earlier one has paused is `resumed`, and one that it had stopped stays so.
+    A resumed experiment replays the journal to a new schedule, in the journal's order: each `added`, each `decide`
+    (the answer is ignored: the one in the journal was carried out), each `resumed` and `ended`. Then both are in the
+    same state. So a schedule reads no clock, and draws random numbers only from the seed given to `begin`. If the
+    scheduler has changed since, its answers may differ: a trial that only the earlier one paused is `resumed`, and
+    one that the earlier one stopped stays stopped.
     """
 
     saves_first: ClassVar[bool] = False
-    """Whether a trial commits a checkpoint of the very step before `decide` is asked: others may go on from it.
+    """Whether a trial commits a checkpoint of the same step before `decide` is called, for others to clone.
 
-    Where it is set, a target that serves one runner only is refused: to exploit is to write to another's journal.
+    If set, a target that supports one runner only is refused: an exploit writes to another trial's journal.
     """
 
     @abstractmethod
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
-        """Hear of a new trial, before it starts; or of one that had ended and is to go on."""
+        """Record a new trial before it starts, or one that had ended and continues."""
 
     @abstractmethod
     def milestone(self, trial: TrialId, step: int) -> int | None:
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
-        Asked for each attempt that starts and after each decision; it changes nothing. A trial that cannot
-        save at that very step (a function trainable) is asked at the first report at or after it.
+        Called for each attempt that starts, and after each decision; it changes no state. For a trial that cannot
+        save at exactly that step (a function trainable), the milestone is its first report at or after it.
         """
 
     @abstractmethod
     def decide(self, report: TrialReport) -> Decision:
-        """Decide after a report at or after the trial's milestone.
+        """Decide on a report at or after the trial's milestone.
 
-        A report at a step that was decided before (an attempt that lost steps trains them again) gets the
-        same kind of answer, and is not counted twice.
+        A report at a step that was decided before (an attempt repeats lost steps) gets the same kind of answer, and
+        is not counted twice.
 
         Raises:
-            BadMetric: the objective's metric is not in it.
+            BadMetric: the report lacks the objective's metric.
         """
 
     def resume_next(self) -> TrialId | None:
-        """Return the paused trial that is to have the next free slot; None to start a new trial instead.
+        """Return the paused trial that gets the next free slot; None to start a new trial instead.
 
-        It changes nothing: `resumed` does.
+        Changes no state: `resumed` does.
         """
         return None
 
     def resumed(self, trial: TrialId) -> None:
-        """Hear that a paused trial has been given a slot."""
+        """Record that a paused trial has got a slot."""
         del trial
 
     def stop_next(self) -> tuple[TrialId, Stop] | None:
-        """Return a paused trial that is to be stopped, since it will not be resumed; None if there is none.
+        """Return a paused trial that will not be resumed, and is to be stopped; None if there is none.
 
-        It changes nothing: `ended` does.
+        Changes no state: `ended` does.
         """
         return None
 
     def is_waiting(self) -> bool:
-        """Whether a new trial would be too early, though there are slots: a bracket is full, or all wait for one."""
+        """Return whether no new trial may start although slots are free, such as while a full bracket is undecided."""
         return False
 
     def exhausted(self) -> None:
-        """Hear that there is no new trial to be had: who waits for more to compare with waits in vain.
+        """Record that no new trial is available, so that paused trials need not wait for more trials to compare with.
 
-        Either the search has no more, or it waits for a trial to end while none runs. It changes what
-        `resume_next` and `stop_next` answer, and never a decision: it is not journaled, but said again after a
-        resume when it is found out again. A trial that is `added` takes it back.
+        Either the search has no more, or it waits for a trial to end while none is running. This may change the
+        answers of `resume_next` and `stop_next`, but no decision: it is not journaled, and is called again when the
+        same is found after a resume. The next `added` revokes it.
         """
         return
 
     @abstractmethod
     def ended(self, trial: TrialId) -> None:
-        """Hear that a trial is over for good: stopped, finished or given up. Said once, whoever ended it."""
+        """Record that a trial has ended: stopped, finished or given up. Called once for each end."""

@@ -1,1 +1,1 @@
-"""Which configurations are tried: the space, and who proposes from it."""
+"""Search spaces, and the searches that propose configurations from them."""

@@ -1,4 +1,4 @@
-"""What a configuration can hold in place of a value: the names that users type, and what they return."""
+"""The domains of a search space, and the functions with which users write them: `uniform`, `choice` and so on."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ __all__ = [
 
 _DEEPEST = 100  # readers of JSON stop at about 200
 _NO_JSON = (
-    "a configuration is JSON: Unicode text, finite numbers, true, false, null, lists and objects. Name a class or "
-    "function by a text that the trainable looks up"
+    "a configuration is JSON: Unicode text, finite numbers, true, false, null, lists and objects. For a class or "
+    "function, use a name that the trainable looks up"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the options. An option that holds domains is a space of its own, drawn only when it is chosen."""
+    """One of the options. An option that holds domains is a nested space, drawn only when it is chosen."""
 
     options: tuple[object, ...]
     weights: tuple[float, ...] | None = None
-    """How likely each option is, relative to the others; None for all alike."""
+    """The relative probability of each option; None for equal ones."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", _options(self.options, "choice"))
@@ -69,7 +69,7 @@ class Choice:
         return f"choice({list(self.options)}{weights})"
 
     def at(self, quantile: float) -> int:
-        """Return the index of the option at the share `quantile`, in [0, 1), of all draws."""
+        """Return the index of the option at `quantile`, in [0, 1), of the distribution."""
         if self.weights is None:
             return int(quantile * len(self.options))
         ends = list(accumulate(self.weights))
@@ -79,7 +79,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Each of the options in turn, with each of every other grid. An option may be a space of its own."""
+    """Each of the options in turn, combined with each of every other grid. An option may be a nested space."""
 
     options: tuple[object, ...]
 
@@ -90,17 +90,17 @@ class Grid:
         return f"grid_search({list(self.options)})"
 
     def at(self, quantile: float) -> int:
-        """Return an index as a choice would, for a search that draws from grids too."""
+        """Return an index as a choice does, for a search that draws from grids, too."""
         return int(quantile * len(self.options))
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFrom:
-    """What `function` returns for the configuration resolved so far."""
+    """A value that `function` computes from the configuration resolved so far."""
 
     function: Callable[[Mapping[str, Any]], object]
     path: str | None = None
-    """`package.module:name`, where it was given by its name."""
+    """`package.module:name`, if the function was given by its name."""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -111,17 +111,17 @@ class SampleFrom:
 
 
 Branch: TypeAlias = Choice | Grid
-"""A domain of options: what is drawn is an index."""
+"""A domain of options: a draw is the index of one."""
 Domain: TypeAlias = Range | Branch
 
 
 def uniform(low: float, high: float) -> Float:
-    """Draw a number from [low, high), all alike."""
+    """Draw a number uniformly from [low, high)."""
     return Float(low, high)
 
 
 def quniform(low: float, high: float, q: float) -> Float:
-    """Draw a multiple of `q` from [low, high], all alike; both ends are multiples."""
+    """Draw a multiple of `q` uniformly from [low, high]; both ends are multiples."""
     return Float(low, high, q=_step(q, "quniform"))
 
 
@@ -136,17 +136,17 @@ def qloguniform(low: float, high: float, q: float) -> Float:
 
 
 def randint(low: int, high: int) -> Integer:
-    """Draw a whole number from [low, high), all alike."""
+    """Draw an integer uniformly from [low, high)."""
     return Integer(low, high)
 
 
 def qrandint(low: int, high: int, q: int = 1) -> Integer:
-    """Draw a multiple of `q` from [low, high], all alike; both ends are multiples."""
+    """Draw a multiple of `q` uniformly from [low, high]; both ends are multiples."""
     return Integer(low, high, q=_step(q, "qrandint"))
 
 
 def lograndint(low: int, high: int) -> Integer:
-    """Draw a number from [low, high) whose logarithm is uniform, and cut its fraction off; `low` > 0."""
+    """Draw an integer: a number from [low, high) whose logarithm is uniform, rounded down; `low` > 0."""
     return Integer(low, high, "log")
 
 
@@ -166,20 +166,20 @@ def qrandn(mean: float, sd: float, q: float) -> Normal:
 
 
 def choice(options: Sequence[object], weights: Sequence[float] | None = None) -> Choice:
-    """Draw one of `options`, all alike or as `weights` say. An option that holds domains is a conditional space."""
+    """Draw one of `options`, uniformly or by `weights`. An option that holds domains is a conditional space."""
     return Choice(_sequence(options, "choice"), None if weights is None else _sequence(weights, "weights"))
 
 
 def grid_search(values: Sequence[object]) -> Grid:
-    """Try each of `values`, with each of every other grid, once per sample."""
+    """Try each of `values`, combined with each of every other grid, once per sample."""
     return Grid(_sequence(values, "grid_search"))
 
 
 def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
     """Compute a value from the others: `sample_from(lambda config: 2 * config["width"])`.
 
-    `config` is the whole configuration; what is asked of it is resolved first. Whatever is random belongs into
-    a domain of its own, which the function reads: then a resumed experiment sees the same.
+    `config` is the whole configuration; a value is resolved when the function reads it. The function must not draw
+    random numbers: put them into a domain that it reads, so that a resumed experiment gets the same ones.
     """
     return SampleFrom(function)
 
@@ -188,7 +188,7 @@ def frozen(node: object, where: str, levels: int = _DEEPEST) -> object:
     """Return a copy of part of a space: domains as they are, everything else plain JSON.
 
     Raises:
-        InvalidInput: it holds what JSON cannot say; `where` and the message tell where.
+        InvalidInput: it holds a value that JSON cannot represent; the message begins with its place, below `where`.
     """
     if isinstance(node, Domain | SampleFrom) or node is None or isinstance(node, bool):
         return node
@@ -210,7 +210,7 @@ def frozen(node: object, where: str, levels: int = _DEEPEST) -> object:
 
 
 def domains_in(node: object) -> Iterator[Domain | SampleFrom]:
-    """Every domain in part of a space, those of options included."""
+    """Yield every domain in a part of a space, those in options included."""
     match node:
         case dict():
             yield from chain.from_iterable(map(domains_in, node.values()))
@@ -226,7 +226,7 @@ def domains_in(node: object) -> Iterator[Domain | SampleFrom]:
 
 
 def has_grid(node: object) -> bool:
-    """Whether part of a space holds a grid."""
+    """Return whether a part of a space holds a grid."""
     return any(isinstance(each, Grid) for each in domains_in(node))
 
 

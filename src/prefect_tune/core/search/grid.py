@@ -1,7 +1,7 @@
-"""The points of a grid, counted without listing them: nested and conditional grids are numbers of mixed base.
+"""Number the points of a grid without listing them: a point of nested and conditional grids is a mixed-base number.
 
-The first parameter, in the order of the alphabet, changes fastest: the order does not hang on how the space was
-written, or on what a journal made of it.
+The alphabetically first parameter changes fastest: the order does not depend on the order of keys in the space, or in
+its copy in a journal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["choices_at", "grids_of", "point_count", "points_of"]
 
 
 def grids_of(node: object) -> object:
-    """Return part of a space without what holds no grid: all that the other functions here look at."""
+    """Return a part of a space reduced to its grids: the input of the other functions of this module."""
     match node:
         case dict():
             return {key: grids_of(node[key]) for key in sorted(node) if has_grid(node[key])}
@@ -30,7 +30,7 @@ def grids_of(node: object) -> object:
 
 
 def point_count(node: object) -> int:
-    """Return how many points the grids in part of a space span: 1 without any."""
+    """Return the number of points of the grids in a part of a space; 1 without any grid."""
     if isinstance(node, Grid):
         return sum(map(point_count, node.options))
     count = 1
@@ -40,7 +40,7 @@ def point_count(node: object) -> int:
 
 
 def choices_at(point: int, node: object, name: str = "") -> Iterator[tuple[str, int]]:
-    """Return the name of each grid that point number `point` decides, and the index of its option."""
+    """Yield the name of each grid that point number `point` fixes, and the index of its option."""
     if isinstance(node, Grid):
         index, first = next(each for each in reversed(list(enumerate(_firsts(node)))) if each[1] <= point)
         yield name, index
@@ -51,7 +51,7 @@ def choices_at(point: int, node: object, name: str = "") -> Iterator[tuple[str, 
 
 
 def points_of(value: object, node: object) -> list[int]:
-    """Return the numbers of the points that give `value`: mostly one, and none if it is not of this grid."""
+    """Return the numbers of the points that give `value`: usually one, none if it is not in this grid."""
     if isinstance(node, Grid):
         pairs = zip(_firsts(node), node.options, strict=True)
         return [
@@ -66,12 +66,12 @@ def points_of(value: object, node: object) -> list[int]:
 
 
 def _firsts(grid: Grid) -> list[int]:
-    """The number of the first point of each option."""
+    """Return the number of the first point of each option."""
     return list(accumulate(map(point_count, grid.options[:-1]), initial=0))
 
 
 def _children(node: object) -> Iterator[tuple[str | int, object]]:
-    """The parts of a part of a space, in the order of the grid."""
+    """Yield the keys and children of a part of a space, in the order of the grid."""
     match node:
         case dict():
             yield from sorted(node.items())
@@ -82,7 +82,7 @@ def _children(node: object) -> Iterator[tuple[str | int, object]]:
 
 
 def _held(value: object, key: str | int) -> Iterator[object]:
-    """What a configuration has there, if anything."""
+    """Yield the configuration's value under `key`, if it has one."""
     if isinstance(key, str) and isinstance(value, Mapping) and key in value:
         yield value[key]
     if isinstance(key, int) and isinstance(value, list | tuple) and key < len(value):

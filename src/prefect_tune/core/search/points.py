@@ -1,4 +1,4 @@
-"""Configurations that somebody wants tried first."""
+"""Initial points: configurations of the user that a search tries first."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Point = Mapping[str, object]
 
 
 def valid_points(points: Sequence[Point]) -> tuple[dict[str, object], ...]:
-    """Return a copy of `points_to_evaluate` in plain JSON.
+    """Return a copy of `points_to_evaluate` as plain JSON.
 
     Raises:
-        InvalidInput: one of them is no object of plain values.
+        InvalidInput: a point is not an object of plain values.
     """
     return tuple(_point(each, index) for index, each in enumerate(points))
 
 
 def fixed_by(point: Point, space: Mapping[str, object]) -> dict[str, object]:
-    """Return what the point decides, by the names of the parameters.
+    """Return the values and option indexes that the point fixes, by the names of the parameters.
 
     Raises:
-        InvalidInput: it does not lie in the space.
+        InvalidInput: the point is outside of the space.
     """
     readings = list(read(space, point))
     for each in readings:

@@ -1,4 +1,4 @@
-"""Random search and grid search in one: each point of the grid, `num_samples` times, the rest drawn anew each time."""
+"""Random and grid search: each point of the grid `num_samples` times, with all other parameters drawn each time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from prefect_tune.core.search.space import Draw, resolve, valid_space
 __all__ = ["DEFAULT_SAMPLES", "ENDLESS", "RandomSearch", "default_samples"]
 
 DEFAULT_SAMPLES = 10
-"""The default of `num_samples` for a space in which something is drawn."""
+"""The default of `num_samples` for a space with random parameters."""
 ENDLESS = -1
-"""As `num_samples`: until something else ends the experiment."""
+"""As `num_samples`: without end, until a stopper or a limit ends the experiment."""
 
 
 def default_samples(space: Space) -> int:
-    """Return the default of `num_samples`: 1 for a grid alone, whose repetitions would be the same trials, else 10.
+    """Return the default of `num_samples`: 1 for a space with grids only, whose repetitions are equal trials, else 10.
 
     Raises:
-        InvalidInput: the space is none.
+        InvalidInput: the space is invalid.
     """
     domains = list(domains_in(valid_space(space)))
     return 1 if domains and all(isinstance(each, Grid) for each in domains) else DEFAULT_SAMPLES
@@ -38,18 +38,18 @@ def default_samples(space: Space) -> int:
 class RandomSearch(Search):
     """Try every point of the grid `num_samples` times; without a grid, `num_samples` configurations.
 
-    A draw hangs on the seed, the trial's number and the parameter's name only, so whoever resumes proposes the
-    same, and the draws of a parameter stay when others come or go. What was tried already counts: of the grid the
-    points come next that were tried least often, also after `num_samples` or the grid has grown, and with earlier
-    trials from elsewhere. Results change nothing.
+    A draw depends only on the seed, the trial's number and the parameter's name, so that a resumed search proposes the
+    same, and a parameter's draws stay when other parameters are added or removed. Earlier trials count: the grid
+    points that were tried least often come next, also after `num_samples` or the grid has grown, and after a change of
+    the space. Reported metrics have no effect.
     """
 
     num_samples: int | None = None
     """How often each point of the grid is tried; -1 for without end; None for `default_samples` of the space."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
-    """Configurations that come first, and count as samples. What one leaves out is drawn, or next in the grid."""
+    """Configurations that come first, and count as samples. A parameter left out is drawn, or next in the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
-    """Draw once for each sample of the whole grid, so that its points differ in nothing else."""
+    """Draw random parameters once for each sample of the whole grid, so that its points differ in the grid only."""
 
     def __post_init__(self) -> None:
         count: object = self.num_samples
@@ -62,13 +62,13 @@ class RandomSearch(Search):
         """Return the proposals for `space`; no objective is needed.
 
         Raises:
-            InvalidInput: the space is none, or a point to evaluate does not lie in it.
+            InvalidInput: the space is invalid, or a point to evaluate is outside of it.
         """
         del objective
         return _RandomProposals(self, valid_space(space), self._samples_of(space), seed)
 
     def trial_count(self, space: Space) -> int | None:
-        """Return how many samples of how many points there are."""
+        """Return the number of samples times the number of grid points; None for samples without end."""
         samples = self._samples_of(space)
         return None if samples == ENDLESS else samples * point_count(grids_of(valid_space(space)))
 
@@ -77,7 +77,7 @@ class RandomSearch(Search):
 
 
 class _RandomProposals(Proposals):
-    """Which points are still to come. A proposal is told to itself as a recalled one is: both leave the same."""
+    """The points that are still to come. A proposal is recorded with `recall`, as on a resume: the state is equal."""
 
     def __init__(self, search: RandomSearch, space: dict[str, object], samples: int, seed: int) -> None:
         self._space = space
@@ -88,7 +88,7 @@ class _RandomProposals(Proposals):
         self._samples = samples
         self._draws_per_sample = search.constant_grid_search
         self._times: Counter[int] = Counter()  # how often each point of the grid was tried
-        self._next = 0  # the place in the list of all points, repeated for ever
+        self._next = 0  # the index in the endlessly repeated list of all points
 
     def suggest(self, number: int) -> Suggestion:
         if not self._waiting and self._next >= self._points * self._samples > 0:
@@ -101,7 +101,7 @@ class _RandomProposals(Proposals):
         return Proposed(config)
 
     def recall(self, number: int, config: Mapping[str, object]) -> None:
-        del number  # what was tried counts, not when
+        del number  # only the configuration counts, not its number
         given = (index for index, (point, _) in enumerate(self._waiting) if holds(config, point))
         if (index := next(given, None)) is not None:
             del self._waiting[index]

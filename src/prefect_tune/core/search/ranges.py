@@ -1,7 +1,7 @@
-"""The numbers that a space draws: each domain is a function from a quantile to a value.
+"""Numeric domains of a search space: each is a function from a quantile to a value.
 
-Ray's bounds: without a step the high end is exclusive. With a step `q` both ends belong to the domain and must be
-multiples of `q`; a value is a draw from half a step below `low` to half a step above `high`, rounded to the nearest
+Bounds are as in Ray: without a step the high end is exclusive. With a step `q` both ends belong to the domain and must
+be multiples of `q`; a value is a draw from half a step below `low` to half a step above `high`, rounded to the nearest
 multiple, so that the ends are as likely as their neighbours.
 """
 
@@ -21,15 +21,15 @@ __all__ = ["Float", "Integer", "Normal", "Range", "Scale"]
 
 Scale: TypeAlias = Literal["linear", "log"]
 
-_RESOLUTION = 1 << 53  # how many quantiles there are, and the most steps that a float can tell apart
+_RESOLUTION = 1 << 53  # the number of quantiles, and of the steps that a float can distinguish
 _LARGEST_INTEGER = 1 << 64
-_FARTHEST_SIGMAS = 10  # a quantile of 53 bits lies within 8.3
-_CLOSE = 1e-9  # of a value: 0.1 * 3 is a multiple of 0.1
+_FARTHEST_SIGMAS = 10  # quantiles of 53 bits are within 8.3
+_CLOSE = 1e-9  # relative tolerance: 0.1 * 3 counts as a multiple of 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A real number from `low` to `high`: with `q` a multiple of it, without never `high` itself."""
+    """A real number from `low` to `high`: a multiple of `q` if that is given, otherwise below `high`."""
 
     low: float
     high: float
@@ -61,12 +61,12 @@ class Float:
         return min(max(_between(self.low, self.high, self.scale, quantile), self.low), below)
 
     def nearest(self, value: float) -> float:
-        """Return the value of the domain next to `value`: a multiple of `q`, and within both ends."""
+        """Return the value of the domain nearest to `value`: a multiple of `q`, and within both ends."""
         within = min(max(value, self.low), self.high)
         return within if self.q is None else min(max(_multiple(within, self.q), self.low), self.high)
 
     def contains(self, value: object) -> bool:
-        """Whether a configuration may have `value` here. `high` is let in: who writes it down means it."""
+        """Return whether a configuration may have `value` here. `high` is accepted although it is never drawn."""
         if not is_number(value) or not self.low <= value <= self.high:
             return False
         return self.q is None or _is_multiple(value, self.q)
@@ -74,7 +74,7 @@ class Float:
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """A whole number from `low` to `last`: with `q` a multiple of it up to `high`, without below `high`."""
+    """An integer from `low` to `last`: a multiple of `q` up to `high` if `q` is given, otherwise below `high`."""
 
     low: int
     high: int
@@ -118,18 +118,18 @@ class Integer:
         return min(max(math.floor(value), self.low), self.last)  # the fraction is cut off, as Ray does
 
     def nearest(self, value: float) -> int:
-        """Return the value of the domain next to `value`: a multiple of `q`, and within both ends."""
+        """Return the value of the domain nearest to `value`: a multiple of `q`, and within both ends."""
         within = Fraction(min(max(value, self.low), self.last))
         return round(within / self.step) * self.step
 
     def contains(self, value: object) -> bool:
-        """Whether a configuration may have `value` here; 3.0 is a whole number too."""
+        """Return whether a configuration may have `value` here; 3.0 counts as an integer."""
         return is_number(value) and self.nearest(value) == value
 
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """A normally distributed number; with `q` rounded to the nearest multiple of it."""
+    """A normally distributed number, rounded to the nearest multiple of `q` if that is given."""
 
     mean: float = 0.0
     sd: float = 1.0
@@ -156,20 +156,20 @@ class Normal:
 
     def at(self, quantile: float) -> float:
         """Return the value below which the share `quantile`, in [0, 1), of all draws lies."""
-        inside = min(quantile + 0.5 / _RESOLUTION, 1 - 1 / _RESOLUTION)  # at 0 and 1 there is no value
+        inside = min(quantile + 0.5 / _RESOLUTION, 1 - 1 / _RESOLUTION)  # at 0 and 1 it is infinite
         return self.nearest(NormalDist(self.mean, self.sd).inv_cdf(inside))
 
     def nearest(self, value: float) -> float:
-        """Return `value`, with `q` the nearest multiple of it."""
+        """Return `value`, rounded to the nearest multiple of `q` if that is given."""
         return value if self.q is None else _multiple(value, self.q)
 
     def contains(self, value: object) -> bool:
-        """Whether a configuration may have `value` here: any number, with `q` any multiple of it."""
+        """Return whether a configuration may have `value` here: any number, or any multiple of `q` if that is given."""
         return is_number(value) and (self.q is None or _is_multiple(value, self.q))
 
 
 Range: TypeAlias = Float | Integer | Normal
-"""A domain of numbers: `at(quantile)` draws, `nearest(value)` rounds, `contains(value)` tells."""
+"""A numeric domain: `at(quantile)` draws, `nearest(value)` rounds, `contains(value)` checks."""
 
 
 def _finite(domain: Range, name: str) -> float:
@@ -214,14 +214,14 @@ def _check_multiples(domain: Range, are_multiples: bool) -> None:  # noqa: FBT00
 
 
 def _between(low: float, high: float, scale: Scale, quantile: float) -> float:
-    """Return the value at `quantile`. It can lie outside by the rounding of a float."""
+    """Return the value at `quantile`; a float's rounding may put it slightly outside of the ends."""
     if scale == "log":
         return math.exp(_between(math.log(low), math.log(high), "linear", quantile))
-    return low * (1 - quantile) + high * quantile  # and not high - low, which may be infinite
+    return low * (1 - quantile) + high * quantile  # without high - low, which may be infinite
 
 
 def _multiple(value: float, q: float) -> float:
-    step = Fraction(repr(q))  # as it is written: three steps of 0.1 are 0.3, not 0.30000000000000004
+    step = Fraction(repr(q))  # its decimal form: three steps of 0.1 are 0.3, not 0.30000000000000004
     return float(round(Fraction(value) / step) * step)
 
 

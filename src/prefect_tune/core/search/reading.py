@@ -1,4 +1,4 @@
-"""Which draws would have given a configuration: what a resumed search and a given point are read with."""
+"""Invert a space: find the draws that give a configuration, to replay earlier trials and to fix initial points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Found", "Misfit", "Missing", "Reading", "agrees", "holds", "is_same"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was drawn, or computed, for a parameter: a value, or the index of an option."""
+    """The draw, or the computed value, of a parameter: a value, or the index of an option."""
 
     name: str
     node: Domain | SampleFrom
@@ -25,7 +25,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """What the space cannot give."""
+    """A part of the configuration that the space cannot give."""
 
     name: str
     expected: str
@@ -34,7 +34,7 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What the configuration leaves out."""
+    """A parameter that the configuration leaves out."""
 
     name: str
 
@@ -46,20 +46,20 @@ _DISTANCE: Mapping[type[Reading], int] = {Found: 0, Missing: 1, Misfit: _MISFIT}
 
 
 def read(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[Reading]:
-    """Tell for each part of a valid `space` what stands for it in `config`, which may be of another space.
+    """Yield a reading of `config`, which may be of another space, for each part of a valid `space`.
 
-    Of a choice the first option is taken that gives exactly this; if none does, the first that gives what is there.
+    For a choice the first option that gives exactly this value is taken; else the first that gives all that is there.
     """
     return _object(space, config, "")
 
 
 def agrees(node: object, value: object) -> bool:
-    """Whether this part of a space gives `value`, or fills in what it leaves out."""
+    """Return whether this part of a space can give `value`, which may leave parameters out."""
     return not any(isinstance(each, Misfit) for each in _read(node, value, ""))
 
 
 def holds(value: object, part: object) -> bool:
-    """Whether a JSON value is `part` wherever that says anything; objects may have more keys."""
+    """Return whether a JSON value equals `part`, except that its objects may have more keys."""
     if isinstance(value, Mapping) and isinstance(part, Mapping):
         return all(key in value and holds(value[key], part[key]) for key in part)
     if isinstance(value, list | tuple) and isinstance(part, list | tuple):
@@ -68,7 +68,7 @@ def holds(value: object, part: object) -> bool:
 
 
 def is_same(one: object, other: object) -> bool:
-    """Whether two JSON values are the same: 1 is 1.0, and is not true."""
+    """Return whether two JSON values are equal: 1 equals 1.0, and not true."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -89,7 +89,7 @@ def _read(node: object, value: object, name: str) -> Iterator[Reading]:
             yield _number(node, value, name)
         case SampleFrom():
             yield Found(name, node, value)
-        case _:  # a constant, or an object where there is none
+        case _:  # a constant, or a value of another JSON type
             if not is_same(node, value):
                 yield Misfit(name, repr(node), value)
 
@@ -124,5 +124,5 @@ def _branch(node: Branch, value: object, name: str) -> Iterator[Reading]:
 
 
 def _distance(readings: list[Reading]) -> int:
-    """0 for exactly this, 1 where something is left out, 2 where something does not fit."""
+    """Return 0 for an exact match, 1 if a parameter is left out, 2 if a part does not fit."""
     return max((_DISTANCE[type(each)] for each in readings), default=0)

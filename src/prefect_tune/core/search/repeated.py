@@ -1,4 +1,4 @@
-"""A noisy trainable is trained several times for each configuration, and the search hears the mean."""
+"""Repeat each configuration of a search several times, and report the mean of the repetitions to the search."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Repeated"]
 
 @dataclass(frozen=True, slots=True)
 class Repeated(Search):
-    """Proposes each configuration of `search` `times` times in a row: trials of their own, as one to the search.
+    """Proposes each configuration of `search` `times` times in a row: separate trials, which count as one for `search`.
 
-    It hears of them when all are over: the mean of each metric that all who did not fail reported. Reports on the
-    way, which are of single trials, it does not hear.
+    When all have ended, `search` gets the mean of each metric that all trials that did not fail have reported. It gets
+    no reports of running trials.
     """
 
     search: Search
     times: int
     index_as: str | None = None
-    """The parameter that counts the repetitions of a configuration, from 0, such as a seed; None for no such."""
+    """A parameter that gets the number of the repetition, from 0, such as a seed; None for none."""
 
     def __post_init__(self) -> None:
         if self.times < 1:
             raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
-        """Begin the search that is repeated; raises as it does.
+        """Begin the search that is repeated; raises as its `begin` does.
 
         Raises:
             InvalidInput: the space has a parameter of the name `index_as`.
@@ -48,7 +48,7 @@ class Repeated(Search):
 
 
 class _RepeatedProposals(Proposals):
-    """Trial `number` is repetition `number % times` of what the search knows as `number // times`."""
+    """Trial `number` is repetition `number % times` of the search's trial `number // times`."""
 
     def __init__(self, search: Proposals, repeated: Repeated) -> None:
         self._search = search

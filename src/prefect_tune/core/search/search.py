@@ -1,4 +1,4 @@
-"""What a search is: it proposes configurations, and hears what became of them."""
+"""The interface of a search: it proposes configurations, and receives the reports and ends of their trials."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing now; ask again when a running trial has ended."""
+    """No proposal now; ask again when a running trial has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """There will be nothing more."""
+    """There will be no more proposals."""
 
     reason: str
     """For the log."""
@@ -40,29 +40,29 @@ Suggestion: TypeAlias = Proposed | Wait | Exhausted
 
 
 class Search(ABC):
-    """How one is configured: a frozen value. Its state is the `Proposals` that it begins."""
+    """The configuration of a search: a frozen value. Its state is the `Proposals` that `begin` returns."""
 
     @abstractmethod
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
         """Return the proposals for an experiment that has no trial yet.
 
         Raises:
-            InvalidInput: the space holds what this search cannot draw, or it needs an objective and has none.
+            InvalidInput: the space holds a domain that this search does not support, or the objective is missing.
         """
 
     def trial_count(self, space: Space) -> int | None:
-        """Return how many trials it proposes for `space` in all; None where only time tells."""
+        """Return how many trials it proposes for `space` in all; None where that is not known beforehand."""
         del space
         return None
 
 
 class Proposals(ABC):
-    """The state of a search: a function of what it was told, in that order, and of nothing else.
+    """The state of a search: a deterministic function of the sequence of calls.
 
-    Trials are numbered from 0 in the order in which they were proposed. A resumed experiment tells a new
-    one everything that the journal holds, in the journal's order: `recall` in place of each `suggest`, then
-    each `reported` and `ended`. From then on both suggest the same: what is drawn for trial `number` comes
-    from a generator seeded by (seed, number), never from one that runs on.
+    Trials are numbered from 0 in the order in which they were proposed. A resumed experiment replays the journal to a
+    new instance, in the journal's order: `recall` in place of each `suggest`, each `reported` and `ended`. From then
+    on both suggest the same: draws for trial `number` come from a generator seeded by (seed, number), never from one
+    whose state carries over from trial to trial.
     """
 
     @abstractmethod
@@ -71,31 +71,30 @@ class Proposals(ABC):
 
     @abstractmethod
     def recall(self, number: int, config: Mapping[str, object]) -> None:
-        """Hear that trial `number` was proposed with `config`, by an earlier owner or by an earlier space.
+        """Record that trial `number` was proposed with `config` before, possibly from another space.
 
-        A configuration that the space of today would not give is data all the same.
+        A configuration that the present space cannot give counts as data, too.
         """
 
     def reported(self, number: int, report: StepReport) -> None:
-        """Hear what a running trial reported at a milestone."""
+        """Record a running trial's report at a milestone."""
         del number, report
 
     def stopped(self, number: int) -> None:
-        """Hear that the scheduler stops trial `number` before its time; that it `ended` follows."""
+        """Record that the scheduler stops trial `number` early; `ended` follows."""
         del number
 
     def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
-        """Hear that a trial is over, and its last report; None if it never made one.
+        """Record that a trial has ended, with its last report; None if it has none.
 
-        A trial that is tried again, or trained further, ends again: what was said last counts.
+        A trial that is tried again, or trained further, ends again: the last call counts.
         """
         del number, last, failed
 
     def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
-        """Hear, before anything else, of a finished trial of another experiment; return whether that is of use.
+        """Record a finished trial of another experiment, before all other calls; return whether it is used.
 
-        It is none of this experiment's, has no number here, and counts as no sample. `stopped` says that a
-        scheduler ended it before its time.
+        It has no number here, and does not count as a sample. `stopped` says that a scheduler ended it early.
         """
         del config, last, stopped
         return False

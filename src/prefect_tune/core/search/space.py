@@ -1,8 +1,8 @@
-"""From a space to a configuration, and back.
+"""Resolve a search space to a configuration.
 
-A parameter has a name, which says where in the space it stands: `lr`, `model.depth`, `layers[0].units`, and
-`model?1.depth` for what is drawn only if the choice `model` takes its option 1. Whoever proposes brings a
-function that draws by name; what is drawn when, and what depends on what, is known here only.
+A parameter's name is its path in the space: `lr`, `model.depth`, `layers[0].units`, and `model?1.depth` for a
+parameter that is drawn only if the choice `model` takes its option 1. The search passes a function that draws by
+name; this module knows the order of the draws and their dependencies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefect_tune.core.search.ranges import Float, Integer, Normal
 __all__ = ["Draw", "below", "option", "resolve", "valid_space"]
 
 Draw: TypeAlias = Callable[[str, Domain], float]
-"""Draws for a parameter, by name: a value of a range, or the index of an option of a choice or a grid."""
+"""Draws a parameter by its name: a value of a range, or the index of an option of a choice or a grid."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NOTHING: Mapping[str, object] = {}
@@ -29,7 +29,7 @@ def valid_space(space: object) -> dict[str, object]:
     """Return a copy of a space in which everything but domains is plain JSON.
 
     Raises:
-        InvalidInput: it is no object, or holds what a configuration cannot.
+        InvalidInput: it is not an object, or holds a value that a configuration cannot hold.
     """
     copied = frozen(space, "space")
     if isinstance(copied, dict):
@@ -40,17 +40,17 @@ def valid_space(space: object) -> dict[str, object]:
 def resolve(space: Mapping[str, object], draw: Draw, fixed: Mapping[str, object] = _NOTHING) -> dict[str, object]:
     """Return a configuration of a valid `space`: each parameter that it needs is drawn once.
 
-    What `fixed` has under a parameter's name is taken instead: a value, or the index of an option.
+    A parameter in `fixed` is not drawn: `fixed` has its value, or the index of its option, by its name.
 
     Raises:
-        InvalidInput: a function of `sample_from` reads what is not there or depends on itself, or returns no JSON.
+        InvalidInput: a function of `sample_from` reads a missing parameter, depends on itself, or returns no JSON.
     """
     resolution = _Resolution(space, draw, fixed)
     return {key: resolution.value(node, below("", key)) for key, node in space.items()}
 
 
 def below(name: str, key: str | int) -> str:
-    """Return the name of what stands under `key`, or at an index, in the part of the space called `name`."""
+    """Return the name of the node under `key`, or at an index, of the part of the space called `name`."""
     if isinstance(key, int):
         return f"{name}[{key}]"
     shown = key if _PLAIN_KEY.fullmatch(key) else json.dumps(key)
@@ -68,11 +68,11 @@ class _Resolution:
     def __init__(self, space: Mapping[str, object], draw: Draw, fixed: Mapping[str, object]) -> None:
         self._space = space
         self._draw = draw
-        self._known = dict(fixed)  # by name: drawn, computed, or fixed beforehand
+        self._known = dict(fixed)  # by name: drawn, computed or fixed values
         self._computing: list[str] = []
 
     def value(self, node: object, name: str) -> object:
-        """Return what stands in the configuration for a part of the space."""
+        """Return the configuration's value for a part of the space."""
         match node:
             case dict():
                 return {key: self.value(child, below(name, key)) for key, child in node.items()}
@@ -103,7 +103,7 @@ class _Resolution:
         if name not in self._known:
             self._known[name] = self._draw(name, domain)
         value = self._known[name]
-        assert isinstance(value, int | float), name  # noqa: S101 - what is fixed was read from the same space
+        assert isinstance(value, int | float), name  # noqa: S101 - fixed values were read from the same space
         return value
 
     def _computed(self, node: SampleFrom, name: str) -> object:
@@ -127,7 +127,7 @@ class _Resolution:
 
 
 class _Config(Mapping[str, object]):
-    """The configuration as a function of `sample_from` sees it: what is asked for is resolved then."""
+    """The configuration as a function of `sample_from` sees it: a value is resolved when it is read."""
 
     def __init__(self, resolution: _Resolution, node: Mapping[str, object], name: str) -> None:
         self._resolution = resolution
@@ -138,7 +138,7 @@ class _Config(Mapping[str, object]):
         if key not in self._node:
             raise InvalidInput(
                 f"sample_from at {self._resolution.reader}: there is no {below(self._name, key)}, only "
-                f"{sorted(self._node)}; what only some choices have is asked for with config.get(...)"
+                f"{sorted(self._node)}; for a parameter of only some choices use config.get(...)"
             )
         node, name = self._resolution.chosen(self._node[key], below(self._name, key))
         return _Config(self._resolution, node, name) if isinstance(node, dict) else self._resolution.value(node, name)

@@ -1,10 +1,10 @@
-"""Spaces as JSON, for a form, a deployment, a file and a journal.
+"""Convert search spaces to and from JSON, for forms, deployments, files and the journal.
 
     {"lr": {"loguniform": [0.0001, 0.1]}, "layers": {"choice": [1, 2, 3]}, "model": {"depth": {"randint": [1, 5]}}}
 
-An object with one key that names a domain is that domain; every other object is a space of its own. What looks like a
-domain and is none is wrapped: `{"constant": value}` keeps a value as it is, `{"space": {...}}` reads an object's
-keys as parameters. The outermost object is always one of parameters.
+An object with one key that names a domain is that domain; every other object is a nested space. An object that looks
+like a domain but is none has to be wrapped: `{"constant": value}` keeps a value as it is, `{"space": {...}}` reads an
+object's keys as parameters. The keys of the outermost object are always parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["FunctionLoader", "space_from_json", "space_to_json"]
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
-"""Finds the function of a `sample_from` by `package.module:name`. It imports code: only for whom the user trusts."""
+"""Finds the function of a `sample_from` by `package.module:name`. It imports code: only for trusted documents."""
 
 _RANGES: Mapping[str, Callable[..., Domain]] = {
     each.__name__: each
@@ -52,18 +52,18 @@ _FORMS = {
     "space": '{"space": {...}}',
     **{name: f'{{"{name}": [{", ".join(inspect.signature(make).parameters)}]}}' for name, make in _RANGES.items()},
 }
-"""How each domain is written."""
+"""The JSON form of each domain, for messages."""
 _SIMILAR = 0.8
 _NOTHING: Mapping[str, object] = {}
 
 
 def space_from_json(document: Mapping[str, object], load: FunctionLoader | None = None) -> dict[str, object]:
-    """Return the space that `document` describes. Domains that stand in it already are left as they are.
+    """Return the space that `document` describes. Domain objects in it are kept as they are.
 
-    `load` finds the functions of `sample_from`; without it none is allowed, since finding one runs code.
+    `load` finds the functions of `sample_from`; without it they are refused, since finding one runs code.
 
     Raises:
-        InvalidInput: it describes none; the message says where.
+        InvalidInput: it describes no valid space; the message says where.
         UnsafePayload: it names a function, and there is no `load`.
     """
     if not isinstance(document, Mapping):
@@ -75,7 +75,7 @@ def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
     """Return the document from which `space_from_json` makes the same space.
 
     Raises:
-        InvalidInput: it is no space, or a function of `sample_from` has no name to find it by.
+        InvalidInput: the space is invalid, or a function of `sample_from` cannot be imported by name.
     """
     return {key: _written(node, below("", key)) for key, node in valid_space(space).items()}
 
@@ -128,14 +128,14 @@ class _Reader:
             raise InvalidInput(f"{where}: sample_from: expected 'package.module:name', found {path!r}")
         if self._load is None:
             raise UnsafePayload(
-                f"{where}: sample_from {path!r}: finding a function by its name runs code, and nobody allowed it here; "
-                "pass a `load` if the document is yours"
+                f"{where}: sample_from {path!r}: importing a function by its name runs code, which is not allowed "
+                "here; pass `load` if you trust the document"
             )
         return self._load(path)
 
 
 def _keyword(node: Mapping[Any, object]) -> str | None:
-    """Return the only key of an object if it names a domain, or nearly does."""
+    """Return the only key of an object if it is, or resembles, the name of a domain."""
     if len(node) != 1:
         return None
     key, argument = next(iter(node.items()))
@@ -200,6 +200,6 @@ def _path(node: SampleFrom, where: str) -> str:
     if _FUNCTION_PATH.fullmatch(found) and not found.startswith("__main__:"):
         return found
     raise InvalidInput(
-        f"{where}: {node!r} has no name to find it by: move the function to the top of a module that is importable "
-        "where the experiment runs"
+        f"{where}: {node!r} cannot be imported by name: move the function to the top level of a module that is "
+        "importable where the experiment runs"
     )
