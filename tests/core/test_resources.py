@@ -52,7 +52,7 @@ def test_no_gpu_is_in_two_slots(cpus: int, gpus: list[int], cpu: int, gpu: int) 
     ("given", "said"),
     [
         ({"GPU": 1}, "expected 'cpu' or 'gpu', found 'GPU'; did you mean 'gpu'"),
-        ({"memory": 1}, "found 'memory'"),
+        ({"memory": 1}, "expected 'cpu' or 'gpu', found 'memory'"),
         ({"cpu": -1}, "cpu: expected a number of at least 0, found -1"),
         ({"cpu": True}, "cpu: expected a number"),
         ({"cpu": float("nan")}, "cpu: expected a number"),

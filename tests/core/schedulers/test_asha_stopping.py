@@ -53,7 +53,7 @@ def test_a_score_is_to_be_large() -> None:
     assert asked.says("b", 1, 0.6) == "continue"
     stop = asked.report("c", 1, 0.25)
     assert isinstance(stop, Stop)
-    assert stop.reason == "score = 0.25 at step 1: score = 0.566667 would have been needed, judging by 2 before it"
+    assert stop.reason == "score = 0.25 at step 1: needed score = 0.566667 or better, judging by 2 trials before it"
 
 
 def test_at_max_t_everybody_stops_however_good() -> None:

@@ -136,7 +136,7 @@ def test_the_same_purpose_gives_the_same_configuration(seed: int, purpose: str) 
         ({"a": "text"}, "expected a domain"),
         ({"a": pt.grid_search([1, 2])}, "expected a domain"),
         ({"a": []}, "at least one option"),
-        ({"a": [1, {"b": [pt.uniform(0, 1)]}]}, r"here\['a'\]: expected plain options"),
+        ({"a": [1, {"b": [pt.uniform(0, 1)]}]}, r"here\['a'\]: expected options that are plain values"),
         ({"a": lambda: 3}, r"here\['a'\]: expected a function of the configuration.*For random values"),
     ],
 )

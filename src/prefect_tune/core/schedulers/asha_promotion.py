@@ -93,5 +93,5 @@ class PromotionSchedule(Climbing):
     def _standing(self, rung: Rung, place: Place) -> str:
         """Return the reason of a decision: the trial's rank among the trials that have reached the rung."""
         promoted = rung.quota(self._brackets.reduction_factor)
-        rank = f"number {rung.rank(place) + 1} of {len(rung.reached)}, of whom {promoted} are promoted"
+        rank = f"number {rung.rank(place) + 1} of {len(rung.reached)}, of which {promoted} are promoted"
         return f"{shown(place[0], self._objective)} at step {rung.step}: {rank}"

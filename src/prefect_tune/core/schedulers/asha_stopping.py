@@ -27,7 +27,7 @@ class StoppingSchedule(Climbing):
         rung.admit(trial, loss)
         if cutoff is None or loss <= cutoff:
             return Continue()
-        needed = f"{shown(cutoff, self._objective)} would have been needed, judging by {before} before it"
+        needed = f"needed {shown(cutoff, self._objective)} or better, judging by {before} trials before it"
         climb.stopped = Stop(reason=f"{shown(loss, self._objective)} at step {rung.step}: {needed}")
         return climb.stopped
 

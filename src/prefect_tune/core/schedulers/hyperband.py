@@ -155,7 +155,7 @@ class _Schedule(Schedule):
                 self._to_resume[trial] = None
             else:
                 shown_loss = f"{shown(losses[trial], self._objective)} at step {step}"
-                standing = f"number {rank + 1} of {len(ranking)}, of whom {bracket.places} go on"
+                standing = f"number {rank + 1} of {len(ranking)}, of which {bracket.places} continue"
                 self._to_stop[trial] = Stop(reason=f"{shown_loss}: {standing}")
 
     def _first_to_resume(self) -> TrialId | None:
