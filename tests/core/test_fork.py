@@ -204,8 +204,8 @@ def test_a_fork_that_is_there_already_stays_as_it_is() -> None:
     [
         (0, "new", "expected an entry from 1 to"),
         (99, "new", "expected an entry from 1 to .*, found 99"),
-        (2, "old", "exists, and is no fork"),
-        (3, "taken", "exists, and is a fork of experiment 'old' as of entry 2, not of"),
+        (2, "old", "found no fork"),
+        (3, "taken", "found a fork of experiment 'old' as of entry 2"),
     ],
 )
 def test_a_fork_that_cannot_be_is_refused_before_anything_is_written(number: int, name: str, said: str) -> None:

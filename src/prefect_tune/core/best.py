@@ -22,7 +22,7 @@ class BestSoFar:
     """
 
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
-        """Args: experiment: its state before the first call of `committed` or `ended`."""
+        """Args: experiment: its state before the first call of `committed` or `ended`, which sets the best so far."""
         self._objective = objective
         self._experiment = experiment.name
         found = (losses for trial in experiment.trials.values() for losses in self._all_of(trial))

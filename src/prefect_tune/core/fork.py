@@ -131,7 +131,7 @@ def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
             raise InvalidInput(f"experiment {name!r} is being deleted: take another name, or finish that first")
         if found.origin != origin:
             what = f"a fork of {found.origin}" if found.origin else "no fork"
-            raise InvalidInput(f"experiment {name!r} exists, and is {what}, not of {origin}: take another name")
+            raise InvalidInput(f"experiment {name!r}: expected a fork of {origin}, found {what}: take another name")
         return []
 
     return take_over(store, name, owner, stamp, side_by_side=side_by_side, also=also)

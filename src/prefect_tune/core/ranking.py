@@ -32,7 +32,7 @@ def valid_scope(scope: str) -> str:
 
 
 def needs_curve(scope: str) -> bool:
-    """Return whether `scope` needs more than a trial's last report."""
+    """Return whether `scope` needs reports before the last one."""
     return scope != "last"
 
 

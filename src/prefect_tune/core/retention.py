@@ -39,7 +39,7 @@ class Retention(Value):
     @model_validator(mode="after")
     def _best_needs_a_metric(self) -> Retention:
         if (self.best is None) != (self.metric is None):
-            raise ValueError("`best` and `metric` go together: which checkpoints are best, and by what?")
+            raise ValueError("`best` and `metric` go together: set both, or neither")
         return self
 
     @property

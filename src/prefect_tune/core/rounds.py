@@ -144,7 +144,7 @@ def _numbers(store: ObjectStore, experiment: str) -> Sequence[int]:
     return [number for each in store.list(folder) if (number := number_in(folder, each.path))]
 
 
-# ------------------------------------------------------------------------------------------------ what is left
+# ----------------------------------------------------------------------------------------------- state changes
 
 
 def told_before(last: Round | None) -> frozenset[str]:

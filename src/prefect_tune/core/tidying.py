@@ -54,7 +54,8 @@ class Collected:
     orphan_count: int = 0
     orphan_bytes: int = 0
     undecided_count: int = 0
-    """Manifests that may belong to a running save; the trial's next retirement, or its end, decides."""
+    """Manifests that are kept for now: a running save may need them (until the trial's next retirement or end), or a
+    clone does."""
     answer_count: int = 0
     """Replies to attempts that are over."""
     kept: str | None = None

@@ -53,7 +53,7 @@ class Start(Value):
     trainable: str
     """`module:name`, or a pickle in hexadecimal that the supervisor itself has just made."""
     stopper: str
-    """A pickle in hexadecimal, as for `trainable`."""
+    """In the same form as `trainable`."""
     import_path: tuple[PathName, ...]
     config: Mapping[str, object]
     directory: PathName
