@@ -83,7 +83,7 @@ class Trial(Value):
     aside: tuple[Aside, ...] = ()
     """The quarantined checkpoints that were committed and are not retired: their bytes stay, for a reinstatement."""
     lost_checkpoints: int = 0
-    """How many committed checkpoints were quarantined and not reinstated; with none left, a start loses all progress."""
+    """How many committed checkpoints were quarantined and not reinstated; with no other left, all progress is lost."""
     collected_up_to: int = 0
     """The entry of the last retirement: blobs begun before it are reused only while a checkpoint refers to them."""
     claims: tuple[Claim, ...] = ()
