@@ -74,7 +74,7 @@ def test_trials_that_need_all_processors_train_one_after_the_other(tmp_path: Pat
     [
         ({"resources_per_trial": {"gpu": 3}}, "needs 1 CPUs and 3 GPUs, but this machine has 8 CPUs and 2 GPUs"),
         ({"resources_per_trial": {"cpu": 9}}, "needs 9 CPUs and 0 GPUs, but this machine has 8 CPUs"),
-        ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0}}, "and 0 GPUs here"),
+        ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0}}, "and 0 GPUs; if that is wrong"),
         ({"resources_per_trial": {"gpus": 1}}, "expected 'cpu' or 'gpu', found 'gpus'; did you mean 'gpu'"),
         ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0.5}}, "resources_total: expected whole"),
         ({"resources_per_trial": {"gpu": 1}, "isolation": "thread"}, "with isolation='thread' all trials share"),
