@@ -1,4 +1,4 @@
-"""What the journal of an experiment and what is asked for today have to agree on."""
+"""Check today's request of a resumed experiment against the settings in its journal."""
 
 from __future__ import annotations
 
@@ -27,76 +27,80 @@ __all__ = [
 ]
 
 _FIXED = {
-    "metric": "what was decided by one metric is not true of another",
-    "mode": "what was good would be bad",
-    "seed": "the search would not propose what it proposed",
+    "metric": "earlier decisions compared trials by the first one",
+    "mode": "earlier decisions ranked trials in the other direction",
+    "seed": "a search with another seed does not reproduce the earlier proposals",
 }
 
 
 def settings_today(asked: Asked) -> Mapping[str, object]:
-    """Return what the journal keeps of what is asked for, and the digest of the trainable's source."""
+    """Return the settings that the journal stores for this request, with the digest of the trainable's source."""
     code = code_of(asked.trainable)
     return {**settings_of(asked), **({"code": code} if code else {})}
 
 
 def require_code(state: Experiment, asked: Asked) -> None:
-    """Where a changed trainable is to be refused, find out before anybody else is disturbed.
+    """Refuse a changed trainable, for `on_code_change="refuse"`; called before an earlier owner is superseded.
 
     Raises:
-        InvalidInput: it has changed.
+        InvalidInput: the trainable has changed since the experiment last ran.
     """
     if changed := _changed(state, asked):
         raise InvalidInput(
-            f"{changed}, and on_code_change='refuse': give another experiment name, fork it, or take 'warn'"
+            f"{changed}, and on_code_change='refuse': choose another experiment name, fork the experiment, or pass "
+            "on_code_change='warn'"
         )
 
 
 def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
-    """What the journal says must mean today what it meant when it was written.
+    """Require that the journal's earlier decisions keep their meaning under these settings.
 
     Raises:
-        InvalidInput: it does not.
-        ResumeFailed: the experiment is a fork that was cut short.
+        InvalidInput: the experiment is a single training, or its metric, mode or seed differs from today's.
+        ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_goes_on(state)
     if not all(trial.apart for trial in state.trials.values()):
         raise InvalidInput(
-            f"experiment {state.name!r} is one training, and no search: go on with it by pt.durable_trainable(...), "
-            "or take another name"
+            f"experiment {state.name!r} is one training, and not a search: resume it by pt.durable_trainable(...), "
+            "or choose another experiment name"
         )
     for name, why in _FIXED.items():
         before, now = state.settings.get(name, "the default"), settings.get(name, "the default")
         if state.trials and before != now:
             raise InvalidInput(
-                f"{name}: experiment {state.name!r} was begun with {before!r}, and is asked "
-                f"to go on with {now!r}: {why}. Give the same, or another experiment name"
+                f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
+                f"{why}. Pass {before!r}, or choose another experiment name"
             )
 
 
 def require_goes_on(state: Experiment) -> None:
-    """Whatever it is, it must be all there, and to stay.
+    """Require an experiment that is complete and is not being deleted.
 
     Raises:
-        ResumeFailed: it is a fork that was cut short, or is being deleted.
+        ResumeFailed: the experiment is a fork whose copying was interrupted, or is being deleted.
     """
     if state.is_removed:
-        raise ResumeFailed(f"experiment {state.name!r} is being deleted: finish that, or take another name")
+        raise ResumeFailed(
+            f"experiment {state.name!r} is being deleted: finish the deletion, or choose another experiment name"
+        )
     if not state.is_whole:
         raise ResumeFailed(
-            f"{state.name!r} is to be a fork of {state.origin}, which was cut short: fork it again under the same name"
+            f"experiment {state.name!r} is an incomplete fork of {state.origin}: the fork was interrupted; "
+            "fork again under the same name to complete it"
         )
 
 
 def say_code(state: Experiment, asked: Asked, log: Log) -> None:
-    """Say what of the code has changed since the experiment last ran."""
+    """Log a warning if the trainable has changed since the experiment last ran."""
     if changed := _changed(state, asked):
         log.warning(
-            "%s: what is trained from now on is the new one's, what was reported before is the old one's", changed
+            "%s: steps from now on are trained by the new code; earlier reports came from the old code", changed
         )
 
 
 def say_errored(state: Experiment, limits: Limits, log: Log) -> None:
-    """Say how many trials errored that this run leaves as they are: it may train nothing at all."""
+    """Log how many errored trials this run does not retry: it may have nothing else to train."""
     count = sum(each.status is Status.ERRORED for each in state.trials.values())
     if count and not limits.reruns_errored:
         log.warning(
@@ -106,28 +110,30 @@ def say_errored(state: Experiment, limits: Limits, log: Log) -> None:
 
 
 def say_space(state: Experiment, asked: Asked, log: Log) -> None:
-    """Say so where the trials there are were drawn from another space, and whether any will be from this one."""
+    """Log a warning if existing trials were drawn from another space, and if no trial will be drawn from this one."""
     if not state.trials or _space_in(state.settings) in (None, today := _space_in(settings_of(asked))) or today is None:
         return
     there_will_be, there_are = search_of(asked).trial_count(space_of(asked.space or {})), len(state.trials)
     are_all = there_will_be is not None and there_will_be <= there_are
     log.warning(
-        "the space is another one; %s of the old one%s",
-        plural(there_are, "earlier trial is", "earlier trials are"),
-        f", and there are to be {there_will_be} in all: raise num_samples to draw from it" if are_all else "",
+        "the search space has changed; %s drawn from the old one%s",
+        plural(there_are, "earlier trial was", "earlier trials were"),
+        f", and num_samples allows {there_will_be} in all: raise num_samples to draw from the new space"
+        if are_all
+        else "",
     )
 
 
 def _space_in(settings: Mapping[str, object]) -> bytes | None:
-    """What tells it from another one; None where the journal cannot hold it."""
+    """Return the space in canonical JSON, for comparison; None if the journal cannot store the space."""
     return None if "space" in only_in_code(settings) else canonical_json(settings.get("space", {}))
 
 
 def code_note(state: Experiment, asked: Asked) -> str:
-    """Say for a form whether the code is what it was when the experiment last ran."""
+    """Return a line for a form: whether the trainable's source has changed since the experiment last ran."""
     code = code_of(asked.trainable)
     if not code:
-        return "code: its source cannot be had, so that nobody can say whether it has changed"
+        return "code: source unavailable, cannot tell whether it changed"
     return f"⚠️ {changed}" if (changed := _changed(state, asked)) else f"code: unchanged ({code})"
 
 
@@ -137,15 +143,12 @@ def _changed(state: Experiment, asked: Asked) -> str | None:
         return None
     was, name = _trained_last(state), name_of(asked.trainable).get("trainable")
     if was and name and was != name:
-        return (
-            f"the trainable is another one than when experiment {state.name!r} last ran "
-            f"({was} {before} -> {name} {now})"
-        )
+        return f"the trainable has changed since experiment {state.name!r} last ran ({was} {before} -> {name} {now})"
     return f"the source of the trainable has changed since experiment {state.name!r} last ran ({before} -> {now})"
 
 
 def _trained_last(state: Experiment) -> str | None:
-    """The name of the trainable; the journal holds all of it where it was given as text."""
+    """Return the trainable's name: of the journal's settings if it was passed as text, else of the last trial."""
     given = state.settings.get("trainable")
     *_, last = state.trials.values()
     return (name_of(given) if isinstance(given, str) else last.fingerprint).get("trainable")

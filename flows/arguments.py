@@ -1,4 +1,4 @@
-"""A call of a flow, checked before anything is started for it: what Prefect would refuse later, in one line each."""
+"""Validate the arguments of a flow call before the flow run starts, with one error line for each argument."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from prefect_tune.core.hints import did_you_mean_or_has
 __all__ = ["require_valid"]
 
 _CALLS = frozenset({"return_state", "wait_for"})
-"""What Prefect takes of a call for itself."""
+"""Keyword arguments that Prefect consumes itself."""
 _MAKES = frozenset({"trainable", "callbacks"})
-"""Parameters for which a class will do, or has its own answer."""
+"""Parameters that accept a class, or report a class with an error of their own."""
 _SECRET = frozenset({"target", "sync"})
-"""What is found there is not repeated: it may hold a key."""
+"""Parameters whose values never appear in an error: they may hold credentials."""
 _RAYS: Mapping[str, tuple[str, ...]] = {
     "storage_path": ("target",),
     "local_dir": ("target",),
@@ -45,7 +45,7 @@ _RAYS: Mapping[str, tuple[str, ...]] = {
     "checkpoint_freq": ("checkpoint",),
     "keep_checkpoints_num": ("retention",),
 }
-"""Ray Tune's names of parameters, and what says the same here."""
+"""Ray Tune's parameter names, and their equivalents here."""
 _EXPECTED = {
     "bool": "True or False",
     "dict": "a dict",
@@ -55,9 +55,9 @@ _EXPECTED = {
     "string": "text",
 }
 _TELLING = {"extra_forbidden": "there is no such field", "missing": "missing", "value_error": "", "unknown_field": ""}
-"""Kinds of errors that are not about another kind of value, and what they say; where it is empty, their message."""
+"""Messages for pydantic error types other than a wrong value type; empty: use pydantic's own message."""
 _CLEARLY = 4
-"""How much longer Prefect's JSON of the same may be than ours."""
+"""Upper bound of the size of Prefect's JSON, relative to pydantic's JSON of the same value."""
 _WRITE = {
     "callbacks": "callbacks=[pt.CSVLogger()]",
     "checkpoint": "checkpoint=pt.Cadence(every_steps=5)",
@@ -70,11 +70,11 @@ _WRITE = {
 
 
 def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Return if Prefect will take the call; what hangs on a future or on a block that is to be loaded, it looks at.
+    """Check the arguments of a call as Prefect will; arguments that hold futures or block references are left to it.
 
     Raises:
-        InvalidInput: an argument is unknown, missing, or not what its parameter takes, with a line for each; or they
-            are more than Prefect stores.
+        InvalidInput: an argument is unknown, missing, or of a wrong type, with a line for each; or all together
+            exceed the size that Prefect stores.
     """
     given = {name: value for name, value in options.items() if name not in _CALLS}
     _require_known(flow, given)
@@ -100,13 +100,13 @@ def _require_storable(flow: Flow[..., Any], bound: Mapping[str, Any], most_bytes
         within = max(parts, key=lambda key: _byte_count(flow, largest, parts[key]))
         hint = f" {within!r} is the largest:"
     raise InvalidInput(
-        f"{largest}: {sizes[largest]:,} bytes as JSON, and Prefect takes {most_bytes:,} for all parameters;{hint} give "
-        "a path, and read it in the trainable"
+        f"{largest}: {sizes[largest]:,} bytes as JSON, and Prefect takes {most_bytes:,} for all parameters;{hint} pass "
+        "a path, and read the file in the trainable"
     )
 
 
 def _are_clearly_small(bound: Mapping[str, Any], most_bytes: int) -> bool:
-    """Prefect's own way to JSON imports FastAPI: a server's start need not wait for that."""
+    """Estimate the size by pydantic: Prefect's serializer imports FastAPI, which would delay a server's start."""
     try:
         return len(to_json(bound, fallback=_nothing_much)) < most_bytes / _CLEARLY
     except ValueError:
@@ -114,7 +114,7 @@ def _are_clearly_small(bound: Mapping[str, Any], most_bytes: int) -> bool:
 
 
 def _nothing_much(value: object) -> str:
-    """Prefect writes a function as `{}`; what it makes of other objects and of classes, only it can tell."""
+    """Return "" for a function, which Prefect serializes as `{}`; other objects only Prefect can serialize."""
     if isinstance(value, FunctionType):
         return ""
     raise ValueError(value)
@@ -123,9 +123,9 @@ def _nothing_much(value: object) -> str:
 def _byte_count(flow: Flow[..., Any], name: str, value: object) -> int:
     try:
         stored = flow.serialize_parameters({name: value})
-    except AssertionError as refused:  # without a word
+    except AssertionError as refused:  # it carries no message
         raise InvalidInput(
-            f"{name}: Prefect cannot store a class that is a dataclass; give an object of it, or 'package.module:Name'"
+            f"{name}: Prefect cannot store a dataclass type; pass an instance of it, or 'package.module:Name'"
         ) from refused
     return len(json.dumps(stored, separators=(",", ":")).encode())
 
@@ -145,16 +145,16 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def _unbound(flow: Flow[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> str:
-    """Say what is missing, or else that there is too much without a name."""
+    """Return why the arguments do not bind: too many positional ones, one passed twice, or some missing."""
     parameters = signature(flow.fn).parameters
     by_place = [name for name, each in parameters.items() if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(by_place):
         return (
-            f"{_called(flow)}: expected at most {len(by_place)} arguments without a name "
-            f"({', '.join(by_place)}), found {len(args)}; name the others"
+            f"{_called(flow)}: expected at most {len(by_place)} positional arguments "
+            f"({', '.join(by_place)}), found {len(args)}; pass the others by keyword"
         )
     if twice := [name for name in by_place[: len(args)] if name in given]:
-        return f"{twice[0]}: {_called(flow)} is given it twice, without its name and with it"
+        return f"{twice[0]}: {_called(flow)} got it twice, by position and by keyword; pass it once"
     there = {*by_place[: len(args)], *given}
     missing = [name for name, each in parameters.items() if each.default is each.empty and name not in there]
     return "\n".join(f"{name}: missing; {_called(flow)} needs it{_written(name)}" for name in missing)
@@ -212,7 +212,7 @@ def _made_of(kind: type) -> str:
 
 
 def _told(name: str, value: object, errors: Iterable[ErrorDetails]) -> str:
-    """Tell what is wrong within it, where it is of one of the kinds; else all the kinds that it is not of."""
+    """Return the first error inside the value if its outer type matches; else all the types that were expected."""
     every = list(errors)
     within = [each for each in every if each["input"] is not value or each["type"] == "missing"]
     told = within[:1] or every

@@ -1,4 +1,4 @@
-"""What a search was asked for: the parameters of `tune`, and as much of them as the journal can keep."""
+"""The request of a search: the parameters of `tune`, and the settings among them that the journal stores."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ OF_THE_RUN = frozenset(
         "resources_total",
     }
 )
-"""What belongs to one run of the experiment, and not to the experiment."""
+"""Parameters of one run, which the experiment's journal does not store."""
 _VALUES: Mapping[str, type[Value]] = {"checkpoint": Cadence, "retention": Retention, "failures": FailurePolicy}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The parameters of `prefect_tune.flows.tune.tune`, which tells what they mean; with the same defaults.
+    """The parameters of `prefect_tune.flows.tune.tune`, which documents them, with the same defaults.
 
-    What equals its default is not in the journal: another default is another value for every search that is resumed.
+    The journal omits values that equal their default: changing a default changes every search that is resumed.
     """
 
     trainable: Any
@@ -81,14 +81,14 @@ class Asked:
 
 
 def space_of(space: Mapping[str, Any]) -> dict[str, object]:
-    """Return a space with the domains that its JSON spells; those that are objects already stay."""
+    """Return a space with its JSON specifications replaced by domain objects; existing objects stay."""
     return space_from_json(space, load=lambda name: cast("Function", load_trainable(name)))
 
 
 def settings_of(asked: Asked) -> dict[str, object]:
-    """Return what the journal keeps: everything that differs from the default and can be said in JSON.
+    """Return the settings that the journal stores: all values that differ from the default and have a JSON form.
 
-    The rest is named under `only_in_code`: a resume by name alone cannot know it.
+    `only_in_code` names the others: a resume by experiment name alone cannot restore them.
     """
     settings: dict[str, object] = {}
     only_in_code: list[str] = []
@@ -130,30 +130,30 @@ def _or_none(say: Any) -> object | None:
 
 
 def only_in_code(settings: Mapping[str, object]) -> list[str]:
-    """Return the parameters that were given, and that the journal does not hold."""
+    """Return the names of the parameters that were passed and that the journal could not store."""
     names: Any = settings.get("only_in_code", ())
     return list(names)
 
 
 def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> Asked:
-    """Return what an experiment with these settings was asked for, on today's `target`, with what is `changed`.
+    """Return the request of an experiment from its settings, with the parameters of this `run` and those `changed`.
 
     Raises:
-        InvalidInput: the settings lack what only the code knew, and `changed` does not say it either. Callbacks
-            only look on: without them it goes on all the same.
+        InvalidInput: the settings lack a parameter that only the code held, and `changed` does not pass it.
+            Missing callbacks are no error: they decide nothing.
     """
     missing = [name for name in only_in_code(settings) if name not in changed and name != "callbacks"]
     if "trainable" not in settings and "trainable" not in changed and "trainable" not in missing:
         missing.insert(0, "trainable")
     if missing:
         raise InvalidInput(
-            f"resume: the journal cannot hold {', '.join(map(repr, missing))} of this experiment; pass "
+            f"resume: the journal of this experiment does not store {', '.join(map(repr, missing))}; pass "
             "it here, or call pt.tune(...) as before, with the same experiment name"
         )
     known = {each.name for each in fields(Asked)}
     kept = {name: _read(name, value) for name, value in settings.items() if name in known}
     if "search" in changed:
-        kept.pop("num_samples", None)  # it was said of the search before
+        kept.pop("num_samples", None)  # it belonged to the earlier search
     return Asked(**{**kept, **run, **changed})
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints as Prefect's assets: a trial's checkpoints are one, the experiment's best model is another.
+"""Checkpoints as Prefect assets: one asset for each trial's checkpoints, one for the experiment's best model.
 
-A commit is a materialization. It is told by the event that Prefect tells one by, without a task run for each.
+A commit is a materialization. It is emitted as Prefect's own event of a materialization, without a task run for each.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Notice:
     related: Sequence[Mapping[str, str]] = ()
     payload: Mapping[str, object] = field(default_factory=dict)
     identity: UUID | None = None
-    """Where it could be told twice: two with the same identity are one event."""
+    """The event id if the event may be emitted twice: Prefect stores two events of one id once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An experiment, and how events and assets name it and what is in it: always alike, and without secrets."""
+    """The names of an experiment and its parts in events and assets: stable, and without credentials."""
 
     target_uri: str
     experiment: str
@@ -44,7 +44,7 @@ class Place:
 
     @property
     def uri(self) -> str:
-        """Where it is."""
+        """The experiment's URI: the target's, and the experiment's name."""
         return _within(self.target, self.experiment)
 
     @property
@@ -53,22 +53,22 @@ class Place:
         return {"prefect.resource.id": f"prefect-tune.experiment.{self.uri}", "prefect.resource.name": self.experiment}
 
     def trial_resource(self, trial: str) -> Mapping[str, str]:
-        """Return a trial of it, as a resource of events."""
+        """Return a trial of the experiment, as a resource of events."""
         name = f"{self.experiment}/{trial}"
         return {"prefect.resource.id": f"prefect-tune.trial.{self.uri}/{trial}", "prefect.resource.name": name}
 
     @property
     def related(self) -> Mapping[str, str]:
-        """The experiment, as what is related to an event of a trial."""
+        """The experiment, as a related resource of a trial's events."""
         return {**self.resource, "prefect.resource.role": "experiment"}
 
     def checkpoints(self, trial: str) -> str:
-        """Return where the checkpoints of a trial lie: the key of their asset."""
+        """Return the URI of a trial's checkpoints, which is the key of their asset."""
         return f"{self.uri}/trials/{trial}/checkpoints"
 
     @property
     def best(self) -> str:
-        """The key of the asset that the best model is: a name, and no folder."""
+        """The key of the best model's asset: a name only; no object is stored there."""
         return f"{self.uri}/best"
 
     def beside(self, experiment: str) -> Place:
@@ -82,11 +82,11 @@ class Materialized:
 
     asset: Asset
     upstream: Sequence[Asset]
-    """What it was made from."""
+    """The assets that it was made from."""
     metadata: Mapping[str, object]
 
     def notice(self) -> Notice:
-        """Return the event, as Prefect's own materializing tasks emit it."""
+        """Return the event as Prefect's own `@materialize` tasks emit it."""
         made_from = [AssetContext.asset_as_related(each) for each in self.upstream]
         return Notice(
             "prefect.asset.materialization.succeeded",
@@ -97,7 +97,7 @@ class Materialized:
 
 
 def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:
-    """Return the asset with this key; None where Prefect takes no such key, for a blank in it or its length."""
+    """Return the asset with this key; None if Prefect refuses the key, for a blank in it or its length."""
     properties = AssetProperties(name=name, description=description) if name else None
     try:
         return Asset(key=key, properties=properties)
@@ -106,7 +106,7 @@ def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:
 
 
 def referenced(asset: Asset) -> Notice:
-    """Return the event by which Prefect takes note of an asset that others are made from."""
+    """Return the event by which Prefect records an asset as the source of others."""
     return Notice("prefect.asset.referenced", AssetContext.asset_as_resource(asset))
 
 

@@ -104,9 +104,9 @@ def test_an_argument_that_does_not_fit_is_told_in_one_line_before_a_server_is_st
 def test_what_is_missing_and_what_is_too_much_is_told() -> None:
     with pytest.raises(InvalidInput, match=r"target: missing; pt\.tune needs it; write target="):
         pt.tune(print)
-    with pytest.raises(InvalidInput, match=r"at most 2 arguments without a name \(trainable, space\), found 3"):
+    with pytest.raises(InvalidInput, match=r"at most 2 positional arguments \(trainable, space\), found 3"):
         pt.tune(print, {}, "./runs")
-    with pytest.raises(InvalidInput, match=r"space: pt\.tune is given it twice"):
+    with pytest.raises(InvalidInput, match=r"space: pt\.tune got it twice"):
         pt.tune(print, {}, space={}, target="./runs")
 
 
@@ -120,7 +120,7 @@ def test_parameters_that_are_more_than_prefect_stores_are_measured_first() -> No
     with pytest.raises(InvalidInput) as raised:
         pt.tune(print, {"lr": pt.uniform(0, 1), "blob": "x" * 3_000_000}, target="./runs")
     assert str(raised.value).startswith("space: 3,000,0")
-    assert "bytes as JSON, and Prefect takes 524,288 for all parameters; 'blob' is the largest: give a path" in str(
+    assert "bytes as JSON, and Prefect takes 524,288 for all parameters; 'blob' is the largest: pass a path" in str(
         raised.value
     )
 
@@ -130,7 +130,7 @@ def test_a_class_that_prefect_cannot_store_is_named() -> None:
     class Model(pt.Trainable):
         depth: int = 1
 
-    with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a class that is a dataclass"):
+    with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a dataclass type"):
         pt.tune(Model, target="./runs")
 
 
@@ -140,7 +140,7 @@ def test_a_class_within_a_trainable_that_prefect_cannot_store_is_found() -> None
         class Config:
             depth: int = 1
 
-    with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a class that is a dataclass"):
+    with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a dataclass type"):
         pt.tune(Model, target="./runs")
 
 

@@ -72,7 +72,7 @@ def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFi
 def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
     say_code(searched(asked()), asked(silent), LOG)
     (said,) = caplog.messages
-    assert said.startswith("the trainable is another one than when experiment 'e' last ran (train ")
+    assert said.startswith("the trainable has changed since experiment 'e' last ran (train ")
     assert " -> silent " in said
 
 
@@ -85,9 +85,9 @@ def test_another_space_under_the_same_name_is_told_of(caplog: pytest.LogCaptureF
     other = {"x": pt.uniform(0, 2)}
     say_space(state, asked(space=other), LOG)
     say_space(state, asked(space=other, num_samples=4), LOG)
-    said = "the space is another one; 3 earlier trials are of the old one"
+    said = "the search space has changed; 3 earlier trials were drawn from the old one"
     assert caplog.messages == [
-        f"{said}, and there are to be 3 in all: raise num_samples to draw from it",
+        f"{said}, and num_samples allows 3 in all: raise num_samples to draw from the new space",
         said,
     ]
 
@@ -108,7 +108,8 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
     pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
     assert caplog.text.count("1 trial that errored in an earlier run is not tried again") == 1
     pt.tune(Moody, {"fails": "not"}, num_samples=1, **common)
-    assert "the space is another one; 1 earlier trial is of the old one, and there are to be 1 in all" in caplog.text
+    said = "the search space has changed; 1 earlier trial was drawn from the old one, and num_samples allows 1 in all"
+    assert said in caplog.text
     (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")
     assert last.startswith("e: 1 errored of 1 after ")
 
