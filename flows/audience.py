@@ -1,4 +1,4 @@
-"""Everybody who listens to a search: callbacks, progress, events, the report, and who keeps its curves."""
+"""The subscribers of a running search: callbacks, progress, events, the report, and its learning curves."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _MOST_REPORTS = 300_000
 
 
 class Audience:
-    """Who listens to one run of a search, from its beginning to its end."""
+    """The subscribers of one run of a search, from its start to its end."""
 
-    def __init__(  # noqa: PLR0913  each who listens is told of something else
+    def __init__(  # noqa: PLR0913  the subscribers need different things
         self,
         target: StorageTarget,
         search: SearchInfo,
@@ -56,9 +56,10 @@ class Audience:
 
     @contextmanager
     def listening(self, book: Book, stop: threading.Event, log: Log) -> Iterator[Listener]:
-        """Lend the listener that the driver of a search tells; at the end everybody gets time to take it in.
+        """Yield the listener that the driver notifies; on exit, wait for the subscribers to process what is queued.
 
-        Where the search ends by itself, its results are published.
+        Results are published if the search ended without a request to stop. On exit, callbacks get 30 s together,
+        or 2 s after a request to stop.
         """
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
         keeper = _CurveKeeper(book.experiment)
@@ -71,22 +72,22 @@ class Audience:
                 progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
             ):
                 yield Listeners([keeper, callbacks, herald, seen, reporter, *lookout])
-                reporter.conclude()  # it draws the last page while everybody else ends
+                reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():
                     self._publish(book.experiment, keeper.curves, log)
         finally:
             callbacks.end(book.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
 
     def _publish(self, experiment: Experiment, curves: Curves | None, log: Log) -> None:
-        """The journal has it all: where the files cannot be written, nothing is lost."""
+        """Publish the results as files; log an error if that fails, since the journal holds the same results."""
         try:
             publish_results(self._target, unseen(experiment), self._search.objective, unseen(curves))
         except TuneError as error:
-            log.error("the results are not published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
+            log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
 
 
 class _CurveKeeper:
-    """Keeps the curves of a new experiment as it goes, so that publishing them need not read the journal."""
+    """Collects the learning curves of a new experiment while it runs: publishing them need not read the journal."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.curves: Curves | None = None if experiment.trials else Curves()
@@ -96,7 +97,7 @@ class _CurveKeeper:
         if self.curves is not None:
             self.curves.tell_event(event)
             if self.curves.told > _MOST_REPORTS:
-                self.curves = None  # so many are read again in the end, rather than kept all the time
+                self.curves = None  # to bound the memory; publishing reads them from the journal
 
     def told(self, told: line.Told, experiment: Experiment) -> None:
         del told, experiment

@@ -1,4 +1,4 @@
-"""Install the automations that start runs again and raise alerts, and take them away: as code, by their names."""
+"""Install and remove, by name, the Prefect automations that restart runs and send alerts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OURS = ("name", "description", "tags", "trigger", "enabled", "actions")
 
 
 def automation_names() -> Sequence[str]:
-    """Return the names of all automations that there are to install."""
+    """Return the names of all automations that this package can install."""
     return list(shipped(_window(None)))
 
 
@@ -39,24 +39,26 @@ def install_automations(
     parameters: Mapping[str, Any] | None = None,
     heartbeat_window_seconds: float | None = None,
 ) -> Sequence[str]:
-    """Install automations on the Prefect server, or bring those that are there up to date; return their names.
+    """Install automations on the Prefect server, or update existing ones; return their names.
 
-    They are known by their names: nobody else's are touched, and installing twice is installing once. Whether one
-    is switched on stays as it is found, and so does what an alert does, unless it is said here.
+    Automations are matched by name; others are not changed. Installing twice is the same as installing once. An
+    update keeps whether an automation is enabled, and keeps an alert's actions unless `notify` or `run` is passed.
 
     Args:
         names: some of `automation_names()`. Default: all.
-        notify: the block by which alerts are sent, as `"slack-webhook/alerts"`.
-        run: the deployment that alerts run, as `"evaluate/nightly"`. Without this and `notify`, a new alert does
-            nothing that is not seen in the event feed, until somebody gives it an action in the UI.
-        parameters: those of that deployment; texts may be templates, such as `"{{ event.payload.experiment }}"`.
-        heartbeat_window_seconds: after how long a silent run is taken for crashed. Default: three heartbeats
-            (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, 180 s unless it is set; set it alike where the runs are).
+        notify: the notification block that sends alerts, such as `"slack-webhook/alerts"`.
+        run: the deployment that alerts run, such as `"evaluate/nightly"`. Without `run` and `notify`, a new alert
+            only appears in the event feed, until you add an action in the UI.
+        parameters: parameters of that deployment; texts may be templates, such as
+            `"{{ event.payload.experiment }}"`.
+        heartbeat_window_seconds: seconds without a heartbeat after which a run is considered crashed. Default: three
+            heartbeats (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, 180 s unless it is set; set the same value where the
+            runs are).
 
     Raises:
         InvalidInput: there is no such automation, block or deployment, or no Prefect server is set up. Nothing was
             installed.
-        TuneError: the server did not answer, or it refused, for a role or a plan that does not allow automations, say.
+        TuneError: the server did not answer, or refused: for example, the role or plan does not allow automations.
     """
     chosen = _chosen(names, _window(heartbeat_window_seconds))
     with prefect_server("automations") as client:
@@ -67,11 +69,11 @@ def install_automations(
 
 
 def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[str]:
-    """Remove automations that were installed, all or some; return the names of those that were there.
+    """Remove installed automations, all or those of `names`; return the names of those that were removed.
 
     Raises:
-        InvalidInput: there is no automation of that name to install, or no Prefect server is set up.
-        TuneError: the server did not answer, or it refused, for a role or a plan that does not allow automations, say.
+        InvalidInput: this package has no automation of that name, or no Prefect server is set up.
+        TuneError: the server did not answer, or refused: for example, the role or plan does not allow automations.
     """
     removed = []
     with prefect_server("automations") as client:
@@ -103,7 +105,7 @@ def _chosen(names: Collection[str] | None, window: timedelta) -> Sequence[Shippe
 def _actions(
     client: SyncPrefectClient, notify: str | None, run: str | None, parameters: Mapping[str, Any] | None
 ) -> Sequence[ActionTypes]:
-    """What alerts are to do; their texts come later."""
+    """Return the actions of alerts; `_worded` adds the texts of notifications."""
     actions: list[ActionTypes] = []
     if notify is not None:
         actions.append(SendNotification(block_document_id=_block(client, notify), subject=_SUBJECT, body=""))
@@ -111,7 +113,7 @@ def _actions(
         given = None if parameters is None else dict(parameters)
         actions.append(RunDeployment(source="selected", deployment_id=_deployment(client, run), parameters=given))
     elif parameters is not None:
-        raise InvalidInput("parameters: they are for the deployment that alerts run: run='flow/deployment'")
+        raise InvalidInput("parameters: expected run='flow/deployment' with them, the deployment that they are for")
     return actions
 
 
@@ -127,7 +129,7 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
     try:
         return client.read_deployment_by_name(name).id
     except (ObjectNotFound, ValueError) as error:
-        raise InvalidInput(f"run={name!r}: there is no such deployment; expected 'flow/deployment'") from error
+        raise InvalidInput(f"run={name!r}: no such deployment exists; expected 'flow/deployment'") from error
 
 
 def _install(client: SyncPrefectClient, wanted: Shipped, actions: Sequence[ActionTypes]) -> None:
@@ -136,10 +138,10 @@ def _install(client: SyncPrefectClient, wanted: Shipped, actions: Sequence[Actio
         client.create_automation(_automation(wanted, actions or [DoNothing()]))
         return
     first, *others = found
-    for each in others:  # two installed at the same time
+    for each in others:  # concurrent installs created duplicates
         client.delete_automation(each.id)
     new = _automation(wanted, actions or first.actions, enabled=first.enabled)
-    if _said(new) != _said(first):  # an update forgets what a trigger was waiting for
+    if _said(new) != _said(first):  # an update resets the state of the trigger
         client.update_automation(first.id, AutomationCore(**new.model_dump(exclude={"owner_resource"})))
 
 

@@ -1,4 +1,4 @@
-"""The papers of a callback: how far it was told, its state, and what it has to be told of."""
+"""Store one callback's delivery position and state, and read the journal entries that it has not received."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class Desk:
-    """Where one callback's state is kept, and the journal read that it has to be told of."""
+    """Stores and loads one callback's state on the target, and reads the experiment's journal for it."""
 
     def __init__(self, target: StorageTarget, search: SearchInfo, name: str) -> None:
         self.name = name
@@ -31,7 +31,7 @@ class Desk:
         self._number = 0
 
     def newest(self) -> CallbackState | None:
-        """Return the state that an earlier run kept."""
+        """Return the newest state that an earlier run stored; None if there is none."""
 
         def read() -> CallbackState | None:
             with self._target.open(timeout=_TIMEOUT) as store:
@@ -42,20 +42,20 @@ class Desk:
         return found
 
     def keep(self, heard: Heard, state: Mapping[str, object] | None) -> None:
-        """Keep the state. Raises what `keep_state` raises."""
+        """Store the delivery position and the state. Raises what `keep_state` raises."""
         self._number += 1
         kept = CallbackState(number=self._number, write_id=new_stamp().write_id, heard=heard, state=state)
         try:
             with self._target.open(timeout=_TIMEOUT) as store:
                 keep_state(store, self.search.experiment, self.name, kept)
         except CommitUnknown:
-            raise  # the number may be taken: the next one is used
+            raise  # the number may be taken: the next call uses the next one
         except TuneError:
             self._number -= 1
             raise
 
     def entries(self, beyond: int) -> Sequence[Entry]:
-        """Return the entries of the experiment's journal after that one."""
+        """Return the entries of the experiment's journal after number `beyond`."""
 
         def read() -> Sequence[Entry]:
             with self._target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:

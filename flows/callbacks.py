@@ -1,4 +1,4 @@
-"""Callbacks of a search: each is told in a thread of its own, off the path on which anything is decided."""
+"""Run the callbacks of a search, each in its own thread, so that a slow callback delays no decision."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MILESTONES = frozenset(10**exponent for exponent in range(1, 12))
 
 
 def callbacks_for(given: Sequence[Any] | None) -> Sequence[Callback]:
-    """Return the callbacks that are meant: objects, classes, or `"package.module:Name"` of either.
+    """Return callback objects from objects, classes, or `"package.module:Name"` of either.
 
     Raises:
-        InvalidInput: one of them means none.
+        InvalidInput: an element is none of these.
     """
     return [_callback(each) for each in given or ()]
 
@@ -59,16 +59,16 @@ def _callback(given: Any) -> Callback:
 
 
 def _warn_of_unheard(kind: type[Callback]) -> None:
-    """A hook that is misspelt would be told nothing, without a word."""
+    """Log a warning for each method `on_...` that is not a hook: a misspelt hook is never called."""
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(kind):
         if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
             hint = did_you_mean_or_has(name, hooks)
-            get_logger("prefect_tune").warning("callback %s: nobody calls %s: %s", kind.__name__, name, hint)
+            get_logger("prefect_tune").warning("callback %s: %s is not a hook: %s", kind.__name__, name, hint)
 
 
 class CallbackThread:
-    """Tells one callback. Whatever that does, the listener's methods return at once."""
+    """Calls one callback's hooks in a thread of its own. The listener's methods only queue, and return at once."""
 
     def __init__(self, callback: Callback, desk: Desk, log: Log, inbox: Inbox | None = None) -> None:
         self._callback = callback
@@ -84,7 +84,7 @@ class CallbackThread:
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name=desk.name, daemon=True)
 
     def start(self, experiment: Experiment) -> None:
-        """Begin, with everything up to this state."""
+        """Start the thread; it first delivers what the journal holds up to this state."""
         self._inbox.put(Written(experiment))
         self._thread.start()
 
@@ -98,14 +98,14 @@ class CallbackThread:
         self._inbox.put(Written(experiment))
 
     def end(self, experiment: Experiment) -> None:
-        """Let it be told what is left, and that this was all."""
+        """Queue the end: the thread delivers what is left, calls `on_experiment_end`, and ends."""
         self._inbox.put(Over(experiment))
 
     def join(self, until: float) -> None:
-        """Wait for it until the clock says so, and no longer."""
+        """Wait for the thread until `until`, a time of `time.monotonic`; log a warning if it is still busy then."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._log.warning("callback %s is left behind: the next run tells it what it has missed", self._desk.name)
+            self._log.warning("callback %s did not finish in time: the next run delivers the rest", self._desk.name)
 
     # -------------------------------------------------------------------------------------- the thread's own
 
@@ -128,8 +128,8 @@ class CallbackThread:
             self._callback.setup(self._desk.search)
             if (kept := self._desk.newest()) is not None:
                 self._telling = Telling(kept.heard if self._takes_up(kept) else None)
-        except BaseException:  # noqa: BLE001  whatever it is, it is the callback's, and the search goes on
-            self._log.exception("callback %s cannot be set up, and is told nothing in this run", self._desk.name)
+        except BaseException:  # noqa: BLE001  a callback's error must not end the search
+            self._log.exception("callback %s: setup failed; this run does not call its hooks", self._desk.name)
             return False
         return True
 
@@ -147,7 +147,7 @@ class CallbackThread:
             case Told() if not self._is_behind:
                 self._tell_report(item)
             case _:
-                pass  # the journal tells it
+                pass  # catching up will read it from the journal
 
     def _written(self, experiment: Experiment) -> None:
         if self._is_behind:
@@ -156,11 +156,11 @@ class CallbackThread:
             self._telling.written(experiment.number)
 
     def _caught_up(self, experiment: Experiment) -> bool:
-        """Tell what the journal holds and this callback has not heard."""
+        """Deliver the journal entries that this callback has not received; return whether the journal was read."""
         try:
             entries = self._desk.entries(self._telling.number)
         except TuneError as error:
-            self._log.warning("callback %s hears later of what it has missed: %s", self._desk.name, error)
+            self._log.warning("callback %s: missed events will be delivered later: %s", self._desk.name, error)
             return False
         for entry in entries:
             if entry.number <= experiment.number:
@@ -182,11 +182,11 @@ class CallbackThread:
     def _call(self, hook: Callable[[], object]) -> None:
         try:
             hook()
-        except BaseException as error:  # noqa: BLE001  whatever it is, it is the callback's, and the search goes on
+        except BaseException as error:  # noqa: BLE001  a callback's error must not end the search
             self._complain(error)
 
     def _complain(self, error: BaseException) -> None:
-        """With its trace the first few times; then rarely, since it will be the same each time."""
+        """Log a failure of the callback: the first three with a traceback, then only each power of ten."""
         self._errors += 1
         if self._errors <= _TRACES:
             self._log.error("callback %s failed", self._desk.name, exc_info=error)
@@ -194,7 +194,7 @@ class CallbackThread:
             self._log.error("callback %s has failed %d times: %r", self._desk.name, self._errors, error)
 
     def _keep(self) -> None:
-        """Keep how far it has been told, where that has changed."""
+        """Store the delivery position and the callback's state, if something was delivered since the last time."""
         self._kept_at = time.monotonic()
         if not (self._has_news and self._is_owner):
             return
@@ -203,13 +203,13 @@ class CallbackThread:
             self._has_news = False
         except AlreadyExists:
             self._is_owner = False
-            self._log.warning("callback %s: another run keeps its state now", self._desk.name)
-        except BaseException as error:  # noqa: BLE001  as in `_call`; it is tried again
+            self._log.warning("callback %s: another run stores its state now; this run no longer does", self._desk.name)
+        except BaseException as error:  # noqa: BLE001  as in `_call`; the next period tries again
             self._complain(error)
 
 
 def hooks_for(callback: Callback, event: OneTrialsEvent, trial: Trial) -> Iterator[Callable[[], object]]:
-    """Return what an event of a trial means to a callback, in order."""
+    """Yield the hook calls of a trial's event, in order."""
     match event:
         case Started():
             if event.from_sequence is not None:
@@ -242,12 +242,12 @@ class Callbacks(Listeners):
         super().__init__(self._threads)
 
     def start(self, experiment: Experiment) -> None:
-        """Begin, with everything up to this state."""
+        """Start the threads; each first delivers what the journal holds up to this state."""
         for each in self._threads:
             each.start(experiment)
 
     def end(self, experiment: Experiment, patience: timedelta) -> None:
-        """Have them told what is left, all of it written by now; wait so long for all of them together."""
+        """Deliver what is left, all of it in the journal by now; wait up to `patience` for all threads together."""
         until = time.monotonic() + patience.total_seconds()
         for each in self._threads:
             each.end(experiment)

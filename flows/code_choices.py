@@ -1,4 +1,4 @@
-"""What the settings in an experiment's journal choose to be run, imported or opened."""
+"""Find the settings in an experiment's journal that choose code to run or import, or a location to open."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ __all__ = ["CodeChoice", "code_choices"]
 _Finder: TypeAlias = "Callable[[Any], Iterator[CodeChoice]]"
 _SAVED_BLOCK = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*/[^/\s]+")
 _OUR_TRIAL_FLOW = "train-trial/"
-"""A deployment of this flow runs `train_trial`: Prefect's server says what a deployment runs, and not the target."""
+"""A deployment of this flow runs `train_trial`: the Prefect server, not the target, defines what a deployment runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeChoice:
-    """One thing that settings choose."""
+    """One object, location, command or deployment that the settings choose."""
 
     parameter: str
-    """Of `pt.tune`: what it was chosen by."""
+    """The parameter of `pt.tune` that chose it."""
     shown: str
-    """For a message."""
+    """Its text in a message."""
     name: str | None = None
-    """`package.module:Name`, where that is what they choose; else it is a place, a command or a deployment."""
+    """`package.module:Name` if it is an importable object; None for a location, a command or a deployment."""
 
 
 def code_choices(settings: Mapping[str, object], learned: Collection[str] = ()) -> Sequence[CodeChoice]:
-    """Return what `settings` choose; nothing is imported.
+    """Return all code and locations that `settings` choose; nothing is imported.
 
     Args:
-        settings: of the journal.
-        learned: the experiments that a search has learned from already: their places are not opened again.
+        settings: those of the journal.
+        learned: the experiments that the search has learned from already: their targets are not opened again.
 
     Raises:
-        InvalidInput: they hold a space that is none.
+        InvalidInput: the search space in the settings is invalid.
     """
     finders: dict[str, _Finder] = {**_FINDERS, "warm_start": partial(_places_to_learn_from, learned=learned)}
     return [choice for name, find in finders.items() if name in settings for choice in find(settings[name])]
@@ -80,7 +80,7 @@ def _sync(given: Any) -> Iterator[CodeChoice]:
 
 
 def _job_variables(given: Any) -> Iterator[CodeChoice]:
-    """Of a process pool `command` is one, of others `image`; their values may be secrets, and are not shown."""
+    """Job variables choose code: `command` in a process pool, `image` in others. Values may be secret: show names."""
     if given:
         names = ", ".join(map(repr, given)) if isinstance(given, Mapping) else "no mapping"
         yield CodeChoice("trial_job_variables", names)
@@ -92,7 +92,7 @@ def _deployment(given: Any) -> Iterator[CodeChoice]:
 
 
 def _places_to_learn_from(given: Any, learned: Collection[str]) -> Iterator[CodeChoice]:
-    """A name alone is on the same target."""
+    """Yield the sources on other targets; a name without a target is on the experiment's own."""
     if not isinstance(given, list | tuple):
         yield CodeChoice("warm_start", repr(given))
     yield from (
@@ -101,12 +101,12 @@ def _places_to_learn_from(given: Any, learned: Collection[str]) -> Iterator[Code
 
 
 def _is_saved_block(place: object) -> bool:
-    """Whether it names a block of the person's own Prefect, which says where that is."""
+    """Whether `place` names a saved block: the user's own Prefect server, not the target, holds its location."""
     return isinstance(place, str) and _SAVED_BLOCK.fullmatch(place) is not None
 
 
 def _texts_in(given: Any) -> Iterator[str]:
-    """Yield the texts of a list of any depth; keys of an object are names of metrics or stoppers."""
+    """Yield the texts of a nested list; objects are skipped, since their keys are names of metrics or stoppers."""
     if isinstance(given, str):
         yield given
     elif isinstance(given, list | tuple):

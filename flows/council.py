@@ -1,6 +1,6 @@
-"""Who is asked: the search what to try next, the scheduler who goes on, and whether that is enough.
+"""The search algorithm, scheduler and stoppers of one experiment, behind one interface.
 
-Told the same, they say the same.
+The same history gives the same proposals and decisions.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ __all__ = ["Council", "number_of", "standing_decision", "trial_id"]
 
 
 def trial_id(number: int) -> str:
-    """Return the name of the trial that was proposed as the `number`th, from 0."""
+    """Return the id of the trial with proposal number `number`, counted from 0."""
     return f"{number:05d}"
 
 
 def number_of(trial: str) -> int:
-    """Return which proposal a trial is."""
+    """Return the proposal number of a trial."""
     return int(trial)
 
 
 def standing_decision(trial: Trial) -> Happening | None:
-    """Return what was decided last about a trial, if it was to leave, and whoever ran it died before it did."""
+    """Return the last decision of a trial if it is a stop or pause that was journaled and not carried out; else None.
+
+    This happens when an owner dies between the decision and its effect.
+    """
     last = trial.past[-1] if trial.past else None
     stands = last is not None and isinstance(last.decision, Stop | Pause)
     return last if stands and trial.status in (Status.PENDING, Status.RUNNING) else None
 
 
 class Council:
-    """The search, the scheduler and the stoppers of one experiment, kept at the journal's state.
+    """The search, the scheduler and the stoppers of one experiment, in the state that its journal implies.
 
-    What happens is told by `hear`, now or after a resume: there is one way to get there.
+    `hear` records every change, in a running search and in a replay, so that both reach the same state.
     """
 
     def __init__(self, proposals: Proposals, schedule: Schedule, tallies: Sequence[Tally] = ()) -> None:
@@ -46,45 +49,45 @@ class Council:
         self._proposals = proposals
         self._schedule = schedule
         self._proposed = 0
-        self._suggested: int | None = None  # the search knows it already
+        self._suggested: int | None = None  # the search itself proposed it: no `recall` needed
         self._paused: set[str] = set()
 
     @property
     def proposed(self) -> int:
-        """How many trials there are."""
+        """The number of trials that the journal holds."""
         return self._proposed
 
     @property
     def saves_first(self) -> bool:
-        """Whether the scheduler wants a checkpoint before it is asked."""
+        """Whether a trial saves a checkpoint before the scheduler decides about it."""
         return self._schedule.saves_first
 
     def learn(self, lessons: Iterable[Lesson]) -> int:
-        """Tell the search of trials of other experiments, before all else; return how many are of use to it."""
+        """Pass trials of other experiments to the search, before anything else; return how many it accepts."""
         return sum(self._proposals.learn(each.config, each.report, stopped=each.stopped) for each in lessons)
 
     def recall(self, experiment: Experiment) -> None:
-        """Tell both everything that the journal holds, in its order."""
+        """Replay the history of an experiment to the search, the scheduler and the stoppers, in the journal's order."""
         told = [(happening, trial) for trial in experiment.trials.values() for happening in trial.past]
         for happening, trial in sorted(told, key=lambda pair: pair[0].order):
             if happening.what == "decided" and happening.report is not None:
-                self.decide(trial, happening.report)  # the answer is in the journal, and was acted on
+                self.decide(trial, happening.report)  # the decision itself is in the journal already
             else:
                 self.hear(trial, happening)
         for trial in experiment.trials.values():
             self.has_trained(trial)
 
     def has_trained(self, trial: Trial) -> None:
-        """Hear that a trial has gone on."""
+        """Record the training time of a trial that has trained further."""
         self._tally.trained(trial.trial, trial.trained_seconds)
 
     def why_end(self) -> str | None:
-        """Return why the experiment has had enough; None as long as it has not."""
+        """Return why the stoppers end the experiment; None as long as they do not."""
         verdict = self._tally.verdict()
         return verdict.reason if isinstance(verdict, End) else None
 
     def suggest(self) -> Suggestion:
-        """Return the next configuration; it is taken when the journal tells of the trial."""
+        """Return the next configuration; it counts as proposed once the journal holds its trial."""
         if isinstance(enough := self._tally.verdict(), NoMore):
             return Exhausted(reason=enough.reason)
         suggestion = self._proposals.suggest(self._proposed)
@@ -97,10 +100,10 @@ class Council:
         self._schedule.exhausted()
 
     def decide(self, trial: Trial, report: StepReport) -> Decision:
-        """Ask the scheduler what becomes of a trial at a milestone.
+        """Return the scheduler's decision about a trial at a milestone.
 
         Raises:
-            BadMetric: the report lacks what the scheduler goes by.
+            BadMetric: the report lacks the metric that the scheduler compares.
         """
         self._proposals.reported(number_of(trial.trial), report)
         decision = self._schedule.decide(TrialReport(trial.trial, report))
@@ -108,14 +111,17 @@ class Council:
         return decision
 
     def holds(self, trial: str) -> bool:
-        """Whether the scheduler has paused a trial, and so will say what becomes of it.
+        """Whether the scheduler has paused a trial, and so will resume or stop it.
 
-        Not where an earlier owner had another one, or where the trial paused without a decision.
+        False if an earlier owner's scheduler paused the trial, or if it paused without a decision.
         """
         return trial in self._paused
 
     def milestone(self, trial: Trial) -> int | None:
-        """Return the step at which the trial asks next: again, where it was decided that it leaves there."""
+        """Return the step at which the trial next asks for a decision; None if it never does.
+
+        After a stop or pause that was not carried out, this is the step of that decision again.
+        """
         standing = standing_decision(trial)
         if standing is not None and standing.report is not None:
             return standing.report.step
@@ -123,11 +129,11 @@ class Council:
         return self._schedule.milestone(trial.trial, asked[-1] if asked else 0)
 
     def resume_next(self) -> str | None:
-        """Return the paused trial that is to have the next slot."""
+        """Return the paused trial that gets the next free slot; None if there is none."""
         return self._schedule.resume_next()
 
     def stop_next(self) -> tuple[str, Stop] | None:
-        """Return a paused trial that is not needed any more."""
+        """Return a paused trial that the scheduler no longer needs, with its decision; None if there is none."""
         return self._schedule.stop_next()
 
     def is_waiting(self) -> bool:
@@ -135,7 +141,7 @@ class Council:
         return self._schedule.is_waiting()
 
     def hear(self, trial: Trial, happening: Happening) -> None:
-        """Hear what the journal has just been told, or was told once; `trial` is as it is afterwards."""
+        """Record an event of the journal, new or replayed; `trial` is its state after the event."""
         number = number_of(trial.trial)
         match happening.what:
             case "added":
@@ -151,7 +157,7 @@ class Council:
                 self._proposals.ended(number, happening.report, failed=happening.failed)
                 self._tally.ended(trial.trial, happening.report, failed=happening.failed)
             case "decided":
-                pass  # `decide` was asked for it
+                pass  # `decide` has recorded it
 
     def _added(self, trial: Trial, number: int) -> None:
         self._tally.added(trial.trial)

@@ -1,4 +1,4 @@
-"""Who trains: attempts of trials on the flow's task runner, and what they say, in one queue."""
+"""Trial executors: run attempts of trials, and return their messages from one queue."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from prefect_tune.tasks.transient import unseen
 __all__ = ["Began", "Crew", "LocalCrew", "Message", "Over", "attempt_of", "have_ended"]
 
 _PATIENCE = timedelta(seconds=0.5)
-# What a supervisor needs beyond the grace of its trial: a last journal entry.
+# Time that a supervisor needs after its trial's grace period, to write a last journal entry.
 _LAST_WORDS = timedelta(seconds=3)
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """An attempt has ended, and perhaps what it died of; how it ended is in its journal."""
+    """An attempt has ended, with the error of its task if there was one; its journal holds how the trial ended."""
 
     trial: str
     error: BaseException | None = None
@@ -37,7 +37,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """An attempt has begun elsewhere that may not know what the trial was told, and may ask where it stands."""
+    """An attempt has started on another machine: it may have missed answers, and may wait for one at its milestone."""
 
     trial: str
 
@@ -46,21 +46,21 @@ Message: TypeAlias = Heard | Over | Began
 
 
 def attempt_of(plan: TrialPlan) -> Task[[TrialPlan, Orders, Line], AttemptResult]:
-    """Return the task of one attempt: whoever runs the experiment decides whether there is another, and journals it."""
+    """Return the task of one attempt, without task retries: the owner of the experiment decides and journals those."""
     return _tagged(plan.tags)
 
 
-@cache  # one of the dearest steps of a short trial: Prefect reads the source of the function again
+@cache  # `with_options` is one of the most expensive steps of a short trial: Prefect reads the function's source again
 def _tagged(tags: tuple[str, ...]) -> Task[[TrialPlan, Orders, Line], AttemptResult]:
     return run_trial.with_options(retries=0, tags=tags)
 
 
 class Crew(Protocol):
-    """Who trains."""
+    """Runs attempts of trials."""
 
     @property
     def outlives(self) -> bool:
-        """Whether an attempt goes on when the search that started it is gone."""
+        """Whether an attempt continues when the search that started it has ended."""
         ...
 
     def __len__(self) -> int: ...
@@ -68,30 +68,33 @@ class Crew(Protocol):
     def __contains__(self, trial: str) -> bool: ...
 
     def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
-        """Start attempt number `attempt`; entry `absorbed` of the trial's journal is the last one known."""
+        """Start attempt number `attempt`; `absorbed` is the last entry of the trial's journal that is known."""
         ...
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
-        """Tell a trial that asked at `step`, or was not asked; one that has ended meanwhile need not hear it."""
+        """Send an answer to a trial: to its question at `step`, or unasked if `step` is None.
+
+        An answer to a trial that has ended meanwhile has no effect.
+        """
         ...
 
     def stop(self) -> None:
-        """Have every trial save and end."""
+        """Request every trial to save and end."""
         ...
 
     def hear(self, patience: timedelta) -> list[Message]:
-        """Return what has been said since, after waiting for the first word."""
+        """Return the messages since the last call; wait up to `patience` for the first one."""
         ...
 
     def dismiss(self, trial: str) -> None:
-        """Take note that an attempt is over."""
+        """Forget an attempt that has ended, and free its slot."""
         ...
 
 
 def have_ended(crew: Crew, grace: timedelta) -> None:
-    """Have every trial save and end that nobody will answer any more, and wait for it, `grace` and a moment at most.
+    """Request every trial to save and end, and wait for that for `grace` and 3 s at most.
 
-    Attempts that outlive their search go on: whoever takes it over answers them. Raises what `Crew.stop` raises.
+    Attempts that outlive their search continue: the next owner answers them. Raises what `Crew.stop` raises.
     """
     if crew.outlives:
         return
@@ -104,12 +107,12 @@ def have_ended(crew: Crew, grace: timedelta) -> None:
 
 
 class LocalCrew:
-    """The attempts that run now, each in a thread of the task runner that supervises a process of its own."""
+    """Runs attempts on this machine, each as a task in a thread that supervises a process of its own."""
 
     outlives = False
 
     def __init__(self, nursery: Nursery, environments: Sequence[Mapping[str, str]] = ()) -> None:
-        """Args: environments: those of the places that trials train in; the first that is free is taken."""
+        """Args: environments: environment variables of each slot; an attempt takes the lowest free slot."""
         self._nursery = nursery
         self._environments = environments
         self._places: dict[str, int] = {}
@@ -124,7 +127,7 @@ class LocalCrew:
         return trial in self._futures
 
     def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
-        del attempt, absorbed  # everything is told here
+        del attempt, absorbed  # a local attempt sends every entry through the queue
         trial = plan.trial.trial
         line = DirectLine(trial, self._inbox.put, self._nursery)
         self._lines[trial] = line
@@ -154,7 +157,7 @@ class LocalCrew:
         self._places.pop(trial, None)
 
     def _placed(self, trial: str, orders: Orders) -> Orders:
-        """The lowest place: a process that waits there has the same devices in use."""
+        """Take the lowest free slot: a kept process of that slot uses the same devices."""
         if not self._environments:
             return orders
         taken = self._places.values()
@@ -165,8 +168,8 @@ class LocalCrew:
 def _error_of(future: PrefectFuture[AttemptResult]) -> BaseException | None:
     try:
         future.wait()
-        if not future.state.is_completed():  # the result itself costs a turn of Prefect's event loop
+        if not future.state.is_completed():  # reading the result costs a turn of Prefect's event loop
             future.result()
-    except BaseException as error:  # noqa: BLE001  whatever ended it is judged by the driver
+    except BaseException as error:  # noqa: BLE001  the driver handles the error
         return error
     return None

@@ -1,4 +1,4 @@
-"""Where the source of a trusted package defines a name: found by reading it, so that no module is imported for it."""
+"""Check that a trusted package defines a name, by parsing its source instead of importing the module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CODE_NAME = re.compile(rf"({_MODULE}):({_MODULE})", re.ASCII)
 _DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _MADE = ast.Call | ast.Lambda | ast.BinOp
-"""Values that the module itself makes; a name or an attribute would be somebody else's under another name."""
+"""Expressions whose value the module itself creates; a name or an attribute may alias an object of another module."""
 _MOST_IMPORTS = 20
 
 
@@ -25,10 +25,10 @@ def is_module_name(name: object) -> bool:
 
 
 def why_not_defined(name: str, packages: Sequence[str]) -> str:
-    """Return why `package.module:Name` is not a class, function or object that `packages` define; empty where it is.
+    """Return why `package.module:Name` is not a class, function or object that `packages` define; empty if it is.
 
-    Names that a module imports are followed as long as they stay in `packages`. Only packages above a module in
-    `packages` are imported; the module is not.
+    Imported names are followed through modules of `packages`. Finding a module's source imports its parent
+    packages, and not the module itself.
     """
     parts = _CODE_NAME.fullmatch(name)
     if parts is None:
@@ -40,7 +40,7 @@ def _why_not(module: str, path: Sequence[str], packages: Sequence[str], imports_
     if not _is_in(module, packages):
         return f"{module} is not in a trusted package"
     if not imports_left:
-        return f"{module} imports it in a circle"
+        return f"{module} imports it in a circle, or through more than {_MOST_IMPORTS} modules"
     try:
         spec = importlib.util.find_spec(module)
         origin = spec.origin if spec is not None and spec.has_location else None
@@ -59,7 +59,7 @@ def _is_in(module: str, packages: Sequence[str]) -> bool:
 
 
 class _Source:
-    """The source of one module."""
+    """The parsed source of one module, and the packages that it may import names from."""
 
     def __init__(self, spec: ModuleSpec, packages: Sequence[str], imports_left: int) -> None:
         self._module = spec.name
@@ -68,7 +68,10 @@ class _Source:
         self._imports_left = imports_left
 
     def why_not(self, body: Sequence[ast.stmt], path: Sequence[str]) -> str:
-        """Every statement that binds the name has to define it: which one comes last, only running them would tell."""
+        """Return why `body` does not define the name at `path`; empty if it does.
+
+        Every statement that binds the name has to define it: only running them would tell which one comes last.
+        """
         name, *rest = path
         is_defined = False
         for each in _statements(body):
@@ -96,7 +99,7 @@ class _Source:
                 is_made = isinstance(statement.value, _MADE) and not rest
                 return "" if is_made else f"{self._module} does not define {name!r}, and only gives it this name"
             case ast.Import(names=names) if any(_bound_by(each) == name for each in names):
-                return f"{self._module} does not define {name!r}: it imports that module"
+                return f"{self._module} does not define {name!r}: it imports a module under this name"
             case ast.ImportFrom(names=names):
                 origins = [each.name for each in names if _bound_by(each) == name]
                 return self._why_not_imported(statement, [origins[-1], *rest]) if origins else None
@@ -121,7 +124,7 @@ class _Source:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield what binds names of the module, also under a condition."""
+    """Yield all statements that may bind a name of the module, also those in nested blocks such as `if` and `try`."""
     for statement in body:
         yield statement
         if not isinstance(statement, _DEFINITIONS):
@@ -131,7 +134,7 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _binds_otherwise(statement: ast.stmt, name: str) -> bool:
-    """Whether it gives the name to what a loop, a `with`, a pattern, an expression or a `global` finds."""
+    """Whether the statement binds the name by a loop, `with`, pattern, assignment expression or `global`."""
     if isinstance(statement, _DEFINITIONS):
         return any(isinstance(each, ast.Global) and name in each.names for each in ast.walk(statement))
     parts: list[ast.AST | None] = list(ast.iter_child_nodes(statement))

@@ -1,4 +1,4 @@
-"""Make deployments what they are wanted to be, on a Prefect server; again and again, to the same end."""
+"""Create or update deployments on a Prefect server, idempotently."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ _STRATEGIES = {"cancel-new": ConcurrencyLimitStrategy.CANCEL_NEW, "enqueue": Con
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Where the runs go; which kind of pool it is does not matter."""
+    """The work pool, of any type, that runs the deployments."""
 
     name: str
     queue: str | None = None
     job_variables: Mapping[str, Any] = field(default_factory=dict)
-    """What its base job template leaves open, such as `image`."""
+    """Values for the variables of the pool's base job template, such as `image`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """What became of one deployment."""
+    """The result of creating or updating one deployment."""
 
     name: str
     outcome: Literal["created", "updated"]
     link: str | None
-    """To the UI, where it is known."""
+    """The deployment's page in the Prefect UI; None if the UI's address is not known."""
     schedules: Sequence[str]
 
 
 @dataclass(frozen=True)
 class _Ready:
-    """A deployment whose every part was looked at."""
+    """A deployment whose flow, parameters and schedules are checked."""
 
     wanted: Wanted
     flow: Flow[Any, Any]
@@ -64,13 +64,13 @@ class _Ready:
 
 
 def deploy(wanted: Sequence[Wanted], pool: Pool) -> Sequence[Deployed]:
-    """Create or update these deployments; everything is looked at before anything is written.
+    """Create or update these deployments; everything is checked before anything is written.
 
-    The code is the package as it is installed where the runs are: nothing is pulled. A schedule that is there
-    already stays as it is, paused or not; another one takes the place of all that were there.
+    Runs use the package as it is installed where they run: no code is pulled. Schedules that equal the existing
+    ones keep their state, active or paused; others replace all existing ones.
 
     Raises:
-        InvalidInput: a flow cannot be imported, the pool is not there, or a parameter or schedule cannot be.
+        InvalidInput: a flow cannot be imported, the work pool does not exist, or a parameter or schedule is invalid.
         TuneError: no Prefect server answers, or it refuses.
     """
     with prefect_server("deployments") as client:
@@ -79,7 +79,7 @@ def deploy(wanted: Sequence[Wanted], pool: Pool) -> Sequence[Deployed]:
         return [_deployed(client, each, pool) for each in ready]
 
 
-# ------------------------------------------------------------------------------------------- looking before leaping
+# ---------------------------------------------------------------------------------------------------------- checks
 
 
 def _require_pool(client: SyncPrefectClient, pool: Pool) -> None:
@@ -88,14 +88,14 @@ def _require_pool(client: SyncPrefectClient, pool: Pool) -> None:
     except ObjectNotFound as missing:
         there = ", ".join(sorted(each.name for each in client.read_work_pools())) or "none"
         raise InvalidInput(
-            f"there is no work pool {pool.name!r} (there: {there}); make it: "
+            f"there is no work pool {pool.name!r} (existing pools: {there}); create it: "
             f"prefect work-pool create {pool.name} --type process"
         ) from missing
     _require_variables(found, pool.job_variables)
 
 
 def _require_variables(pool: WorkPool, given: Mapping[str, Any]) -> None:
-    """Prefect passes over a variable that the pool's template does not have."""
+    """Refuse a job variable that the pool's template does not define: Prefect would ignore it."""
     known = pool.base_job_template.get("variables", {}).get("properties", {})
     for name in given:
         if known and name not in known:
@@ -119,7 +119,7 @@ def _flow(offer: Offer) -> Flow[Any, Any]:
         raise InvalidInput(f"{offer.name}: {offer.entrypoint} cannot be imported: {error}") from error
     if isinstance(found, Flow):
         return found
-    raise InvalidInput(f"{offer.name}: {offer.entrypoint} is no flow, but a {type(found).__name__}")
+    raise InvalidInput(f"{offer.name}: expected a flow at {offer.entrypoint}, found a {type(found).__name__}")
 
 
 def _times(schedule: Schedule) -> _Times:
@@ -184,7 +184,7 @@ def _created(client: SyncPrefectClient, ready: _Ready, pool: Pool) -> UUID:
 
 
 def _updated(client: SyncPrefectClient, before: DeploymentResponse, ready: _Ready, pool: Pool) -> None:
-    """Prefect's own way to create what is there already would delete its schedules."""
+    """Update an existing deployment: creating it again would make Prefect delete its schedules."""
     fields = _fields(ready, pool)
     if not _has_times(before, ready.times):
         for each in before.schedules:
@@ -199,7 +199,7 @@ def _has_times(before: DeploymentResponse, times: Sequence[_Times] | None) -> bo
 
 
 def _key(schedule: Any) -> str:
-    """Since when an interval is counted is not asked for."""
+    """Return a comparable text of a schedule, without the anchor date of an interval, which users do not set."""
     return str(sorted(schedule.model_dump(exclude={"anchor_date"}).items()))
 
 

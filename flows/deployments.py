@@ -1,4 +1,4 @@
-"""What there is to deploy: plain descriptions, of which `prefect.yaml` and `prefect-tune deploy` make the same."""
+"""The deployable flows and specifications of deployments, as plain values; `prefect.yaml` describes the same."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from prefect_tune.core.values import valid_name
 __all__ = ["OFFERS", "TAG", "Collision", "Every", "Offer", "Schedule", "Wanted", "named", "of_one_experiment", "wanted"]
 
 TAG = "prefect-tune"
-"""Of every deployment and of its runs: automations know them by it."""
+"""The tag of every deployment and of its runs, by which automations match them."""
 Collision: TypeAlias = Literal["cancel-new", "enqueue"]
 _TRIAL_DEPLOYMENT = "trial_deployment"
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A flow of this package, as it is deployed."""
+    """A flow of this package that can be deployed."""
 
     name: str
-    """Of the flow, and of its deployment."""
+    """The name of the flow, and of its deployment."""
     entrypoint: str
-    """Dotted: a file's path would load a second copy of the module, whose classes are others."""
+    """A dotted path: a file's path would load a second copy of the module, whose classes are not identical."""
     description: str
     at_once: int | None = None
-    """How many of its runs may go on at the same time; None: any number."""
+    """The concurrency limit of its runs; None: no limit."""
     has_experiment: bool = True
-    """Whether a run of it is a run of one experiment, which a parameter names."""
+    """Whether its parameter `experiment` names the one experiment of a run."""
 
     @property
     def module(self) -> str:
@@ -42,29 +42,29 @@ OFFERS: Sequence[Offer] = (
     Offer(
         "durable-trainable",
         "prefect_tune.flows.durable_trainable.durable_trainable",
-        "Train one trial that cannot be lost. The same experiment name goes on where it was.",
+        "Train one trial durably. The same experiment name resumes it from its newest checkpoint.",
     ),
     Offer(
         "tune",
         "prefect_tune.flows.tune.tune",
-        "Search for the best configuration. The same experiment name goes on where it was.",
+        "Search for the best configuration. The same experiment name resumes the search.",
     ),
     Offer(
         "resume",
         "prefect_tune.flows.resume.resume",
-        "Go on with a search by its name alone, with more samples, steps, another space; or fork it.",
+        "Resume a search by its name alone, with more samples or steps, or another space; or fork it.",
     ),
     Offer(
         "maintain",
         "prefect_tune.flows.maintain.maintain",
-        "Look after a target: verify checkpoints, put damaged ones aside, delete what nobody needs.",
+        "Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage.",
         at_once=1,
         has_experiment=False,
     ),
     Offer(
         "train-trial",
         "prefect_tune.flows.train_trial.train_trial",
-        'One attempt of a trial, started by a search with trials="deployment"; not for people.',
+        'Run one attempt of a trial. Searches with trials="deployment" start it; do not start it by hand.',
         has_experiment=False,
     ),
 )
@@ -79,25 +79,25 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When a deployment runs by itself."""
+    """When Prefect starts a run of a deployment."""
 
     when: str | Every
-    """A cron expression, or how often."""
+    """A cron expression, or an interval."""
     time_zone: str = "UTC"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A deployment as it is to be."""
+    """The specification of a deployment."""
 
     offer: Offer
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     schedules: Sequence[Schedule] | None = None
-    """None: those that it has, if any, stay."""
+    """None: keep existing schedules."""
     at_once: int | None = None
     collision: Collision = "cancel-new"
-    """What becomes of a run that would be one too many."""
+    """What Prefect does with a run above the concurrency limit: cancel it, or queue it."""
 
     @property
     def full_name(self) -> str:
@@ -105,10 +105,10 @@ class Wanted:
 
 
 def named(names: Sequence[str]) -> Sequence[Offer]:
-    """Return the offers of these names, all where none is named.
+    """Return the deployable flows of these names; all of them if `names` is empty.
 
     Raises:
-        InvalidInput: there is none of a name.
+        InvalidInput: no flow has one of the names.
     """
     known = {offer.name: offer for offer in OFFERS}
     for name in names:
@@ -119,7 +119,10 @@ def named(names: Sequence[str]) -> Sequence[Offer]:
 
 
 def wanted(offers: Sequence[Offer], *, prefix: str = "", suffix: str = "") -> Sequence[Wanted]:
-    """Return them as general deployments, for forms and calls, which belong together: their names are alike."""
+    """Return specifications of general deployments, with a common prefix and suffix in their names.
+
+    The deployment of `tune` starts its trials by the `train-trial` deployment of the same prefix and suffix.
+    """
     trials = _around("train-trial", prefix, suffix)
     elsewhere = {_TRIAL_DEPLOYMENT: f"train-trial/{trials}"} if trials != "train-trial" else {}
     return [
@@ -140,9 +143,9 @@ def of_one_experiment(
     schedules: Sequence[Schedule] | None,
     collision: Collision = "cancel-new",
 ) -> Wanted:
-    """Return a deployment for one experiment, of its own name unless the parameters say another.
+    """Return the specification of a deployment for one experiment: `name`, unless `parameters` name another.
 
-    One run of it goes on at a time.
+    At most one of its runs runs at a time.
     """
     experiment = {"experiment": name} if offer.has_experiment else {}
     return Wanted(

@@ -130,7 +130,7 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
 @pytest.mark.parametrize(
     ("code", "arguments", "said"),
     [
-        (1, ("--work-pool", "gone"), "there is no work pool 'gone' (there: "),
+        (1, ("--work-pool", "gone"), "there is no work pool 'gone' (existing pools: "),
         (1, (*TO, "--image", "me:1"), "of type 'process' has no job variable 'image'"),
         (2, (*TO, "--cron", "0 2 * * *"), "belong to a deployment of its own"),
         (1, (*TO, "--name", "x", "--cron", "at two"), "schedule 'at two'"),

@@ -286,7 +286,7 @@ def test_a_hook_that_nobody_calls_is_warned_of_with_the_nearest(caplog: pytest.L
     finally:
         heard.removeHandler(caplog.handler)
     (said,) = {each.getMessage() for each in caplog.records}
-    assert said.startswith("callback Misspelt: nobody calls on_trial_finish: did you mean 'on_trial_")
+    assert said.startswith("callback Misspelt: on_trial_finish is not a hook: did you mean 'on_trial_")
 
 
 @pytest.mark.parametrize("nonsense", [3, "CSVLogger", object, "tests.flows.test_callbacks:WHOLE"])

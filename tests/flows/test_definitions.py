@@ -197,8 +197,8 @@ def test_what_a_package_defines_is_its_own_also_by_way_of_an_import_within_it(na
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (".sub:subprocess.call", "does not define 'subprocess': it imports that module"),
-        (".sub:where.join", "does not define 'where': it imports that module"),
+        (".sub:subprocess.call", "does not define 'subprocess': it imports a module under this name"),
+        (".sub:where.join", "does not define 'where': it imports a module under this name"),
         (".sub:call", "subprocess is not in a trusted package"),
         (".sub:Start", "subprocess is not in a trusted package"),
         (".sub:Foreign", "other is not in a trusted package"),
