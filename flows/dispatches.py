@@ -1,4 +1,4 @@
-"""What happens to an experiment becomes events of Prefect: which, about what, and how many at most."""
+"""Build Prefect events from changes of an experiment, with a rate limit on the events of trials."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ _BEYOND_A_SYNC_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Subject:
-    """What is told of."""
+    """The experiment that events describe, with the settings that health checks need."""
 
     place: Place
     objective: Objective | None = None
     budgets: Sequence[Budget] = ()
     sync_period: timedelta = timedelta(minutes=5)
     run: UUID | None = None
-    """The flow run. What one run tells twice, since it was killed and retried in between, is the same event."""
+    """The flow run. A run that is killed and retried emits an event of the same entry again with the same id."""
 
     @property
     def patience(self) -> Patience:
-        """How long something may take before somebody should look."""
+        """The thresholds after which a health event is emitted."""
         return Patience(for_the_journal=self.sync_period.total_seconds() + _BEYOND_A_SYNC_SECONDS)
 
 
 class Dispatches:
-    """Says for all that happens which events it is worth. Not for two threads at once; times are a clock's seconds.
+    """Returns the Prefect events of each change. Not thread-safe; `now` is in seconds of a monotonic clock.
 
-    Events of trials are rationed: 100 at once and 5 a second in the long run; those beyond are counted and left
-    out. What somebody may have to act on, and what is about the experiment, is always told.
+    Events of trials are limited to bursts of 100 and 5 a second on average; those beyond are counted and dropped.
+    Urgent events and events of the experiment are never dropped.
     """
 
     def __init__(self, subject: Subject, experiment: Experiment, now: float) -> None:
@@ -79,17 +79,17 @@ class Dispatches:
         self._trained_seconds = sum(each.trained_seconds for each in experiment.trials.values())
         self._ended = sum(each.status in ENDED for each in experiment.trials.values())
         self.lookout = Lookout(now, subject.budgets, subject.patience)
-        """Hears of reports directly."""
+        """The health monitor; the emitter also passes reports to it directly."""
         for each in experiment.trials.values():
-            if each.status is Status.RUNNING:  # an attempt that outlived its search
+            if each.status is Status.RUNNING:  # the attempt has outlived its search
                 self.lookout.started(each.trial, each.step, now)
 
     def begun(self, experiment: Experiment) -> Iterator[Notice]:
-        """Return the event of a run that begins."""
+        """Return the event of the start of a run."""
         yield self._notice(ExperimentStarted(epoch=experiment.epoch, trials=counted(experiment)))
 
     def heard(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[Notice]:
-        """Return the events that something that happened is worth."""
+        """Return the Prefect events of a journal event, from the states before and after it."""
         name = getattr(event, "trial", None)
         if name is None or isinstance(event, StopAsked | TrialAdded):
             return
@@ -108,18 +108,18 @@ class Dispatches:
         yield from self._improved(now)
 
     def looked(self, now: float) -> Iterator[Notice]:
-        """Return the events of what has gone on for too long by now."""
+        """Return the health events that are due by now, and a new best model if it is due."""
         for news in self.lookout.look(now, self._trained_seconds, self._ended):
             yield self._notice(news)
         yield from self._improved(now)
 
     def over(self, ending: News | None, experiment: Experiment, reason: str) -> Iterator[Notice]:
-        """Return the last events: what is left to be told, and how the run ended.
+        """Return the last events: a best model that is not yet emitted, and how the run ended.
 
         Args:
-            ending: what it died of; None where it ended in order.
-            experiment: as it stands now.
-            reason: why it ended before there was nothing more to do; empty where that is not so.
+            ending: the event of a run that failed or was superseded; else None.
+            experiment: its present state.
+            reason: why the run ended early; empty if it completed.
         """
         yield from self._improved(None)
         counts = counted(experiment)
@@ -166,7 +166,7 @@ class Dispatches:
             self._better = (better, experiment)
 
     def _improved(self, now: float | None) -> Iterator[Notice]:
-        """Tell of the best model, where it is time; without a time it is."""
+        """Return the events of a new best model, at most one every 30 s; at once if `now` is None."""
         if self._better is None or (now is not None and now - self._told_best_at < _BEST_EVERY_SECONDS):
             return
         news, experiment = self._better
@@ -182,19 +182,19 @@ class Dispatches:
         return Notice(news.name, self._place.trial_resource(news.trial), related, said, identity)
 
     def _id_of(self, event: Event, index: int) -> UUID | None:
-        """What is in a trial's own journal has a number there."""
+        """Return a stable id for an event of a trial's own journal, whose entry number identifies it; else None."""
         if self._subject.run is None or not isinstance(event, Absorbed):
             return None
         return uuid5(self._subject.run, f"{self._place.uri}/{event.trial}/{event.number}/{index}")
 
 
 def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | None) -> Sequence[Budget]:
-    """Return what a run may spend.
+    """Return the budgets of training time, time and trials of a run.
 
     Args:
         stopper: the experiment's.
-        time: of the run.
-        trial_count: of all trials, where the search knows it.
+        time: the time budget of the run; None: no budget.
+        trial_count: the number of trials that the search will propose; None if it is not known.
     """
     stoppers = of_experiment(stopper)
     counts = [each.trials for each in stoppers if isinstance(each, TrialBudget)]
@@ -205,5 +205,5 @@ def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | N
 
 
 def _cost(news: TrialNews) -> int:
-    """With the materialization that follows."""
+    """Return how many Prefect events a trial's event counts as: two if a materialization follows it."""
     return 2 if isinstance(news, CheckpointCommitted | TrialExploited) else 1

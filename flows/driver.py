@@ -1,4 +1,4 @@
-"""An experiment as it goes: fill the slots, hear the trials, journal what follows, and only then act on it."""
+"""The main loop of a search: start trials, receive their messages, journal every change, and only then act on it."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _PATIENCE = timedelta(seconds=0.5)
 class Driver:
     """One owner's run of an experiment.
 
-    Everything that search or scheduler say is in the journal before anybody acts on it; what they are
-    told is what the journal was told, in its order. So whoever resumes is where this one was.
+    Every proposal and decision is in the journal before it takes effect, and search and scheduler receive only what
+    the journal holds, in its order. A resume therefore reaches the same state by replay.
     """
 
-    def __init__(  # noqa: PLR0913  everybody whom a run of a search has to do with
+    def __init__(  # noqa: PLR0913  the collaborators of a run
         self,
         plan: TrialPlan,
         limits: Limits,
@@ -74,22 +74,22 @@ class Driver:
         self._stopping = Stopping(limits, council, crew, self._page, log)
         self._startable: deque[str] = deque()
         self._judge = Judge(limits, self._page, self._stopping, self._startable, log)
-        self._attempts: dict[str, int] = {}  # how many there were before the present one
-        self._broken: dict[str, str] = {}
-        self._found: set[str] = set()  # trials whose attempts were begun by an earlier owner
+        self._attempts: dict[str, int] = {}  # number of the attempt before the present one
+        self._broken: dict[str, str] = {}  # trials whose report lacked the metric, and the error
+        self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
         self._search_is_done = False
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def run(self, outside: Outside) -> Experiment:
-        """Go on until there is nothing more to do, or somebody wants an end; return the state, all of it written.
+        """Run until nothing is left to do, or a stop is requested; return the state, all of it journaled.
 
-        Whatever it raises, no trial is left to wait for an answer of it.
+        On any error, running trials are asked to save and end, so that none waits for an answer.
         """
         try:
             return self._run(outside)
         except BaseException:
-            with suppress(TuneError):  # what ended the search is what is raised
+            with suppress(TuneError):  # the error that ended the search is the one to raise
                 have_ended(self._crew, self._plan.grace)
             raise
 
@@ -108,7 +108,7 @@ class Driver:
 
     @property
     def _state(self) -> Experiment:
-        """The experiment with what is not written yet."""
+        """The experiment, with the events that are not written yet."""
         return self._page.state
 
     def _put(self, event: Event) -> None:
@@ -143,7 +143,7 @@ class Driver:
             self._put(Finished(trial=stopped[0], reason=stopped[1].reason, left=True))
 
     def _resume(self, trial: str) -> str | None:
-        """One that is still saving what it pauses with is waited for."""
+        """Resume a paused trial; return None, and wait, while its attempt still saves the checkpoint of the pause."""
         if trial in self._crew:
             return None
         self._put(Resumed(trial=trial))
@@ -196,11 +196,11 @@ class Driver:
             self._answer_again(state, orders.milestone)
 
     def _answer_again(self, trial: Trial, milestone: int | None) -> None:
-        """Tell an attempt what it may not have heard: that it is to stop, and what follows from where it stands."""
+        """Send an attempt again what it may have missed: a request to stop, and the answer for its present step."""
         if trial.trial in self._state.stops:
             self._stopping.tell(trial.trial)
         if not trial.step:
-            return  # it has not asked; and under step 0 lies what it is told unasked
+            return  # it has not asked yet; step 0 is the key of unasked answers
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
         if milestone is not None and trial.step >= milestone:
             self._told(Told(trial.trial, report, asks=True))
@@ -245,7 +245,7 @@ class Driver:
         self._page.then(lambda: self._crew.answer(told.trial, answer, told.report.step))
 
     def _decided(self, trial: str, report: StepReport) -> Decision:
-        """What the journal says, where it says it already and it was not done; what the scheduler says now."""
+        """Return the journaled decision if it was not carried out yet; else ask the scheduler, and journal it."""
         state = self._state.trial(trial)
         standing = standing_decision(state)
         if standing is not None and standing.decision is not None:
@@ -259,7 +259,7 @@ class Driver:
             case Continue():
                 return self._go_on(trial)
             case Pause(reason=reason):
-                if self._council.resume_next() == trial:  # nobody else would have the slot
+                if self._council.resume_next() == trial:  # no other trial needs the slot
                     self._put(Resumed(trial=trial))
                     return self._go_on(trial)
                 return Leave(reason=reason, save=True, for_good=False)
@@ -276,7 +276,7 @@ class Driver:
     # ---------------------------------------------------------------------------------------------- their ends
 
     def _conclude(self, over: Over) -> None:
-        """Judge how an attempt ended by what is in its journal."""
+        """Handle the end of an attempt, by the state that its journal gives."""
         trial = self._state.trial(over.trial)
         began = trial.attempt > self._attempts.pop(over.trial)
         if over.trial in self._broken:
@@ -284,23 +284,23 @@ class Driver:
         elif isinstance(over.error, ResumeFailed | InvalidInput):
             self._judge.give_up(trial.trial, Cause.USER, str(over.error))
         elif over.error is not None and not isinstance(over.error, Exception):
-            raise over.error  # nobody is to go on after a Ctrl-C
+            raise over.error  # such as KeyboardInterrupt: end the search
         elif trial.trial in self._state.stops:
             self._stopping.finish(trial.trial)
         elif trial.trial in self._state.questions:
-            self._stopping.end(f"trial {trial.trial} asks a person")
+            self._stopping.end(f"trial {trial.trial} asks a question")
         elif trial.status is Status.PENDING and trial.cause is not None and began:
             self._judge.failed(trial, trial.cause, over.error)
         elif trial.status is Status.PENDING and self._stopping.ends:
-            self._startable.append(trial.trial)  # it was stopped before it began
+            self._startable.append(trial.trial)  # the attempt was stopped before it began
         elif trial.status in (Status.PENDING, Status.RUNNING):
-            self._intake.require_ours()  # if somebody has taken the search over, the trial is theirs too
+            self._intake.require_ours()  # a newer owner of the search owns the trial too
             self._judge.lost(trial.trial, over.error)
         else:
             self._let_go_on(trial)
 
     def _let_go_on(self, trial: Trial) -> None:
-        """Resume one that is to exploit another, or of whose pause the scheduler does not know."""
+        """Resume a paused trial that is to exploit another, or whose pause the scheduler does not know."""
         if self._is_to_resume(trial):
             self._put(Resumed(trial=trial.trial))
             self._startable.append(trial.trial)
@@ -310,7 +310,7 @@ class Driver:
         return is_paused and (trial.exploits is not None or not self._council.holds(trial.trial))
 
     def _extend(self, name: str) -> None:
-        """Have a trial go on that finished by what was enough for the earlier owner who began its attempt."""
+        """Requeue a trial that finished by an earlier owner's criterion, if today's is not met."""
         trial = self._state.trial(name)
         if name in self._found and trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
             self._put(Requeued(trial=name, reason=f"extended beyond step {trial.step}"))
@@ -319,11 +319,11 @@ class Driver:
     # ------------------------------------------------------------------------------------------------ a resume
 
     def _take_up(self) -> None:
-        """Bring the trials that an earlier owner left in the middle into a state from which they go on."""
+        """Bring the trials that an earlier owner left unfinished into a state from which they can continue."""
         errored = {each.trial for each in self._state.trials.values() if each.status is Status.ERRORED}
         unended = self._unended()
         for trial in unended:
-            self._intake.catch_up(trial)  # whose end nobody has heard may have to go on too
+            self._intake.catch_up(trial)  # a trial that ended unnoticed may have to be extended too
         self._requeue()
         for trial in self._unended():
             if self._limits.only_errored and trial not in errored:
@@ -331,10 +331,10 @@ class Driver:
             if trial not in unended:
                 self._intake.catch_up(trial)
             self._take_on(trial)
-        self._page.write(may_wait=True)  # so that who was found again is told, and not finished, if it is to stop
+        self._page.write(may_wait=True)  # so that an attempt found again gets a stop as an answer, and is not finished
 
     def _unended(self) -> Mapping[str, Trial]:
-        """The trials that go on, but for those that are paused until the scheduler says so."""
+        """The trials that continue, without those that the scheduler holds paused."""
         waiting = (Status.PENDING, Status.RUNNING)
         trials = self._state.trials.values()
         return {each.trial: each for each in trials if each.status in waiting or self._is_to_resume(each)}
@@ -356,12 +356,12 @@ class Driver:
             self._startable.append(name)
 
     def _find_again(self, trial: str) -> None:
-        """An attempt that has outlived its search is found by beginning it again, be there a slot for it or not."""
+        """Find an attempt that has outlived its search, by starting it again; it needs no free slot."""
         self._found.add(trial)
         self._start(trial, finds=True)
 
     def _requeue(self) -> None:
-        """Have go on what had ended, and today is asked to."""
+        """Requeue ended trials: errored ones that this run retries, finished ones that today's criterion extends."""
         for trial in list(self._state.trials.values()):
             if trial.status is Status.ERRORED and self._limits.reruns_errored:
                 self._put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
@@ -371,7 +371,7 @@ class Driver:
                 self._put(Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}"))
 
     def _decide_what_is_open(self, name: str) -> None:
-        """A milestone that was reached and reported, and not decided any more, is decided without training it again."""
+        """Decide a milestone that was reported before the crash, without training it again."""
         trial = self._state.trial(name)
         milestone = self._council.milestone(trial)
         if trial.status is not Status.PENDING or milestone is None or trial.step < milestone or not _is_saved(trial):
@@ -389,6 +389,6 @@ class Driver:
 
 
 def _is_saved(trial: Trial) -> bool:
-    """Whether the next attempt begins where the last report was made."""
+    """Whether the newest checkpoint is of the last reported step, so that the next attempt starts there."""
     newest = newest_checkpoint(trial)
     return newest is not None and newest.step == trial.step

@@ -1,4 +1,4 @@
-"""Train one trial that cannot be lost: restore, train, persist, commit, sync, repeat."""
+"""The flow that trains one trial durably: restore, train, persist each checkpoint, commit, sync, repeat."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ _TRIAL = "trial"
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a `trial` of an `experiment` stands when its flow ends."""
+    """The state of a trial when its flow run ends."""
 
     experiment: str
     trial: str
     status: Status
-    """Such as finished, errored or paused."""
+    """For example finished, errored or paused."""
     reason: str
     """Why it has this status."""
     step: int
     """Steps trained, each counted once."""
     metrics: Mapping[str, object]
-    """Those reported last."""
+    """Of the last report."""
     checkpoint: Checkpoint | None
-    """The newest committed one."""
+    """The newest committed one; None if none was committed."""
     attempts: int
-    """How often it was started, over all runs."""
+    """Number of attempts, over all runs."""
     wasted_steps: int
     """Steps that had to be trained again."""
 
@@ -94,47 +94,47 @@ def durable_trainable(
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
 ) -> TrialResult:
-    """Train `trainable` until it is done, whatever happens to the process, the machine or the network meanwhile.
+    """Train `trainable` until it is done, across failures of the process, the machine or the network.
 
     Every checkpoint is persisted on `target` before it is committed. Started again with the same
-    experiment name, by whatever means, it goes on from the newest committed checkpoint; a trial
-    that is done already is returned at once.
+    experiment name, by whatever means, the flow resumes from the newest committed checkpoint; a trial
+    that has finished is returned at once.
 
     Args:
-        trainable: what is trained: `package.module:Name`, installed where the flow runs; in code also the function
+        trainable: the code to train: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
-        config: what the trainable is given, such as `{"lr": 0.01, "layers": 3}`.
-        target: where checkpoints and state live. A URI such as `s3://bucket/runs`, the `type/name` of a saved block,
-            such as `s3-target/prod`, or the block. Secrets belong into blocks, where nobody sees them.
-        experiment: its name on the target; the same name goes on. Default: the id of the root flow run, which a Retry
-            keeps.
-        stop: when it has had enough: `{"step": 100}` or other limits (stop at `>=`); in code also a function of the
-            metrics, or a stopper. Default: when the trainable says so.
+        config: the configuration of the trainable, such as `{"lr": 0.01, "layers": 3}`.
+        target: where checkpoints and state are stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved
+            block, such as `s3-target/prod`, or the block. Put credentials into blocks, which hide them.
+        experiment: its name on the target; the same name resumes it. Default: the id of the root flow run, which a
+            Retry keeps.
+        stop: when to stop: `{"step": 100}` or other limits (stop at `>=`); in code also a function of the
+            metrics, or a stopper. Default: when the trainable is done.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
-        retention: which checkpoints stay. Default: all.
+        retention: which checkpoints to keep. Default: all.
         failures: the two retry budgets. Default: none for the trainable's own failures, 10 for the machine's.
-        sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to train on during an upload.
+        sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
         isolation: `process` trains in a child process; `thread` in this one, for debuggers.
         grace_period_seconds: seconds that the trial may take to save once SIGTERM or a cancellation arrives.
-        silence_timeout_seconds: seconds without a report after which the trial is taken for hung and started again.
+        silence_timeout_seconds: seconds without a report after which the trial is considered hung and is restarted.
             Default: never.
 
     Returns:
         TrialResult: step, metrics and newest checkpoint of the finished trial.
 
     Raises:
-        InvalidInput: what was asked for cannot be done; nothing was started.
-        TrialFailed: a retry budget is spent. Running it again, with the cause mended, goes on.
+        InvalidInput: an argument is invalid, or does not fit the experiment; nothing was started.
+        TrialFailed: a retry budget is spent. Fix the cause and run the flow again: it resumes.
         Superseded: another run has taken the experiment over.
         ResumeFailed: the experiment exists and cannot be read.
-        CrashLoop: automations started this run again and again, and nothing came of it.
-        StoreUnavailable: the target did not answer for too long. Running it again goes on.
-        StoreRefused: the target refuses, for its credentials say: from the start, or for too long. Running it again
-            goes on.
+        CrashLoop: automations restarted this run repeatedly, without progress.
+        StoreUnavailable: the target did not answer for too long. Run the flow again: it resumes.
+        StoreRefused: the target refuses requests, for example for its credentials: from the start, or for too long.
+            Run the flow again: it resumes.
     """
     where, name = resolve_target(target), experiment_name(experiment)
     turn: TrainingTurn | None = (first := first_turn(where, name, stop, trainable))
-    stopper = _of_one_trial(stopper_for(first.stop))  # type: ignore[arg-type]  # it says what is wrong with it
+    stopper = _of_one_trial(stopper_for(first.stop))  # type: ignore[arg-type]  # it raises if the type is wrong
     plan = TrialPlan(
         target=where,
         trial=TrialKey(experiment=name, trial=_TRIAL),
@@ -159,13 +159,15 @@ def durable_trainable(
 
 def _of_one_trial(stopper: Stopper) -> Stopper:
     if found := of_experiment(stopper):
-        raise InvalidInput(f"stop: {found[0]} is for a search of many trials; here MaxSteps, MaxTime or Plateau")
+        raise InvalidInput(
+            f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
+        )
     return stopper
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What the flow run is to do."""
+    """The validated request of the flow run."""
 
     plan: TrialPlan
     config: Mapping[str, object]
@@ -181,7 +183,7 @@ def _train(task: _Task, turn: TrainingTurn) -> Experiment:
         check_target(plan.target)
         known = _require_one_training(plan)
         if plan.isolation == "process" and not _is_finished(known.experiment):
-            nursery.prepare()  # it gets ready meanwhile
+            nursery.prepare()  # a child process starts while the experiment opens
         owner = owner_after(known.experiment, task.policy.max_restarts, answered=turn.answered)
         state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(known))
         herald = Herald(_subject(plan), known.experiment, get_run_logger())
@@ -197,7 +199,7 @@ def _train(task: _Task, turn: TrainingTurn) -> Experiment:
                 while state.trial(_TRIAL).status is Status.PENDING and not (state.questions or stop.is_set()):
                     state = _attempt(task, news, state, SoloLine(plan, nursery, stop, news))
                     turn.reached(state)
-                reporter.conclude()  # it draws the last page while the herald ends
+                reporter.conclude()  # it draws the last page while the event emitter ends
         return state
 
     with (
@@ -221,20 +223,25 @@ def _ended(task: _Task, state: Experiment) -> TrialResult:
 
 
 def _require_one_training(plan: TrialPlan) -> Loaded:
-    """Return what is there already, and find out, before anybody else is disturbed, whether it can go on."""
+    """Read the experiment, and check that it can be resumed here; no owner is superseded yet.
+
+    Raises:
+        InvalidInput: the experiment is a search.
+        ResumeFailed: it cannot be read, is an incomplete fork, or is being deleted.
+    """
     known = read_known(plan.target, plan.trial.experiment)
     state = known.experiment
     require_goes_on(state)
     if state.settings or any(trial.apart for trial in state.trials.values()):
         raise InvalidInput(
-            f"experiment {state.name!r} at {plan.target.uri} is a search: go on with it by pt.resume(...), or take "
-            "another name"
+            f"experiment {state.name!r} at {plan.target.uri} is a search: resume it by pt.resume(...), or choose "
+            "another experiment name"
         )
     return known
 
 
 def _attempt(task: _Task, news: SoloListener, state: Experiment, line: SoloLine) -> Experiment:
-    """Run one attempt, then decide what its end means."""
+    """Run one attempt; if it failed, apply the failure policy. Return the state afterwards."""
     orders = Orders(epoch=state.epoch, answers=answers_for(_TRIAL, state.answers))
     attempt = run_trial(task.plan, orders, line)
     outcome, after = attempt.outcome, attempt.experiment
@@ -250,7 +257,7 @@ def _judge(task: _Task, news: SoloListener, state: Experiment, cause: Cause) -> 
         case TryAgain() | Resumable():
             return state
         case Quarantine(sequence=sequence, reason=reason):
-            get_run_logger().error("a checkpoint is put aside: %s", reason)
+            get_run_logger().error("a checkpoint is quarantined: %s", reason)
             return _write(plan, news, state, Quarantined(trial=_TRIAL, sequence=sequence, reason=reason, kills=True))
         case GiveUp(message=message):
             return _write(plan, news, state, GaveUp(trial=_TRIAL, cause=cause, message=message))
@@ -259,7 +266,7 @@ def _judge(task: _Task, news: SoloListener, state: Experiment, cause: Cause) -> 
 
 
 def _ready(task: _Task, news: SoloListener, state: Experiment) -> Experiment:
-    """Bring the trial into a state in which it can be started, or that is final. A fresh start is the empty case."""
+    """Bring the trial into a state that is final, or from which an attempt can start; add it to a new experiment."""
     plan, config, trial = task.plan, task.config, state.trials.get(_TRIAL)
     if trial is None:
         return _write(plan, news, state, TrialAdded(trial=_TRIAL, config=config, fingerprint=plan.fingerprint))
@@ -279,14 +286,14 @@ def _require_same(plan: TrialPlan, trial: Trial, config: Mapping[str, object]) -
     where = f"experiment {plan.trial.experiment!r} at {plan.target.uri}"
     if trial.config != config:
         raise InvalidInput(
-            f"{where}: it trains with config {dict(trial.config)}, and was asked to go on with {dict(config)}. "
-            "Give the same config, or another experiment name"
+            f"{where}: expected its config {dict(trial.config)}, found {dict(config)}. "
+            "Pass the same config, or choose another experiment name"
         )
     before, now = trial.fingerprint.get("trainable"), plan.fingerprint.get("trainable")
     if before and now and before != now:
         raise InvalidInput(
-            f"{where}: it trains {before!r}, and was asked to go on with {now!r}. Two trials need two experiment "
-            "names; the default is one for each flow run"
+            f"{where}: expected its trainable {before!r}, found {now!r}. Pass the same trainable, or choose another "
+            "experiment name; the default name is different for each flow run"
         )
 
 
@@ -306,15 +313,15 @@ def _say_where_it_stands(task: _Task, state: Experiment) -> None:
     where = f"experiment {state.name!r} at {plan.target.uri}"
     newest = newest_checkpoint(trial)
     if trial.status is Status.FINISHED:
-        log.info("%s: finished before, at step %d: %s", where, trial.step, trial.reason)
+        log.info("%s: finished already, at step %d: %s", where, trial.step, trial.reason)
     elif newest is not None:
-        log.info("%s: goes on from step %d, after %d attempts", where, newest.step, trial.attempt)
+        log.info("%s: resumes from step %d, after %d attempts", where, newest.step, trial.attempt)
         if changed := code_changed(plan.target, plan.trial, trial, task.trainable):
-            log.warning("%s: it goes on with the new one", changed)
+            log.warning("%s: training continues with the new code", changed)
     elif trial.attempt or (flow_run.run_count or 1) > 1:
-        log.warning("%s: no checkpoint was ever committed there, so it starts from nothing again", where)
+        log.warning("%s: no checkpoint was ever committed, so training starts again from step 0", where)
     else:
-        log.info("%s: starts from nothing", where)
+        log.info("%s: starts from step 0", where)
 
 
 def _say_what_is_not_saved(trial: Trial) -> None:
@@ -322,7 +329,7 @@ def _say_what_is_not_saved(trial: Trial) -> None:
     saved = newest.step if newest else 0
     if trial.status is Status.FINISHED and saved < trial.step:
         get_run_logger().warning(
-            "the newest checkpoint is of step %d; the %d steps after it were reported and not saved",
+            "the newest checkpoint is of step %d; the %d steps after it were reported, but not saved",
             saved,
             trial.step - saved,
         )

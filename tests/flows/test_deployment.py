@@ -57,7 +57,7 @@ def test_a_deployed_run_that_is_killed_goes_on_when_it_is_started_again(tmp_path
 
 
 def _shows_what_one_would_want(client: SyncPrefectClient, flow_run: UUID) -> None:
-    """Tasks named by what they did, an artifact on the trial, the log of where it went on and what it committed."""
+    """Tasks named by what they did, an artifact on the trial, the log of its resume step and its commits."""
     only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
     begin = ["train trial", "open deployed", "restore trial step", "save trial step"]
 
@@ -75,7 +75,7 @@ def _shows_what_one_would_want(client: SyncPrefectClient, flow_run: UUID) -> Non
         )
         return "\n".join(log.message for log in logs)
 
-    _until("the logs have arrived", lambda: "goes on from step" in logged() and "committed" in logged())
+    _until("the logs have arrived", lambda: "resumes from step" in logged() and "committed" in logged())
 
 
 def _start(client: SyncPrefectClient, parameters: dict[str, Any]) -> FlowRun:
