@@ -1,1 +1,1 @@
-"""The stories: durable training, told in tasks."""
+"""The flows: durable training and hyperparameter search, composed of tasks."""

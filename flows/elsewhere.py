@@ -1,4 +1,4 @@
-"""The ways to another machine: the flow's task runner (Dask, Ray), or a deployment run for each attempt."""
+"""Launch attempts on other machines: by the flow's task runner (Dask, Ray), or as one deployment run each."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _PATIENCE = timedelta(minutes=5)
-"""How long a search waits for an API that is away when it begins an attempt: for a restart, or an upgrade."""
+"""How long starting an attempt retries while the Prefect API is unavailable, for example during an upgrade."""
 _AWAY = (PrefectException, httpx.HTTPError, OSError)
 _TOO_BUSY = (408, 429)
 
 
 class OnTaskRunner:
-    """Start each attempt as a task of the flow's task runner, which sees to it what it has of a machine."""
+    """Start each attempt as a task of the flow's task runner, which reserves the trial's resources."""
 
     outlives = False
 
     def __init__(self, runner: object, resources: Resources | None) -> None:
-        """Raises InvalidInput: that runner cannot."""
+        """Raises InvalidInput: the task runner cannot reserve `resources`."""
         self._reserving = _reserving(runner, resources)
 
     def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
@@ -56,7 +56,7 @@ class OnTaskRunner:
             return attempt_of(plan).submit(plan, orders, line).result
 
     def withdraw(self) -> None:
-        """A task that waits for a place begins all the same, and ends as soon as it is told to."""
+        """Do nothing: a task that waits for a worker starts later, and ends when it reads the request to stop."""
 
 
 def _reserving(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:
@@ -65,13 +65,16 @@ def _reserving(runner: object, resources: Resources | None) -> Callable[[], Abst
         return nullcontext
     if kind == "DaskTaskRunner":
         dask = import_module("dask")
-        # Only what was asked for: a task that needs what no worker declares waits for ever.
+        # Only requested resources: a task that needs a resource that no worker declares waits forever.
         needed = {"CPU": resources.cpu if resources.cpu != 1 else 0, "GPU": resources.gpu}
         return lambda: dask.annotate(resources={name: amount for name, amount in needed.items() if amount})
     if kind == "RayTaskRunner":
         ray = import_module("prefect_ray.context")
         return lambda: ray.remote_options(num_cpus=resources.cpu, num_gpus=resources.gpu)
-    raise InvalidInput(f"resources_per_trial: nothing is known of how a {kind} reserves them; leave them to it")
+    raise InvalidInput(
+        f"resources_per_trial: expected a DaskTaskRunner or RayTaskRunner to reserve them, found a {kind}; leave "
+        "resources_per_trial out, and configure the task runner"
+    )
 
 
 class OnDeployment:
@@ -86,10 +89,10 @@ class OnDeployment:
         self._withdrawn = threading.Event()
 
     def require(self, plan: TrialPlan) -> None:
-        """Find out before anything is written whether it can be done.
+        """Check the deployment and the plan, before anything is written.
 
         Raises:
-            InvalidInput: there is no such deployment, or the plan cannot be said in its parameters.
+            InvalidInput: there is no such deployment, or the plan has no form as JSON parameters.
         """
         TrialParameters.of(plan)
         try:
@@ -97,12 +100,12 @@ class OnDeployment:
                 client.read_deployment_by_name(self._deployment)
         except ObjectNotFound as missing:
             raise InvalidInput(
-                f"trial_deployment: there is no deployment {self._deployment!r}; make it: "
+                f"trial_deployment: there is no deployment {self._deployment!r}; create it: "
                 "prefect-tune deploy train-trial --work-pool POOL"
             ) from missing
 
     def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
-        del line  # made there, of the same parts
+        del line  # the deployment run creates its own from the parameters
         parameters: dict[str, object] = {
             "parameters": TrialParameters.of(plan).model_dump(mode="json"),
             "orders": orders_as_parameters(orders),
@@ -117,9 +120,10 @@ class OnDeployment:
         self._withdrawn.set()
 
     def _latest_run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
-        """Have the run after those that were begun here. Where it is over, an earlier owner may have begun more.
+        """Return the newest run of this attempt; create it if needed.
 
-        One that an earlier owner's `withdraw` has cancelled is made up for.
+        If the run has ended, an earlier owner may have created later ones: follow them by their keys. A run that was
+        cancelled before it began, by an earlier owner's `withdraw`, is replaced by a new one.
         """
         run = self._run(plan, parameters, self._took(key))
         while run.state is not None and run.state.is_final():
@@ -133,7 +137,7 @@ class OnDeployment:
         return run
 
     def _next(self, key: str) -> str:
-        """Another one where the run of the last is over, and no attempt came of it."""
+        """Return the key of the next run of an attempt: `key` first, then `key/1`, `key/2`, and so on."""
         return f"{key}/{self._begun[key] + 1}" if self._begun[key] else key
 
     def _took(self, key: str) -> str:
@@ -142,11 +146,11 @@ class OnDeployment:
         return taken
 
     def _run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
-        """Have the run, be it made by a request before whose answer was lost."""
+        """Create the run, or return it if an earlier request, whose answer was lost, has created it."""
         return self._waiting(plan, partial(self._asked_for, plan, parameters, key))
 
     def _waiting(self, plan: TrialPlan, ask: Callable[[], _Answer]) -> _Answer:
-        """Return what the API says. One that is away is waited for."""
+        """Call `ask`; while the API is unavailable, retry with backoff for up to 5 minutes."""
         pause_seconds, until = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE.total_seconds()
         while True:
             try:
@@ -155,7 +159,7 @@ class OnDeployment:
                 if not _may_pass(error) or time.monotonic() + pause_seconds > until:
                     raise
                 log = get_run_logger()
-                log.warning("trial %s is begun again in %g s: %s", plan.trial.trial, pause_seconds, error)
+                log.warning("trial %s: starting it is retried in %g s: %s", plan.trial.trial, pause_seconds, error)
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
@@ -173,13 +177,13 @@ class OnDeployment:
         return run
 
     def _end_of(self, flow_run: UUID) -> None:
-        """Return when the run has ended. An API that is away says nothing of it, so it is asked again."""
+        """Return when the run has ended; poll every 2 s, also while the API is unavailable."""
         while not _has_ended(flow_run, withdrawn=self._withdrawn.is_set()):
             time.sleep(_LOOK_SECONDS)
 
 
 def _key(plan: TrialPlan, orders: Orders, attempt: int) -> str:
-    """Experiments of one name may lie on several targets, one after the other on the same, and have one server."""
+    """Return the idempotency key of an attempt, unique among targets and among later experiments of one name."""
     target, experiment_id = digest_of(plan.target.uri.encode())[:16], orders.experiment_id[:16]
     return f"{target}/{plan.trial.experiment}/{experiment_id}/{plan.trial.trial}/{attempt}"
 
@@ -191,22 +195,22 @@ def _run_of(key: str) -> FlowRun | None:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the API may do later what it did not do now."""
+    """Whether the API error may be transient."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code in _TOO_BUSY or error.response.is_server_error
     return not isinstance(error, ObjectNotFound)
 
 
 def _has_ended(flow_run: UUID, *, withdrawn: bool) -> bool:
-    """Whether it has, as far as the API says; one that has not begun is cancelled if it is `withdrawn`."""
+    """Whether the run has ended; False while the API is unavailable. If `withdrawn`, cancel it if it has not begun."""
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(flow_run).state
             if withdrawn and state is not None and (state.is_scheduled() or state.is_pending()):
-                cancelled: State[None] = Cancelled(message="its search has ended, and it had not begun")
+                cancelled: State[None] = Cancelled(message="the search ended before this run began")
                 state = client.set_flow_run_state(flow_run, cancelled).state
     except ObjectNotFound:
-        return True  # deleted: nobody will hear of it again
+        return True  # deleted
     except _AWAY:
         return False
     return state is not None and state.is_final()

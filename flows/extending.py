@@ -1,4 +1,4 @@
-"""Samples that each run of a search adds to those of earlier runs: a schedule that goes on and on."""
+"""`samples_per_run`: each run of a search, such as a scheduled one, adds samples to those of earlier runs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["DEFAULT_SAMPLES", "extended", "place_of_run", "require_one_count", "
 
 
 def place_of_run() -> str:
-    """Return what stays the same when this run, or one that has called it, is started again: by whatever means.
+    """Return a key of this run that stays the same if it, or a run that called it, is started again by any means.
 
-    A run that is started again keeps its id. What it calls may be a new run then, in the place of the one before:
-    the same call of the same flow, counted from the first one. A run that calls the search every night calls it
-    in a new place each time.
+    A run that is started again keeps its id; its subflow runs may be new runs. The key therefore consists of the
+    root run's id and, for each level, the flow and the number of its call. A run that calls the search every night
+    has another key for each call.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        raise RuntimeError("only a flow run can add samples")
+        raise RuntimeError("samples_per_run: expected to run in a flow run, found none")
     run, places = context.flow_run, deque[str]()
     with get_client(sync_client=True) as client:
         while run.parent_task_run_id is not None:
@@ -44,52 +44,58 @@ def place_of_run() -> str:
 
 
 def _place(run: FlowRun, call: TaskRun) -> str:
-    """Calls from a task are not counted, by Prefect: how many there were before depends on how tasks overtake."""
+    """Return the flow and the call of a subflow run: the caller's task run if a task called it, else the call's number.
+
+    Calls from tasks have no stable number: it depends on the order in which tasks run.
+    """
     callers = call.task_inputs.get("__parents__", ())
     task = next((str(each.id) for each in callers if isinstance(each, TaskRunResult)), None)
     return f"{run.flow_id}-{task or call.dynamic_key}"
 
 
 def require_one_count(num_samples: int | None, samples_per_run: int | None) -> None:
-    """Find out before anything is read whether it is clear how many samples there are to be.
+    """Check that at most one of the two counts is passed, before anything is read.
 
     Raises:
-        InvalidInput: it is not.
+        InvalidInput: both are passed, or `samples_per_run` is below 1.
     """
     if samples_per_run is None:
         return
     if num_samples is not None:
         raise InvalidInput(
-            f"num_samples={num_samples} says how many there are in all, samples_per_run={samples_per_run} how many "
-            "this run adds: give one of them"
+            f"num_samples={num_samples} is the total, samples_per_run={samples_per_run} is what this run adds: "
+            "give one of them"
         )
     if samples_per_run < 1:
         raise InvalidInput(f"samples_per_run: expected 1 or more, found {samples_per_run}")
 
 
 def extended(asked: Asked, state: Experiment, place_of_run: Callable[[], str]) -> tuple[Asked, Sequence[Extended]]:
-    """Return `asked` with the samples that there are to be in all, and what the journal has to be told of it.
+    """Return `asked` with the total number of samples, and the event to journal if this run adds samples.
 
-    What earlier runs were to propose and did not, this one proposes too. A run that is started again adds
-    nothing again.
+    This run also proposes the samples that earlier runs were to propose and did not. A run that is started again
+    adds none again.
 
     Raises:
-        InvalidInput: there is no number to add to.
+        InvalidInput: the experiment has no number of samples to add to.
     """
     added = asked.samples_per_run
     if added is None:
         return with_default_samples(asked, state), ()
     run = place_of_run()
-    before, chosen = _samples_before(asked, state), asked.num_samples or 0  # by a person, while the run was suspended
+    before, chosen = (
+        _samples_before(asked, state),
+        asked.num_samples or 0,
+    )  # chosen in a resume form
     if run in state.extensions:
         return replace(asked, num_samples=max(before, chosen)), ()
     return replace(asked, num_samples=max(before + added, chosen)), (Extended(run=run, samples=added),)
 
 
 def with_default_samples(asked: Asked, state: Experiment) -> Asked:
-    """Return `asked` with the default number of samples where that is not ten, for the journal to keep.
+    """Return `asked` with the default number of samples if that is not ten, so that the journal stores it.
 
-    A journal without a number means ten, whatever its space: an experiment that was begun with ten keeps them.
+    A journal without a number means ten, whatever the space: an experiment that was begun with ten keeps them.
     """
     if asked.num_samples is not None or asked.samples_per_run is not None or not _leaves_count_open(asked.search):
         return asked
@@ -113,10 +119,10 @@ def _leaves_count_open(search: object) -> bool:
 
 
 def search_of(asked: Asked) -> Search:
-    """Return who proposes, with the samples that were asked for.
+    """Return the search algorithm, with the requested number of samples.
 
     Raises:
-        InvalidInput: it is no search, or cannot be told how many.
+        InvalidInput: `asked.search` is not a search, or does not accept `num_samples`.
     """
     if asked.search is None:
         return RandomSearch(asked.num_samples)
@@ -124,7 +130,7 @@ def search_of(asked: Asked) -> Search:
 
 
 def _samples_before(asked: Asked, state: Experiment) -> int:
-    """How many earlier runs were to propose in all."""
+    """Return how many samples earlier runs were to propose in all."""
     if not state.settings:
         return 0
     search = state.settings.get("search", asked.search if "search" in only_in_code(state.settings) else None)
@@ -135,7 +141,7 @@ def _samples_before(asked: Asked, state: Experiment) -> int:
         return DEFAULT_SAMPLES
     if not isinstance(found, int) or found == ENDLESS:
         raise InvalidInput(
-            f"samples_per_run: experiment {state.name!r} was not begun with a number of samples that some could be "
-            "added to; leave it out, or take another name"
+            f"samples_per_run: experiment {state.name!r} was not begun with a fixed number of samples to add to; "
+            "leave samples_per_run out, or choose another experiment name"
         )
     return found

@@ -1,7 +1,7 @@
-"""How the flows' parameters are asked for in a form, where their types alone would ask badly, or ask for secrets.
+"""JSON schemas of the flows' parameters for forms, where the schema of the type is unclear or asks for secrets.
 
-What a flow accepts is not touched: a script passes objects as ever. But Prefect's API refuses parameters of a
-deployment that do not fit its form; so a block is picked there, or named, and never spelled out with its keys.
+The flows themselves still accept objects from a script. But Prefect's API refuses deployment parameters that do not
+fit the schema; so a form selects or names a saved block, and never takes a block's fields with their credentials.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NOTHING: _Schema = {"type": "null"}
 
 
 def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
-    """Return the schema of a flow's parameters as forms show it best.
+    """Return the schema of a flow's parameters, simplified for forms.
 
-    What may be left out is a field to leave empty, and not a choice between a type and None; and descriptions,
-    which a form shows as they are, have no Markdown in them.
+    An optional parameter is a field that may stay empty, not a choice between a type and None; descriptions, which
+    a form shows literally, have no Markdown in them.
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
@@ -55,7 +55,7 @@ def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
 
 
 def _described(field: _Schema) -> _Schema:
-    """A sentence begins with a capital, but for a literal, which is typed as it is. Fields have their own."""
+    """Return a field's description without Markdown, capitalized unless it begins with a literal."""
     given = str(field.get("description", "")).partition("\n\nArgs:\n")[0].strip()
     said = " ".join(given.replace("`", "").split())
     return {"description": said if given.startswith("`") else said[:1].upper() + said[1:]} if said else {}
@@ -64,7 +64,7 @@ def _described(field: _Schema) -> _Schema:
 def _left_empty(field: dict[str, Any]) -> _Schema:
     kinds = [kind for kind in field.get("anyOf", ()) if kind != _NOTHING]
     if field.get("default", ...) is not None or any({"$ref", "properties"} & kind.keys() for kind in kinds):
-        return field  # a section is better left closed
+        return field  # an optional section stays a choice, so that the form shows it collapsed
     del field["default"]
     if len(kinds) == 1:  # the API takes a null for it all the same
         del field["anyOf"]
@@ -73,7 +73,7 @@ def _left_empty(field: dict[str, Any]) -> _Schema:
 
 
 class _AskedAs:
-    """Ask for a parameter as this schema does, which is made when somebody wants to know."""
+    """A type annotation that replaces the JSON schema of a parameter; the schema is built on demand."""
 
     def __init__(self, schema: Callable[[], _Schema]) -> None:
         self._schema = schema
@@ -99,7 +99,7 @@ def _list_of(title: str, each: _Schema) -> _Schema:
 
 
 def _saved(block: type[Form]) -> _Schema:
-    """A saved block, picked from a list: its parameter is a reference, and nothing that stands in it."""
+    """Return the schema of a saved block, selected from a list: a reference, without the block's fields."""
     reference = {"type": "string"}
     ways = {"block_document_id": reference, "block_document_slug": reference}
     there = {"type": "object", "properties": ways, "additionalProperties": False, "minProperties": 1}
@@ -125,23 +125,24 @@ def _sync() -> _Schema:
     return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
 
 
-_MODE = _choice("One for all", "min", "max")
+_MODE = _choice("One mode for all metrics", "min", "max")
 
 TargetField: TypeAlias = Annotated[StorageTarget | str, _AskedAs(_target)]
 SyncField: TypeAlias = Annotated[SyncConfig | None, _AskedAs(_sync)]
 TrainableField: TypeAlias = Annotated[Any, WithJsonSchema({"type": "string"})]
 OtherTrainableField: TypeAlias = Annotated[Any, _one_of(_text("package.module:Name"), _NOTHING)]
 MetricField: TypeAlias = Annotated[
-    str | list[str] | None, _one_of(_text("One"), _list_of("Several", {"type": "string"}), _NOTHING)
+    str | list[str] | None, _one_of(_text("One metric"), _list_of("Several metrics", {"type": "string"}), _NOTHING)
 ]
-ModeField: TypeAlias = Annotated[Mode | list[Mode], _one_of(_MODE, _list_of("One for each", _MODE))]
+ModeField: TypeAlias = Annotated[Mode | list[Mode], _one_of(_MODE, _list_of("One mode for each metric", _MODE))]
 CallbacksField: TypeAlias = Annotated[
     list[Any] | None, _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING)
 ]
 ResumeField: TypeAlias = Annotated[
     bool | str,
-    _one_of(_choice("One of these", "auto", "must", "never"), _text("Ray Tune's words"), {"type": "boolean"}),
+    _one_of(_choice("Mode", "auto", "must", "never"), _text("Ray Tune's resume modes"), {"type": "boolean"}),
 ]
 RerunField: TypeAlias = Annotated[
-    RerunErrored, _one_of({"title": "Go on, and try them again", "type": "boolean"}, _choice("Nothing else", "only"))
+    RerunErrored,
+    _one_of({"title": "Retry errored trials too", "type": "boolean"}, _choice("Retry errored trials only", "only")),
 ]

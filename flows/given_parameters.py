@@ -1,4 +1,4 @@
-"""A deployment's parameters, checked whole before anything is written, with nothing secret in them."""
+"""Validate the parameters of a deployment before it is written, and keep credentials out of them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _SLUG = re.compile(r"[a-z0-9-]+/[^/\s]+")
 
 
 class Blocks(Protocol):
-    """Who knows which blocks are saved, and tells no secret of them."""
+    """Looks up saved blocks, without reading their secrets."""
 
     def slug(self, document: str) -> str | None:
-        """Return `type/name` of the block that this is the id or the `type/name` of; None where there is none."""
+        """Return `type/name` of the block whose id or `type/name` is `document`; None if there is none."""
 
 
 class SavedBlocks:
-    """Those of a Prefect server."""
+    """The saved blocks of a Prefect server."""
 
     def __init__(self, client: SyncPrefectClient) -> None:
         self._client = client
@@ -65,12 +65,12 @@ class SavedBlocks:
 def checked(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], blocks: Blocks, *, complete: bool
 ) -> dict[str, Any]:
-    """Return parameters that can be stored; blocks are named in them, and nowhere spelled out.
+    """Return the parameters as the deployment stores them: blocks by their names, never by their fields.
 
-    `complete` says that nobody will be asked for the rest.
+    `complete` requires all required parameters: runs of a schedule show no form.
 
     Raises:
-        InvalidInput: one is unknown, missing, means nothing, or would tell a secret. No secret is repeated.
+        InvalidInput: a parameter is unknown, missing, invalid, or would reveal a secret. The message repeats no secret.
     """
     _require_known(parameters, schema, complete=complete)
     found = dict(parameters)
@@ -93,12 +93,12 @@ def _require_known(parameters: Mapping[str, Any], schema: Mapping[str, Any], *, 
     missing = [name for name in schema.get("required", ()) if name not in parameters]
     if complete and missing:
         raise InvalidInput(
-            f"parameters: {', '.join(map(repr, missing))} missing: a run that is started by a schedule asks nobody"
+            f"parameters: {', '.join(map(repr, missing))} missing: a scheduled run shows no form to enter them"
         )
 
 
 def _require_fits(found: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """What does not fit is named, and not repeated as the validator would: it may be a key in the wrong place."""
+    """Validate against the schema; an error names the type of a bad value, not the value, which may be a secret."""
     try:
         errors = validate(dict(found), dict(schema), ignore_required=True)
     except ValidationError as error:
@@ -120,7 +120,7 @@ def _expected(error: SchemaError) -> str:
         case "anyOf":
             return " or ".join(str(each.get("title") or each.get("type", "another kind")) for each in rule)
         case "additionalProperties":
-            return f"nothing but {', '.join(error.schema.get('properties', {}))}"
+            return f"only the fields {', '.join(error.schema.get('properties', {}))}"
         case other:
             return f"{other} {rule}"
 
@@ -137,14 +137,15 @@ def _sync(sync: Mapping[str, Any], blocks: Blocks) -> object:
 
 
 def _named(target: object, where: str, blocks: Blocks) -> str:
-    """Return a URI, or `type/name`: text, which nobody ever replaces by what stands in the block."""
+    """Return a URI, or `type/name`: text that Prefect does not resolve to the block's fields when a run starts."""
     if isinstance(target, StorageTarget):
         return _said(where, target)
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
             return _saved(target["$ref"], where, blocks)
         raise InvalidInput(
-            f"{where}: is spelled out here, where everybody could read its keys: save it as a block, and name it: "
+            f"{where}: expected a URI or the name of a saved block, found a block's fields, whose credentials would be "
+            "readable in the deployment: save it as a block, and name it: "
             f"{where}=s3-target/NAME (`prefect-tune blocks register`, then Blocks in the UI)"
         )
     if not isinstance(target, str):
@@ -175,7 +176,7 @@ def _saved(reference: object, where: str, blocks: Blocks) -> str:
 
 
 def _require_meaning(found: Mapping[str, Any]) -> None:
-    """What a run would refuse in its first second is refused now. What is imported is where the runs are."""
+    """Refuse now what a run would refuse at its start; code that runs import need not be installed here."""
     given = {name: value for name, value in found.items() if value is not None}
     require_one_count(given.get("num_samples"), given.get("samples_per_run"))
     objective_of(given.get("metric"), given.get("mode", "min"))
@@ -189,7 +190,7 @@ def _require_meaning(found: Mapping[str, Any]) -> None:
 
 
 def _require_begin(found: Mapping[str, Any]) -> None:
-    """Nobody will be asked for what the search and the scheduler need besides."""
+    """Require all that the search and the scheduler need to start, such as a metric: a scheduled run shows no form."""
     objective = objective_of(found.get("metric"), found.get("mode") or "min")
     if found.get("search") is not None:
         count = found.get("num_samples") or found.get("samples_per_run")
@@ -206,10 +207,10 @@ def _stop(stop: object) -> None:
     if isinstance(stop, str) and ":" in stop:
         import_string(stop, "stop")
     else:
-        stopper_for(stop)  # type: ignore[arg-type]  # it says what is wrong with it
+        stopper_for(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
 
 
-# In the order in which they are looked at. What is imported is only looked at from outside: it is where the runs are.
+# In order of validation. Import strings are checked for their form only: the code is installed where the runs are.
 _MEANINGS: Mapping[str, Callable[[Any], object]] = {
     "experiment": valid_name,
     "trainable": lambda name: import_string(name, "trainable"),

@@ -1,4 +1,4 @@
-"""What persons have answered a run, and what that makes of what it was asked for."""
+"""Read the form answers of a suspended run, and apply them to the request of the search or training."""
 
 from __future__ import annotations
 
@@ -34,40 +34,41 @@ __all__ = [
 ]
 
 HOW_TO_GO_ON = "how-to-go-on"
-"""What the form is about that every suspended run is resumed with."""
+"""The subject of the form that asks how a suspended run continues, as opposed to a trial's question."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What was answered, and is not in the journal yet."""
+    """A form answer that the journal does not hold yet."""
 
     choice: Choice | None = None
-    """How to go on, where that was asked."""
+    """How to continue; None if the form was a trial's question."""
     news: tuple[Answered, ...] = ()
+    """The events to journal."""
 
 
 def about(question: Questioned) -> str:
-    """Return what the form of a question is about, as a reply tells it."""
+    """Return the subject of a question's form, by which its answer is matched to the question."""
     return f"ask-{digest_of(f'{question.trial} {question.key}'.encode())[:16]}"
 
 
 def chosen_before(known: Experiment) -> Sequence[Choice]:
-    """Return how this flow run was to go on so far, oldest first."""
+    """Return the choices that this flow run was resumed with so far, oldest first."""
     mine = (each for each in known.answers if each.trial is None and each.flow_run == flow_run.id)
     return [Choice.model_validate(each.answer) for each in mine]
 
 
 def hear(shown: Shown, known: Experiment, standing: Standing, form: Callable[[str], Form]) -> Heard:
-    """Return what this flow run was resumed with, where that is not in the journal.
+    """Return the answer that this flow run was resumed with, unless the journal holds it already.
 
     Args:
-        shown: the form that it was last left with; all before it were answered, and are in the journal.
+        shown: the last form that the run was suspended with; answers to earlier forms are in the journal.
         known: the experiment, before it is opened.
-        standing: what there is to choose from.
-        form: of how to go on, with why it has to be answered again.
+        standing: the values that the form offers to change.
+        form: makes the form of how to continue, from the reason why it is shown again.
 
     Raises:
-        Pause: the answer cannot be followed: it is asked for once more, and the reason is said.
+        Pause: the answer is invalid: the run suspends again with the same form, which shows the reason.
     """
     if shown.answer is None or shown.key in {each.key for each in known.answers}:
         return Heard()
@@ -95,21 +96,21 @@ def _answered(given: Mapping[str, object], question: Questioned, known: Experime
 
 
 def unheard(news: Sequence[Answered], state: Experiment) -> Sequence[Answered]:
-    """Return those of `news` that the journal does not hold, as it was found when it was opened.
+    """Return those of `news` that the opened journal does not hold.
 
-    Two starts of one run find the same answer. Only the first one is to carry it out.
+    Two starts of one run read the same answer. Only the first one applies it.
     """
     heard = {(each.trial, each.key) for each in state.answers}
-    heard -= {(name, each.key) for name, each in state.questions.items()}  # asked once more: it waits for an answer
+    heard -= {(name, each.key) for name, each in state.questions.items()}  # asked again: no answer yet
     return [each for each in news if (each.trial, each.key) not in heard]
 
 
-# ------------------------------------------------------------------------------------------------ what it makes of it
+# ------------------------------------------------------------------------------------------------ applying a choice
 
 
 def standing_of(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> Standing:
-    """Return what there is to choose from."""
-    stopper = stopper_for(stop)  # type: ignore[arg-type]  # it raises what is wrong with it
+    """Return the present limits, and the checkpoints, that the form of how to continue offers to change."""
+    stopper = stopper_for(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
     said = spelled_stop(stop) if stop is not None else {}
     return Standing(
         samples=samples,
@@ -126,7 +127,7 @@ def _hours_in(stopper: Stopper) -> float:
 
 
 def stop_after(stop: object, choice: Choice, standing: Standing) -> object:
-    """Return the stop criterion of a training that goes on as it was chosen."""
+    """Return the stop criterion of a training, extended by the choice; unchanged for any choice but "extend"."""
     if choice.way != "extend":
         return stop
     steps = choice.steps if choice.steps > standing.steps else 0
@@ -135,7 +136,7 @@ def stop_after(stop: object, choice: Choice, standing: Standing) -> object:
 
 
 def extended(asked: Asked, choice: Choice, standing: Standing) -> Asked:
-    """Return what a search is asked for that goes on as it was chosen."""
+    """Return the request of a search, extended by the choice; unchanged for any choice but "extend"."""
     if choice.way != "extend":
         return asked
     steps_only = choice.model_copy(update={"hours": 0.0})
@@ -148,5 +149,5 @@ def extended(asked: Asked, choice: Choice, standing: Standing) -> Asked:
 
 
 def answers_for(trial: str, answers: Sequence[Answered]) -> Mapping[str, Mapping[str, object]]:
-    """Return what a trial was answered, by the keys of its questions."""
+    """Return the answers to a trial's questions, by the keys of the questions."""
     return {each.key: each.answer for each in answers if each.trial == trial}

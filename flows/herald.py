@@ -1,8 +1,8 @@
-"""Tells Prefect's events of an experiment: off the path on which anything trains or is decided, and best effort.
+"""The event emitter: emits an experiment's Prefect events from its own thread, delaying no training and no decision.
 
-The journal is the truth, and events are news of it: where the Prefect API is away for long, or a process dies, some
-are never told. Each is told once in a run, by the run that owns the experiment; what was journaled before it began is
-no news. `prefect_tune.core.news` is what there is to tell.
+Delivery is best effort, since the journal is the truth: if the Prefect API is unavailable for long, or a process dies,
+some events are never emitted. The run that owns the experiment emits each event once, and none for entries journaled
+before it began. `prefect_tune.core.news` defines the events.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Emit: TypeAlias = Callable[[Notice], None]
 
 
 def emit(notice: Notice) -> None:
-    """Give an event to Prefect's own thread, which sends it when it can; without an API there is nobody to tell."""
+    """Queue an event in Prefect's events worker, which sends it when it can; do nothing if no API is configured."""
     if get_current_settings().api.url is None:
         return
     emit_event(
@@ -68,10 +68,10 @@ class _Over:
 
 
 class Herald:
-    """A listener whose methods return at once; a thread of its own tells what they heard, in the flow's context."""
+    """A listener whose methods only queue; a thread of its own emits the events, in the flow run's context."""
 
     def __init__(self, subject: Subject, experiment: Experiment, log: Log, emit: Emit = emit) -> None:
-        """Args: experiment: as this run finds it, before it has written anything."""
+        """Args: experiment: its state before this run has written anything."""
         self._experiment = experiment
         self._log = log
         self._emit = emit
@@ -81,15 +81,15 @@ class Herald:
 
     @property
     def experiment(self) -> Experiment:
-        """As it was heard of last."""
+        """The last state that the listener received."""
         return self._experiment
 
     def start(self) -> None:
-        """Begin to tell."""
+        """Start the thread, which emits the event of the run's start first."""
         self._thread.start()
 
     def opened(self, experiment: Experiment) -> None:
-        """Hear of what became of the attempts that an earlier owner left running."""
+        """Queue an event for each attempt that an earlier owner left running and that opening has ended."""
         before, self._experiment = self._experiment, experiment
         for trial in experiment.trials.values():
             was = before.trials.get(trial.trial)
@@ -112,7 +112,7 @@ class Herald:
         self._dispatches.lookout.wrote()
 
     def end(self, ending: News | None, reason: str) -> None:
-        """Tell what is left, and how it ended; who cannot be told within 5 s is not."""
+        """Emit the queued events and the final one; give up after 5 s."""
         self._items.put(_Over(ending, reason))
         self._thread.join(_PATIENCE.total_seconds())
 
@@ -149,17 +149,17 @@ class Herald:
         try:
             for each in notices:
                 self._emit(each)
-        except Exception:  # noqa: BLE001  whatever it is, no training ends for news
-            self._log.exception("an event of this experiment is not told")
+        except Exception:  # noqa: BLE001  an event must not end a training
+            self._log.exception("an event of this experiment could not be emitted")
 
 
 @contextmanager
 def heralded(herald: Herald, stop: threading.Event) -> Iterator[Herald]:
-    """Lend the herald of a run, which tells at the end how the run ended.
+    """Start the event emitter of a run and yield it; on exit, emit how the run ended.
 
     Args:
-        herald: one that has not started.
-        stop: set where the run was asked to end before its time.
+        herald: the emitter, not started.
+        stop: set if the run was asked to stop.
     """
     herald.start()
     try:
@@ -175,5 +175,5 @@ def heralded(herald: Herald, stop: threading.Event) -> Iterator[Herald]:
 
 
 def this_run() -> UUID | None:
-    """Return the flow run that this is, if it is one."""
+    """Return the id of the present flow run; None outside of one."""
     return UUID(flow_run.id) if flow_run.id else None

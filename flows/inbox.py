@@ -1,4 +1,4 @@
-"""What waits to be told to a callback: never more than so much, and whoever puts something in never waits."""
+"""A bounded queue of events for a callback, on which the producer never blocks."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """All that happened before is written."""
+    """All events before this item are in the journal."""
 
     experiment: Experiment
 
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """There was no room for what came here: the journal tells it."""
+    """The queue was full, and the events before this item were dropped: read them from the journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Nothing follows."""
+    """The last item."""
 
     experiment: Experiment
 
@@ -57,7 +57,7 @@ Item: TypeAlias = Happened | Told | Written | Missed | Over
 
 
 class Inbox:
-    """One thread puts, another takes. When it is full, all that is in it is dropped, and `Missed` says so."""
+    """A queue for one producer and one consumer thread. When it is full, `Missed` replaces all its items."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
@@ -74,7 +74,7 @@ class Inbox:
             self._changed.notify()
 
     def take(self, patience: timedelta) -> Item | None:
-        """Return the first item; None where none came in time."""
+        """Return the first item; None if there is none within `patience`."""
         with self._changed:
             self._changed.wait_for(lambda: self._items, timeout=max(0.0, patience.total_seconds()))
             return self._items.popleft() if self._items else None

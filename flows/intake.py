@@ -1,4 +1,4 @@
-"""What trials write into journals of their own, as the experiment's journal takes it in."""
+"""Merge the entries of the trials' own journals into the experiment's journal."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class Intake:
-    """Takes in each entry of each trial's journal, once, in their order.
+    """Merges each entry of each trial's journal, once, in order.
 
-    What reads or writes a journal raises `StoreUnavailable` where the target fails for longer than the retries last.
+    Methods that read or write a journal raise `StoreUnavailable` if the target fails for longer than the retries last.
     """
 
     def __init__(self, page: Page, council: Council, book: Book) -> None:
@@ -37,7 +37,7 @@ class Intake:
         self._book = book
 
     def absorb(self, wrote: Wrote) -> None:
-        """Take in an entry that was told, after those before it."""
+        """Merge an entry that a trial has announced, after any missing entries before it."""
         due = self._page.state.trial(wrote.trial).absorbed + 1
         if wrote.number > due:
             self.catch_up(wrote.trial)
@@ -45,7 +45,7 @@ class Intake:
             self._take_in(wrote.trial, wrote.number, wrote.events, wrote.at)
 
     def catch_up(self, trial: str) -> None:
-        """Take in what was written where nobody listened: by an owner that died, or by a trial that outlived one."""
+        """Merge entries that were not announced here: of an earlier owner, or of a trial that outlived one."""
         absorbed = self._page.state.trial(trial).absorbed
 
         def read() -> Sequence[Entry]:
@@ -56,10 +56,10 @@ class Intake:
             self._take_in(trial, entry.number, entry.events, entry.at)
 
     def settle(self, trial: str) -> None:
-        """End, in its own journal, an attempt that died without a word, and take in what it had saved by then.
+        """End an attempt that died without writing its end, in the trial's journal, and merge what it had saved.
 
         Raises:
-            Superseded: the trial has been opened for somebody who has taken the experiment over since.
+            Superseded: a newer owner of the experiment has opened the trial.
         """
         state = self._page.state
         if state.trial(trial).status is Status.RUNNING:
@@ -68,10 +68,10 @@ class Intake:
             self.catch_up(trial)
 
     def require_ours(self) -> None:
-        """Return if nobody has taken the experiment over. One request, for when there is reason to ask.
+        """Check that no other owner has taken the experiment over. One request: call it only on suspicion.
 
         Raises:
-            Superseded: somebody has.
+            Superseded: another owner has.
         """
         written, entry = self._book.experiment, self._beyond(self._book.experiment.number)
         while entry is not None:
@@ -80,7 +80,7 @@ class Intake:
                 raise Superseded(
                     f"{written.key}: epoch {written.epoch} has ended; entry {entry.number} has taken it over{by}"
                 )
-            entry = self._beyond(entry.number)  # that one was a guest's
+            entry = self._beyond(entry.number)  # an external writer's entry
 
     def _beyond(self, number: int) -> Entry | None:
         def read() -> Entry | None:

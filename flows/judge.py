@@ -1,4 +1,4 @@
-"""What becomes of a trial whose attempt failed: it is tried again, or given up."""
+"""Decide whether a trial whose attempt failed is retried or given up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TARGET_FAILS = (StoreUnavailable, StoreRefused, CommitUnknown)
 
 
 class Judge:
-    """Judges by the journal and the budgets; who is tried again joins the `startable` ones."""
+    """Applies the failure policy to the journal's state; trials to retry are added to `startable`."""
 
     def __init__(self, limits: Limits, page: Page, stopping: Stopping, startable: deque[str], log: Log) -> None:
         self._limits = limits
@@ -28,16 +28,16 @@ class Judge:
         self._stopping = stopping
         self._startable = startable
         self._log = log
-        self._lost: dict[str, tuple[int, int]] = {}  # how many in a row, and the checkpoint that they all had
+        self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint of them all
         self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
-        """What the next attempt of a trial is to put aside."""
+        """The checkpoints that the next attempt of a trial is to quarantine."""
 
     def failed(self, trial: Trial, cause: Cause, error: BaseException | None = None) -> None:
-        """Say what an attempt died of, and judge it.
+        """Log the failure of an attempt, and retry the trial or give it up.
 
         Raises:
-            StoreUnavailable, StoreRefused, CommitUnknown: that is what it died of, and its machine budget is spent.
-                The other trials share the target: the search ends, and its next run goes on with this trial too.
+            StoreUnavailable, StoreRefused, CommitUnknown: the attempt failed by this error, and the budget of machine
+                failures is spent. All trials share the target, so the search ends; its next run resumes this trial.
         """
         if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.failures):
             raise error
@@ -46,13 +46,13 @@ class Judge:
         self.judge(trial.trial, cause)
 
     def judge(self, trial: str, cause: Cause) -> None:
-        """Have a trial tried again, from its newest good checkpoint, as long as its budgets last."""
+        """Retry a trial from its newest good checkpoint while its retry budgets last; then give it up."""
         state = self._page.state.trial(trial)
         match verdict(state, cause, self._limits.failures):
             case TryAgain() | Resumable():
                 self._startable.append(trial)
             case Quarantine(sequence=sequence, reason=reason):
-                self._log.error("trial %s: a checkpoint is put aside: %s", trial, reason)
+                self._log.error("trial %s: a checkpoint is quarantined: %s", trial, reason)
                 aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
                 self.put_aside[trial] = (aside,)
                 self._startable.append(trial)
@@ -62,7 +62,10 @@ class Judge:
                 assert_never(never)
 
     def resumed(self, trial: Trial, cause: Cause) -> None:
-        """Judge a trial that an earlier run left; its machines are forgiven, unless it may have killed that run."""
+        """Retry or give up a trial that an earlier run left failed.
+
+        Its earlier machine failures do not count, unless the trial may have killed that run.
+        """
         if is_forgiven(trial, self._limits.failures):
             self._page.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
             self._startable.append(trial.trial)
@@ -70,11 +73,11 @@ class Judge:
             self.judge(trial.trial, cause)
 
     def lost(self, trial: str, error: BaseException | None) -> None:
-        """An attempt that could not write how it ended is a failure of the machine that no journal counts.
+        """Count an attempt that ended without writing its end as a machine failure; retry the trial or give it up.
 
-        Raises what `failed` raises.
+        The journal does not hold this failure; the count is of this run. Raises what `failed` raises.
         """
-        why = f"{type(error).__name__}: {error}" if error else "it ended without a word"
+        why = f"{type(error).__name__}: {error}" if error else "the attempt ended without writing a result"
         newest = newest_checkpoint(self._page.state.trial(trial))
         saved = newest.sequence if newest else 0
         before, had = self._lost.get(trial, (0, saved))
@@ -89,7 +92,7 @@ class Judge:
             self._startable.append(trial)
 
     def give_up(self, trial: str, cause: Cause, message: str) -> None:
-        """Have a trial errored; with `fail_fast` everything ends."""
+        """Mark a trial as errored; with `fail_fast`, end the experiment."""
         self._page.put(GaveUp(trial=trial, cause=cause, message=message))
         if self._limits.fail_fast:
             self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {message}")

@@ -1,4 +1,4 @@
-"""What earlier experiments found, told to the search of a new one: read once, and kept in its own journal."""
+"""Warm start: results of earlier experiments, read once, stored in the new experiment's journal for its search."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def source_names(warm_start: Sequence[object]) -> Sequence[str]:
             kind = type(each).__name__
             raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found a {kind}")
         if "://" in each:
-            validate_target(each)  # whole: a password in it must not be taken for a part of the name, and repeated
+            validate_target(each)  # as a whole: a password in it must not end up in an error about the name
         place, _, name = each.rpartition("/")
         valid_name(name)
         if place:
@@ -45,18 +45,18 @@ def source_names(warm_start: Sequence[object]) -> Sequence[str]:
 def new_lessons(
     names: Sequence[str], target: StorageTarget, own: str, known: Experiment | None = None
 ) -> Sequence[Learned]:
-    """Read the experiments that `own` has not learned from yet. They may be running: what has finished by now counts.
+    """Read the finished trials of the experiments that `own` has not learned from yet; those may still be running.
 
     Args:
         names: as `source_names` returns them.
-        target: where `own` is.
+        target: the target of `own`.
         own: the experiment that learns.
-        known: it, as it was read when it was found out what of it may be followed; None to read it here. What it has
-            learned from then is not opened, whatever its journal says now.
+        known: its state as of the check of what its journal may choose; None to read it here. Experiments that
+            `known` has learned from are not opened, even if the journal has changed since.
 
     Raises:
-        InvalidInput: there is no such experiment, or it is the one that learns.
-        ResumeFailed: it cannot be read.
+        InvalidInput: a source does not exist, or is `own` itself.
+        ResumeFailed: a source cannot be read.
     """
     found: list[Learned] = []
     if not names:
@@ -68,7 +68,7 @@ def new_lessons(
             where = resolve_target(place) if place else target
             at = Place(where.uri, experiment).uri
             if at == Place(target.uri, own).uri:
-                raise InvalidInput(f"warm_start: experiment {own!r} knows its own trials: name others")
+                raise InvalidInput(f"warm_start: experiment {own!r} knows its own trials: name other experiments")
             state = read_or_fail(where, experiment)
             if not state.number:
                 raise InvalidInput(f"warm_start: there is no experiment {experiment!r} at {where.uri}")
@@ -77,7 +77,7 @@ def new_lessons(
 
 
 def lessons_known(book: Book) -> Sequence[Lesson]:
-    """Return what the experiment's journal holds of others', each trial once, in the order in which it was learned."""
+    """Return the trials of other experiments that the journal holds, each once, in the order of learning."""
     entries = sorted(set(book.experiment.learned.values()))
     told = [event for number in entries for event in _learned_in(book, number)]
     unique = {_identity(lesson): lesson for event in reversed(told) for lesson in reversed(event.lessons)}
@@ -107,5 +107,5 @@ def _lesson(trial: Trial) -> Lesson:
 
 
 def _identity(lesson: Lesson) -> bytes:
-    """A fork has the trials of its origin: the same configuration with the same end is the same trial."""
+    """Return what identifies a trial across forks, which share trials: its configuration and its last report."""
     return canonical_json([lesson.config, lesson.report.step, lesson.report.metrics])

@@ -1,4 +1,4 @@
-"""How far an experiment may go, and whether a trial has had enough."""
+"""The limits of one run of an experiment, and whether a finished trial meets today's stop criterion."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ __all__ = ["Limits", "has_had_enough", "require_possible", "warn_of_limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How far an experiment may go."""
+    """The limits of one run of an experiment."""
 
     max_concurrent_trials: int
     failures: FailurePolicy = field(default_factory=FailurePolicy)
     fail_fast: bool = False
     """Whether the first trial that errors ends the experiment; the others save, and can be resumed."""
     time: timedelta | None = None
-    """After which everything saves and ends, resumable."""
+    """The time budget of the run, after which all trials save and the run ends; it can be resumed."""
     ends: str = ""
-    """Why nothing is begun any more; empty where that is not so."""
+    """Reason that no new trial starts; empty while trials may start."""
     reruns_errored: bool = False
-    """Whether trials that errored are tried again."""
+    """Whether errored trials are retried."""
     only_errored: bool = False
-    """Whether nothing else goes on."""
+    """Whether only errored trials are retried, and no other trial continues or starts."""
     has_had_enough: Callable[[Trial], bool] = lambda _: True
-    """Whether a trial that met its stop criterion meets today's too; otherwise it goes on."""
+    """Whether a finished trial meets today's stop criterion too; otherwise it is requeued."""
 
 
 def has_had_enough(plan: TrialPlan, trial: Trial, stopper: Stopper) -> bool:
-    """Whether a finished trial is finished under today's criterion too."""
+    """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
     if trial.returned or trial.left or trial.metrics.get("done") is True:
         return True
     last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
@@ -54,22 +54,22 @@ def has_had_enough(plan: TrialPlan, trial: Trial, stopper: Stopper) -> bool:
 
 
 def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
-    """Say so where a trial would be ended by what it is to become good at."""
+    """Log a warning for each stop limit on a metric that is minimized: most trials would end at once."""
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
     for name, limit in limits_in(stopper).items():
         if modes.get(name) == "min":
             log.warning(
-                "stop={'%s': %g} ends a trial as soon as %s >= %g, and a small one is good: most end at their first "
-                "step. To end one that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
+                "stop={'%s': %g} ends a trial as soon as %s >= %g, but the metric is minimized: most trials end at "
+                "their first step. To end a trial that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
                 *(name, limit) * 3,
             )
 
 
 def require_possible(plan: TrialPlan) -> None:
-    """Find out before anything is written.
+    """Check a plan before anything is written.
 
     Raises:
-        InvalidInput: a period is not one, or the artifacts cannot be synced as asked.
+        InvalidInput: a period is negative or zero where it may not be, or the artifacts' sync settings are invalid.
     """
     TrialArtifacts(plan, Path(), get_run_logger())
     if plan.grace < timedelta(0):

@@ -1,4 +1,4 @@
-"""What checkpoints were made from, as Prefect shows it: other trials' checkpoints, other experiments' models."""
+"""Asset lineage: record as Prefect assets which checkpoints and models a checkpoint was made from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_AN_EXPERIMENT = "The best model of an experiment; each better one is a mater
 
 
 class Lineage:
-    """The assets of one experiment. Where Prefect takes no key of its place, there are none."""
+    """Builds the asset events of one experiment; none if Prefect refuses its URI as an asset key."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -35,7 +35,7 @@ class Lineage:
         yield from self._of_trial(news.trial, news.payload() | {"exploited": source}, upstream)
 
     def exploited(self, trial: Trial, source: str) -> Iterator[Notice]:
-        """Return the events of a clone, which is a new checkpoint of the trial, made from another one's."""
+        """Return the events of a clone: a new checkpoint of `trial`, made from a checkpoint of `source`."""
         self._exploited[trial.trial] = source
         if (clone := newest_checkpoint(trial)) is None:
             return
@@ -44,12 +44,15 @@ class Lineage:
         yield from self._of_trial(trial.trial, metadata, [self._place.checkpoints(source)])
 
     def related(self, news: TrialNews) -> Sequence[Mapping[str, str]]:
-        """Return the asset that news of a trial are about, as what is related to its event."""
+        """Return the asset of a commit, as a related resource of its event; empty for other events."""
         asset = asset_of(self._place.checkpoints(news.trial)) if isinstance(news, CheckpointCommitted) else None
         return [AssetContext.asset_as_related(asset)] if asset else []
 
     def best(self, news: BestImproved, experiment: Experiment) -> Iterator[Notice]:
-        """Return the events of a better model that is saved: made by a trial, by what its search has learned from."""
+        """Return the events of a better model; none if it is not saved.
+
+        Its sources are the trial's checkpoints, and the best models of the fork's origin and of warm-start experiments.
+        """
         if news.manifest is None:
             return
         teachers = list(experiment.teachers[:_MOST_SOURCES])

@@ -1,4 +1,4 @@
-"""Who listens to a search without having a say in it: progress, callbacks. None of them can hold it up."""
+"""The listener protocol: observers of a search, such as progress and callbacks, which decide nothing."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["Listener", "Listeners", "SoloListener"]
 
 
 class Listener(Protocol):
-    """What the driver tells, in its thread and in the order in which it happens. Takes note, and returns at once."""
+    """An observer of a search. The driver calls it in the driver's thread, in order; methods must return at once."""
 
     def happened(self, event: Event, experiment: Experiment) -> None:
-        """Hear of what the next entry of the journal will hold, and of the state after it."""
+        """Receive an event that the next entry of the journal will hold, and the state after it."""
         ...
 
     def told(self, told: Told, experiment: Experiment) -> None:
-        """Hear of a step as soon as it is trained; the journal is told of it later, in an `Absorbed`."""
+        """Receive the report of a step as soon as it is trained; the journal gets it later, in an `Absorbed`."""
         ...
 
     def wrote(self, experiment: Experiment) -> None:
-        """Hear that everything up to this state is written."""
+        """Receive the state up to which the journal is written."""
         ...
 
 
 class Listeners:
-    """Several listeners as one; none is one too."""
+    """Passes each call to several listeners, or to none."""
 
     def __init__(self, listeners: Sequence[Listener] = ()) -> None:
         self._listeners = tuple(listeners)
@@ -48,7 +48,7 @@ class Listeners:
 
 
 class SoloListener:
-    """Has a listener hear what the only trial of an experiment tells, and the flow around it."""
+    """Passes the reports and events of an experiment with a single trial to a listener."""
 
     def __init__(self, listener: Listener, experiment: Experiment) -> None:
         self._listener = listener
@@ -61,7 +61,7 @@ class SoloListener:
         for each in events[:-1]:
             self._experiment = after_event(self._experiment, each, experiment.number)
             self._listener.happened(each, self._experiment)
-        self._experiment = experiment  # and what guests have written meanwhile
+        self._experiment = experiment  # with the entries of external writers
         for each in events[-1:]:
             self._listener.happened(each, experiment)
         self._listener.wrote(experiment)

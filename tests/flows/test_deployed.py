@@ -143,7 +143,7 @@ def test_a_secret_is_used_and_never_told(client: SyncPrefectClient, way: str) ->
 @pytest.mark.usefixtures("vault")
 def test_a_block_that_is_spelled_out_is_refused_by_every_way_in(client: SyncPrefectClient) -> None:
     fields = {"bucket": "durable", "access_key_id": "id", "secret_access_key": SECRET}
-    with pytest.raises(pt.InvalidInput, match="spelled out here, where everybody could read its keys") as refused:
+    with pytest.raises(pt.InvalidInput, match="found a block's fields, whose credentials would be readable") as refused:
         deployed("tune", "told", {"target": fields})
     assert SECRET not in str(refused.value)
     deploy(wanted(named(["tune"]), suffix="-told"), Pool(name=POOL))

@@ -62,7 +62,10 @@ def test_a_saved_way_to_sync_is_stored_as_a_reference() -> None:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ({"bucket": "b", "access_key_id": "id", "secret_access_key": SECRET}, "spelled out here, where everybody"),
+        (
+            {"bucket": "b", "access_key_id": "id", "secret_access_key": SECRET},
+            "found a block's fields, whose credentials",
+        ),
         (
             pt.S3Target(bucket="bucket", access_key_id="id", secret_access_key=SECRET),
             "save the block and pass its slug",
@@ -164,7 +167,7 @@ def test_a_secret_in_any_place_is_refused_and_not_repeated(parameters: Mapping[s
 
 def test_what_nobody_will_be_asked_for_must_be_there() -> None:
     assert given(target="s3-target/prod") == {"target": "s3-target/prod"}
-    with pytest.raises(pt.InvalidInput, match=r"'trainable' missing: a run that is started by a schedule asks nobody"):
+    with pytest.raises(pt.InvalidInput, match=r"'trainable' missing: a scheduled run shows no form"):
         given(target="s3-target/prod", complete=True)
     assert given(RESUME, complete=True, experiment="digits", target="/runs", samples_per_run=5)
 
