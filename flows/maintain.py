@@ -1,4 +1,4 @@
-"""Look after a target, once or every hour: verify, quarantine, prune, collect garbage, report; whoever runs there."""
+"""The maintenance flow: verify, quarantine, prune, collect garbage and report, on a target in use by any run."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ __all__ = ["maintain"]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What one run is to do."""
+    """The validated request of one run."""
 
     target: StorageTarget
     sample: Sample | None
-    """How much is read of each experiment; None for nothing."""
+    """How much of each experiment is read for verification; None: nothing."""
     quarantine: bool
     collect: bool
     retention: Retention | None
@@ -76,39 +76,40 @@ def maintain(
     time_budget_seconds: float | None = None,
     dry_run: bool = False,
 ) -> MaintenanceReport:
-    """Look after what lies on a target: verify checkpoints, put damaged ones aside, delete what nobody needs, report.
+    """Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage, and report.
 
-    It may run at any time, beside running experiments too, and beside itself: it takes over nothing, and deletes
-    nothing that is needed or may be needed by a save that is under way. Cut short anywhere, it is
-    finished by the next run. It fails where there is damage that no run before it told of, found by it or by one
-    that died, and only after all else is done; every damage is in the report, which is an artifact of the run.
-    What cannot be read keeps it from nothing else, and is in the report of each run.
+    The flow may run at any time, beside running experiments and beside itself: it takes no experiment over, and deletes
+    nothing that is referenced or that a save in progress may reference. A run that is interrupted anywhere is
+    completed by the next one. The flow fails if it or an earlier run that died found damage that no report has shown,
+    and only after all other work is done; the report, an artifact of the run, holds all damage. An object that cannot
+    be read does not stop the rest, and is in the report of each run.
 
     Args:
-        target: what to look after: a block, a `"block-type/name"` slug, or a URI.
-        experiments: their names, or patterns such as `"nightly-*"`. Default: all on the target.
-        verify: how many of the checkpoints are read and checked, byte by byte: a `"sample"`, another one each time;
+        target: the target to maintain: a block, a `"block-type/name"` slug, or a URI.
+        experiments: names of experiments, or patterns such as `"nightly-*"`. Default: all on the target.
+        verify: which checkpoints are read and checked, byte by byte: a `"sample"`, another one in each run;
             `"all"`; or `"none"`.
-        sample_rounds: a sample is one of so many shares: in that many runs every checkpoint has been read once.
-            Default: 24, a day of hourly runs.
-        max_verify_bytes: of each experiment no further checkpoint is read after so many bytes; the next run goes on
+        sample_rounds: number of runs in which the samples cover every checkpoint once. Default: 24, a day of hourly
+            runs.
+        max_verify_bytes: bytes of each experiment after which no further checkpoint is read; the next run continues
             there. Default: no limit.
-        quarantine: whether damaged checkpoints are put aside, so that nobody goes on from them. They can be released:
+        quarantine: whether damaged checkpoints are quarantined, so that no trial resumes from them. Release them by
             `prefect-tune verify --release`.
-        collect: whether retired checkpoints and what saves that died have left are deleted.
-        retention: which checkpoints stay of experiments that are finished, such as `{"last": 1}`. In any case what is
-            pinned or cloned stays, each trial's newest, and all of the best trial's. Default: all stay.
-        time_budget_seconds: after so long nothing more is begun; the next run begins with what waits longest.
-            Default: no limit.
-        dry_run: look, and report what would be done; nothing on the target changes.
+        collect: whether retired checkpoints and the leftovers of interrupted saves are deleted.
+        retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Always kept are pinned and
+            cloned ones, each trial's newest, and all of the best trial. Default: keep all.
+        time_budget_seconds: seconds after which no further work begins; the next run begins with the experiment that
+            has waited longest. Default: no limit.
+        dry_run: check, and report what would be done, without changing the target.
 
     Returns:
-        MaintenanceReport: what was read, what is damaged, what was deleted, what was not looked at and why.
+        MaintenanceReport: what was read, what is damaged, what was deleted, what was skipped and why.
 
     Raises:
-        DamageFound: a checkpoint or a journal is damaged, and no run has told of it; `report` of it is the report.
-        InvalidInput: what was asked for cannot be done, or there is no such experiment; nothing was begun.
-        StoreUnavailable, StoreRefused: the target cannot be had.
+        DamageFound: a checkpoint or a journal is damaged, and no earlier run has reported it; its `report` is the
+            report.
+        InvalidInput: an argument is invalid, or there is no such experiment; nothing was begun.
+        StoreUnavailable, StoreRefused: the target cannot be reached, or refuses requests.
     """
     _require_possible(sample_rounds, max_verify_bytes, time_budget_seconds)
     budget = None if time_budget_seconds is None else timedelta(seconds=time_budget_seconds)
@@ -146,33 +147,33 @@ def _require_possible(sample_rounds: int, max_verify_bytes: int | None, time_bud
 
 
 def _chosen(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[str]:
-    """The experiments that are meant; a pattern that means none is a mistake."""
+    """Return the names of the experiments that match; a pattern without a match is an error."""
     names = names_on(target)
     if not patterns:
         return names
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InvalidInput(
-                f"experiments: none of the {len(names)} at {target.uri} is named {pattern!r}; nothing was begun"
+                f"experiments: none of the {len(names)} at {target.uri} matches {pattern!r}; nothing was begun"
             )
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _maintained(wanted: _Wanted, rounds: Sequence[_Rounds]) -> MaintenanceReport:
-    """One experiment after the other, beginning with the one that waits longest."""
+    """Maintain one experiment after the other, beginning with the one that has waited longest."""
     done, left = list[Upkeep](), list[NotLookedAt]()
     for each in sorted(rounds, key=lambda each: each.waits_since):
         if wanted.has_time():
             done.append(each.run())
         else:
             left.append(NotLookedAt(each.name, "everything", "the time budget was spent"))
-            done += [each.upkeep] if each.upkeep.damaged else []  # which a run that died has not told of
+            done += [each.upkeep] if each.upkeep.damaged else []  # found by a run that died before its report
     skipped = [each for upkeep in done for each in upkeep.not_looked_at]
     return MaintenanceReport(wanted.target.uri, tuple(done), (*left, *skipped), dry_run=wanted.dry_run)
 
 
 class _Rounds:
-    """The round of one experiment. What fails of it is told, and the others are looked after all the same."""
+    """One round of maintenance of one experiment. Its failures are reported, and do not stop the other experiments."""
 
     def __init__(self, wanted: _Wanted, name: str, known: Remembered) -> None:
         self._wanted = wanted
@@ -181,12 +182,12 @@ class _Rounds:
         self._is_left = False
         self.name = name
         self.waits_since = (known.last.at if known.last else "", name)
-        """When it was last looked at; those that were never are first."""
+        """The time of its last round, for sorting; experiments without one come first."""
         untold = known.last.untold if known.last else ()
         self.upkeep = Upkeep(name, damaged=tuple(_not_told_of(name, each) for each in untold))
 
     def run(self) -> Upkeep:
-        """Verify, put aside, prune, collect; in this order, so that what is damaged is deleted by nobody."""
+        """Verify, quarantine, prune, collect: in this order, so that no damaged checkpoint is pruned or collected."""
         acts: list[tuple[str, Callable[[], None]]] = []
         if (sample := self._wanted.sample) is not None:
             acts.append(("checkpoints", partial(self._verify, sample)))
@@ -198,22 +199,22 @@ class _Rounds:
             with self._or_told(what):
                 act()
         if not self._is_left:
-            with self._or_skipped("when it was looked at"):
+            with self._or_skipped("the record of this round"):
                 self._leave(partial(amended, stamp=new_stamp()))
         return self.upkeep
 
     def was_reported(self) -> None:
-        """Remember that its damage need not be told of again; where this run dies before, the next tells of it too."""
+        """Record that its damage is reported; if this run dies before that, the next run reports it again."""
         if self._known.last is not None and self._known.last.untold:
             folders = {each.folder for each in self.upkeep.damaged}
-            with self._or_skipped("what was told of"):
+            with self._or_skipped("the record that damage is reported"):
                 self._leave(partial(reported, stamp=new_stamp(), folders=folders))
 
     def _leave(self, change: Change) -> None:
         if not self._wanted.dry_run:
             self._known = remember(self._wanted.target, self.name, self._known, change)
 
-    # ------------------------------------------------------------------------------------------ what fails
+    # ------------------------------------------------------------------------------------------ failures
 
     @contextmanager
     def _or_told(self, what: str) -> Iterator[None]:
@@ -231,7 +232,7 @@ class _Rounds:
             self._skip(what, str(error))
 
     def _skip(self, what: str, why: str) -> None:
-        get_run_logger().warning("%s: %s not looked at: %s", self.name, what, why)
+        get_run_logger().warning("%s: skipped %s: %s", self.name, what, why)
         left = NotLookedAt(self.name, what, why)
         self.upkeep = replace(self.upkeep, not_looked_at=(*self.upkeep.not_looked_at, left))
 
@@ -241,16 +242,16 @@ class _Rounds:
 
     def _journal_is_damaged(self, what: str, error: JournalCorrupt) -> None:
         if not is_there(self._wanted.target, self.name):
-            self._skip(what, "it is being deleted")
+            self._skip(what, "the experiment is being deleted")
             return
-        self._skip(what, f"its journal is damaged: {error}")
+        self._skip(what, f"the journal is damaged: {error}")
         folder = JournalKey(experiment=self.name).entries
         damaged = self._damaged(folder, str(error))
         self._add([damaged])
         self._leave(partial(amended, stamp=new_stamp(), told=[folder], untold=_to_tell([damaged])))
         self._is_left = True
 
-    # ------------------------------------------------------------------------------------------ what is damaged
+    # ------------------------------------------------------------------------------------------ damage
 
     def _damaged(self, folder: str, damage: str, key: CheckpointKey | None = None) -> DamagedCheckpoint:
         trial, step = (key.trial.trial, key.step) if key else (None, None)
@@ -258,7 +259,7 @@ class _Rounds:
         return DamagedCheckpoint(self.name, trial, step, folder, damage, is_new=is_new, is_aside=False)
 
     def _add(self, damaged: Sequence[DamagedCheckpoint]) -> None:
-        """What was found now says more than what was known of it."""
+        """Add damage to the report; it replaces what an earlier run knew of the same folder."""
         by_folder = {each.folder: each for each in (*self.upkeep.damaged, *damaged)}
         self.upkeep = replace(self.upkeep, damaged=tuple(by_folder.values()))
 
@@ -288,11 +289,11 @@ class _Rounds:
         self._add(now)
         untold = _to_tell([*now, *journals])
         self._is_left = True
-        with self._or_skipped("when it was looked at"):
+        with self._or_skipped("the record of this round"):
             self._leave(partial(next_round, stamp=new_stamp(), inspection=found, aside=aside, untold=untold))
 
     def _put_aside(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
-        """First it is written down that this is still to be told: what is aside is found by no later run."""
+        """Quarantine damaged checkpoints; record them as unreported first, since no later run finds them again."""
         for each in damaged:
             get_run_logger().error("%s is damaged: %s", each.folder, each.damage)
         if not damaged or not self._wanted.quarantine:
@@ -305,7 +306,7 @@ class _Rounds:
             aside += quarantine_checkpoints(self._wanted.target, self.name, reasons)
         return aside
 
-    # ------------------------------------------------------------------------------------------ what nobody needs
+    # ------------------------------------------------------------------------------------------ pruning and garbage
 
     def _prune(self, retention: Retention) -> None:
         wanted = self._wanted
@@ -327,11 +328,11 @@ class _Rounds:
                 self._skip(f"garbage of trial {each.trial}", why)
         self._skip_unreadable("garbage of", found.unreadable)
         if found.skipped_count:
-            self._skip(f"garbage of {found.skipped_count} trials", "there was no more time")
+            self._skip(f"garbage of {found.skipped_count} trials", "the time budget was spent")
 
 
 def _not_told_of(experiment: str, known: Untold) -> DamagedCheckpoint:
-    """What a round has found that died before it could tell."""
+    """Return damage that an earlier round found before it died without a report."""
     return DamagedCheckpoint(
         experiment, known.trial, known.step, known.folder, known.damage, is_new=True, is_aside=known.is_aside
     )
