@@ -118,7 +118,7 @@ def say_space(state: Experiment, asked: Asked, log: Log) -> None:
     log.warning(
         "the search space has changed; %s drawn from the old one%s",
         plural(there_are, "earlier trial was", "earlier trials were"),
-        f", and num_samples allows {there_will_be} in all: raise num_samples to draw from the new space"
+        f", and the search proposes {there_will_be} in all: raise num_samples to draw from the new space"
         if are_all
         else "",
     )

@@ -98,7 +98,7 @@ def _chosen(names: Collection[str] | None, window: timedelta) -> Sequence[Shippe
     if isinstance(names, str):
         names = [names]
     if unknown := set(names or ()) - set(known):
-        raise InvalidInput(f"automations: there is no {min(unknown)!r}; there are {', '.join(map(repr, known))}")
+        raise InvalidInput(f"automations: expected one of {', '.join(map(repr, known))}, found {min(unknown)!r}")
     return [each for name, each in known.items() if names is None or name in names]
 
 

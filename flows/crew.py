@@ -135,7 +135,7 @@ class LocalCrew:
         self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _error_of(future))))
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
-        del step  # the line leads to the attempt that asked
+        del step  # the connection belongs to the attempt that asked
         if trial in self._lines:
             self._lines[trial].answer(said)
 

@@ -89,7 +89,7 @@ class _Source:
     def _why_not_by(self, statement: ast.stmt, name: str, rest: Sequence[str]) -> str | None:
         """Return None where the statement does not bind `name`."""
         if _binds_otherwise(statement, name):
-            return f"{self._module} does not define {name!r}, and only gives it this name"
+            return f"{self._module} does not define {name!r}, but aliases another object"
         match statement:
             case ast.ClassDef(name=bound, body=body) if bound == name:
                 return self.why_not(body, rest) if rest else ""
@@ -97,7 +97,7 @@ class _Source:
                 return f"{name} in {self._module} is a function" if rest else ""
             case ast.Assign() | ast.AnnAssign() if name in _names_in(statement):
                 is_made = isinstance(statement.value, _MADE) and not rest
-                return "" if is_made else f"{self._module} does not define {name!r}, and only gives it this name"
+                return "" if is_made else f"{self._module} does not define {name!r}, but aliases another object"
             case ast.Import(names=names) if any(_bound_by(each) == name for each in names):
                 return f"{self._module} does not define {name!r}: it imports a module under this name"
             case ast.ImportFrom(names=names):

@@ -48,8 +48,8 @@ _PATIENCE = timedelta(seconds=0.5)
 class Driver:
     """One owner's run of an experiment.
 
-    Every proposal and decision is in the journal before it takes effect, and search and scheduler receive only what
-    the journal holds, in its order. A resume therefore reaches the same state by replay.
+    Every proposal and decision is in the journal before it takes effect, and search and scheduler receive the same
+    events as the journal, in the same order. A resume therefore reaches the same state by replay.
     """
 
     def __init__(  # noqa: PLR0913  the collaborators of a run
@@ -84,7 +84,8 @@ class Driver:
     def run(self, outside: Outside) -> Experiment:
         """Run until nothing is left to do, or a stop is requested; return the state, all of it journaled.
 
-        On any error, running trials are asked to save and end, so that none waits for an answer.
+        On any error, running trials are asked to save and end, unless they outlive the search: none is left to wait
+        for an answer.
         """
         try:
             return self._run(outside)

@@ -129,8 +129,8 @@ def durable_trainable(
         ResumeFailed: the experiment exists and cannot be read.
         CrashLoop: automations restarted this run repeatedly, without progress.
         StoreUnavailable: the target did not answer for too long. Run the flow again: it resumes.
-        StoreRefused: the target refuses requests, for example for its credentials: from the start, or for too long.
-            Run the flow again: it resumes.
+        StoreRefused: the target refuses requests, for example because of the credentials: from the start, or for too
+            long. Run the flow again: it resumes.
     """
     where, name = resolve_target(target), experiment_name(experiment)
     turn: TrainingTurn | None = (first := first_turn(where, name, stop, trainable))

@@ -137,7 +137,7 @@ class OnDeployment:
         return run
 
     def _next(self, key: str) -> str:
-        """Return the key of the next run of an attempt: `key` first, then `key/1`, `key/2`, and so on."""
+        """Return the key of the next run of an attempt: `key` first, then `key/2`, `key/3`, and so on."""
         return f"{key}/{self._begun[key] + 1}" if self._begun[key] else key
 
     def _took(self, key: str) -> str:

@@ -66,7 +66,7 @@ def _left_empty(field: dict[str, Any]) -> _Schema:
     if field.get("default", ...) is not None or any({"$ref", "properties"} & kind.keys() for kind in kinds):
         return field  # an optional section stays a choice, so that the form shows it collapsed
     del field["default"]
-    if len(kinds) == 1:  # the API takes a null for it all the same
+    if len(kinds) == 1:  # the API accepts null for it anyway
         del field["anyOf"]
         return {**kinds[0], **field}
     return field

@@ -28,7 +28,7 @@ class Judge:
         self._stopping = stopping
         self._startable = startable
         self._log = log
-        self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint of them all
+        self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint then
         self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
         """The checkpoints that the next attempt of a trial is to quarantine."""
 

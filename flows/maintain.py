@@ -1,4 +1,4 @@
-"""The maintenance flow: verify, quarantine, prune, collect garbage and report, on a target in use by any run."""
+"""The maintenance flow: verify, quarantine, prune, collect garbage and report, on a target that may be in use."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class _Rounds:
         self.upkeep = Upkeep(name, damaged=tuple(_not_told_of(name, each) for each in untold))
 
     def run(self) -> Upkeep:
-        """Verify, quarantine, prune, collect: in this order, so that no damaged checkpoint is pruned or collected."""
+        """Verify, quarantine, prune, collect: in this order, so that damage is found before anything is deleted."""
         acts: list[tuple[str, Callable[[], None]]] = []
         if (sample := self._wanted.sample) is not None:
             acts.append(("checkpoints", partial(self._verify, sample)))

@@ -134,7 +134,7 @@ def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
 @pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
     state = after(nothing_yet("nightly"), [Described(settings=before)])
-    with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a fixed number"):
+    with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a fixed"):
         extended(asked(samples_per_run=5), state, lambda: "a")
 
 

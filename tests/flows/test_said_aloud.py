@@ -87,7 +87,7 @@ def test_another_space_under_the_same_name_is_told_of(caplog: pytest.LogCaptureF
     say_space(state, asked(space=other, num_samples=4), LOG)
     said = "the search space has changed; 3 earlier trials were drawn from the old one"
     assert caplog.messages == [
-        f"{said}, and num_samples allows 3 in all: raise num_samples to draw from the new space",
+        f"{said}, and the search proposes 3 in all: raise num_samples to draw from the new space",
         said,
     ]
 
@@ -108,7 +108,7 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
     pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
     assert caplog.text.count("1 trial that errored in an earlier run is not tried again") == 1
     pt.tune(Moody, {"fails": "not"}, num_samples=1, **common)
-    said = "the search space has changed; 1 earlier trial was drawn from the old one, and num_samples allows 1 in all"
+    said = "the search space has changed; 1 earlier trial was drawn from the old one, and the search proposes 1 in all"
     assert said in caplog.text
     (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")
     assert last.startswith("e: 1 errored of 1 after ")
