@@ -257,7 +257,7 @@ def test_one_that_cannot_be_set_up_is_told_nothing_and_says_why(
     tell(target, unready, other)
     assert unready.told == []
     assert hooks(other) == ["setup", *WHOLE, "end"]
-    assert "callback unready cannot be set up" in caplog.text
+    assert "callback unready: setup failed" in caplog.text
     assert "no room for e" in caplog.text
 
 
