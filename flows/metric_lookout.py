@@ -1,4 +1,4 @@
-"""Whether trials report the metric that they are compared by, as soon as one of them reports at all."""
+"""Warn when the first report of a search lacks the metric that trials are compared by."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MetricLookout"]
 
 
 class MetricLookout:
-    """A listener that looks at the first report of a run of a search, and at no other one."""
+    """A listener that checks the first report of each run of a search, and no later one."""
 
     def __init__(self, objective: Objective, log: Log) -> None:
         self._objective = objective
@@ -21,7 +21,7 @@ class MetricLookout:
         self._has_looked = False
 
     def happened(self, event: Event, experiment: Experiment) -> None:
-        """What a trial elsewhere reports is heard of in an entry of its journal."""
+        """Check the reports of a remote trial: they arrive in `Absorbed`, with an entry of its journal."""
         del experiment
         if self._has_looked or not isinstance(event, Absorbed):
             return
@@ -44,6 +44,6 @@ class MetricLookout:
         for name in self._objective.metrics:
             value = metric_in(report.metrics, name)
             if isinstance(value, str):
-                self._log.warning("trial %s reported %r, the metric, as text: %r", trial, name, value)
+                self._log.warning("trial %s reported the metric %r as text, not as a number: %r", trial, name, value)
             elif value is None:
-                self._log.warning("trial %s reported %s, not %r, the metric", trial, sorted(report.metrics), name)
+                self._log.warning("trial %s reported %s, without the metric %r", trial, sorted(report.metrics), name)

@@ -1,8 +1,8 @@
-"""Flows that bring a Prefect server of their own where none is set up, as Prefect does, and sooner.
+"""Flows that start a temporary Prefect server where no API is configured, faster than Prefect itself does.
 
-Prefect loads the whole server into the process that only wants to speak with it: half of what a script waits for
-before its first trial, 80 MB that it keeps, and a quarter of all that a short search computes. And it gives the
-server 20 s to start, which the first start on a machine, with all its migrations, may not keep.
+Prefect also imports the whole server into the client process: that is half of the time before a script's first trial,
+80 MB of memory, and a quarter of the CPU time of a short search. It allows the server 20 s to start; the first start
+on a machine runs all migrations, and may take longer.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ __all__ = ["FlowWithServer", "flow_with_server"]
 
 _PREFECTS_OWN = "prefect.server.api.server"
 _guard = threading.Lock()
-_started_here: set[str] = set()  # by the URLs of their APIs
+_started_here: set[str] = set()  # URLs of the APIs
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 class FlowWithServer(Flow[_P, _R]):
-    """A flow that can be called where no API is set up: it starts a server, which serves until the process ends."""
+    """A flow that starts a Prefect server if no API is configured; the server runs until the process ends."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Run it, as Prefect does; but first look at the arguments: InvalidInput says what is wrong with them."""
+        """Validate the arguments, then run the flow as Prefect does. Raises `InvalidInput` for a wrong argument."""
         require_valid(self, args, options)
         with ExitStack() as settings:
             _have_server(settings)
             return super().__call__(*args, **options)
 
     def with_options(self, **options: Any) -> Self:
-        """Return it with other options, as Prefect does."""
+        """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too."""
         other: Any = super().with_options(**options)
-        other.__class__ = type(self)  # Prefect makes a plain one
-        return other  # type: ignore[no-any-return]  # it is of this class now
+        other.__class__ = type(self)  # Prefect returns a plain Flow
+        return other  # type: ignore[no-any-return]  # its class is set above
 
 
 def flow_with_server(**options: Any) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:
-    """Make a flow of a function, as `prefect.flow` does."""
+    """Return a decorator that makes a `FlowWithServer`, with the options of `prefect.flow`."""
     return lambda function: FlowWithServer(function, **options)
 
 
 def _have_server(settings: ExitStack) -> None:
-    """Start a server unless one is set up, none is wanted, or Prefect has loaded its own here already.
+    """Start a server, unless an API is configured, ephemeral servers are off, or Prefect has loaded its own server.
 
     Args:
-        settings: what is set while somebody speaks with a server that was started here.
+        settings: entered for the duration of the flow if it uses a server that this process started.
     """
     with _guard:
         current = get_current_settings()
@@ -75,12 +75,12 @@ def _have_server(settings: ExitStack) -> None:
         atexit.register(server.end)
         answers = False
         try:
-            _set_up(server.url)  # it takes its time, as the server does; who is too early is answered later
+            _set_up(server.url)  # takes about as long as the server's start; early requests wait
             settings.enter_context(_heard_by_nobody())
             _warm_up()
             answers = server.answers()
         finally:
-            if not answers:  # or, without an error, Prefect starts its own, and says what is wrong
+            if not answers:  # Prefect then starts its own server, and reports what is wrong
                 settings.close()
                 _set_up(None)
                 server.end()
@@ -89,7 +89,7 @@ def _have_server(settings: ExitStack) -> None:
 
 
 def _set_up(url: str | None) -> None:
-    """Name the API for this process and its children."""
+    """Set the API's URL for this process and its children; None removes it."""
     if url is None:
         os.environ.pop("PREFECT_API_URL", None)
     else:
@@ -98,12 +98,12 @@ def _set_up(url: str | None) -> None:
 
 
 def _heard_by_nobody() -> AbstractContextManager[object]:
-    """No heartbeats, since no automation waits for them: they would have each flow end up to a second later."""
+    """Switch heartbeats off: no automation waits for them, and each flow would end up to 1 s later."""
     return temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
 
 
 def _surroundings() -> Mapping[str, str]:
-    """What Prefect starts its own with, and what makes it lighter unless the user has said otherwise."""
+    """Return the server's environment: Prefect's own, and lighter defaults that the user's settings override."""
     return {
         **_LIGHTER,
         **os.environ,
@@ -113,13 +113,13 @@ def _surroundings() -> Mapping[str, str]:
 
 
 _LIGHTER = {
-    # By default each of a task run's three states is a transaction; a second is soon enough for who looks at the UI.
+    # By default each of a task run's three states is a transaction; a delay of 1 s is short enough for the UI.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
-    # An automation needs a server that stays: evaluating each event for them is a twelfth of what this one computes.
+    # Automations need a permanent server; to evaluate them takes a twelfth of this server's CPU time.
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
-    # Or it would import every integration that is installed, Dask and all, to list their blocks in a UI that it has
-    # not. A block that is saved registers its type itself.
+    # At its start a server imports every installed integration, such as Dask, to list their blocks in the UI. This
+    # server has no UI, and saving a block registers its type.
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
 }
@@ -132,12 +132,12 @@ _WANTED_LATER = (
     "prefect.task_engine",
     "prefect_tune.flows.search",
     "pyarrow.parquet",
-    "pandas",  # pyarrow imports it with the first array, where it is installed
+    "pandas",  # pyarrow imports it with the first array, if it is installed
 )
 
 
 def _warm_up() -> None:
-    """Import what the flow will want anyway, while there is nothing else to do."""
+    """Import what the flow needs later, while the server starts."""
     for name in _WANTED_LATER:
-        with suppress(ImportError):  # it is said where it is needed
+        with suppress(ImportError):  # raised again by the code that needs it
             import_module(name)

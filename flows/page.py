@@ -1,4 +1,4 @@
-"""The journal's next entry as it comes about: what happens is taken in at once, and acted on when it is written."""
+"""The journal's next entry: events apply to the state at once, actions run after the entry is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Page"]
 
 
 class Page:
-    """The experiment with what is not written yet, and what waits until it is."""
+    """The state of the experiment with its unwritten events, and the actions that wait for their write."""
 
     def __init__(self, book: Book, council: Council, listener: Listener, sync_period: timedelta) -> None:
         self._book = book
@@ -31,14 +31,14 @@ class Page:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether something is to be done once it is written."""
+        """Whether an action waits for the next write."""
         return bool(self._then)
 
     def put(self, event: Event) -> None:
-        """Have it journaled with the next entry; search and scheduler hear of it now."""
+        """Add `event` to the next entry; pass it to the listener, the search and the scheduler now."""
         earlier, before = self.state, self.state.happened
         self.state = after_event(self.state, event, self._book.experiment.number + 1)
-        # Whoever has asked for a stop looks for the answer, and then for the end, in the journal.
+        # The sender of a stop request looks in the journal for the answer, and then for the end.
         self._is_asked_after |= self.state.heard != earlier.heard or self.state.stops != earlier.stops
         self._unwritten.append(event)
         self._listener.happened(event, self.state)
@@ -48,14 +48,15 @@ class Page:
                 self._council.hear(trial, happening)
 
     def then(self, act: Callable[[], None]) -> None:
-        """Have it done once everything up to here is written."""
+        """Call `act` once every event so far is written."""
         self._then.append(act)
 
     def write(self, *, may_wait: bool) -> Experiment:
-        """Journal what there is, then do what was waiting for it; return the experiment as it is written.
+        """Write the pending events as one entry, then run the waiting actions; return the experiment as written.
 
         Args:
-            may_wait: whether what nobody waits for has time until `sync_period` is over.
+            may_wait: whether events that no action and no stop request waits for may stay unwritten until
+                `sync_period` has passed since the last write.
         """
         is_awaited = self._then or self._is_asked_after
         waits = may_wait and not is_awaited and time.monotonic() - self._synced_at < self._sync_period.total_seconds()

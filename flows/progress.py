@@ -1,4 +1,4 @@
-"""How a running search is seen by whoever started it: a table in a terminal, elsewhere a line in the log, rarely."""
+"""Progress of a running search: a live table in a terminal; otherwise a log line once a minute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOG_PERIOD = timedelta(minutes=1)
 
 
 class Progress:
-    """A listener that keeps a `Watch`, and says how it stands in the log at most once a minute, unless it is seen."""
+    """A listener that updates a `Watch`; without a live table it logs the progress at most once a minute."""
 
     def __init__(self, watch: Watch, log: Log, log_period: timedelta = _LOG_PERIOD) -> None:
         self._watch = watch
@@ -47,12 +47,12 @@ class Progress:
         del experiment
 
     def say(self) -> None:
-        """Log how it stands."""
+        """Log the progress."""
         self._logged_at = time.monotonic()
         self._log.info("%s", frame.line(self._watch.sight(self._logged_at)))
 
     def conclude(self) -> None:
-        """Log how it has ended; where trials errored, also where it says why."""
+        """Log the final progress; if trials errored, warn, and name where their errors are shown."""
         sight = self._watch.sight(time.monotonic())
         if sight.counts.get(Status.ERRORED):
             name = sight.outlook.experiment
@@ -61,13 +61,13 @@ class Progress:
             self.say()
 
     def draw(self, width: int, height: int) -> RenderableType:
-        """Return how it stands as a table."""
+        """Return the progress as a table."""
         return frame.frame(self._watch.sight(time.monotonic()), width, height)
 
     def broke(self, error: Exception) -> None:
-        """Go on without the table."""
+        """Log progress lines from now on, after an error of the table."""
         self.is_seen = False
-        self._log.warning("the table in the terminal ends, and the search goes on: %s: %s", type(error).__name__, error)
+        self._log.warning("the live table ends, and the search continues: %s: %s", type(error).__name__, error)
 
     def _log_now_and_then(self) -> None:
         if not self.is_seen and time.monotonic() - self._logged_at >= self._log_period:
@@ -76,13 +76,13 @@ class Progress:
 
 @contextmanager
 def progress(experiment: Experiment, outlook: Outlook, log: Log, *, in_terminal: bool) -> Iterator[Listener]:
-    """Lend the listener through which a search is seen; at the end the log has one line about all of it.
+    """Yield the listener that shows the progress of a search; log one final line unless the search raises.
 
     Args:
-        experiment: as it stands when this run begins.
-        outlook: what is known of the search beforehand.
-        log: the flow run's.
-        in_terminal: whether a table may be shown, if stdout is a terminal.
+        experiment: its state when this run begins.
+        outlook: the metric, and the numbers of trials and steps, as far as they are known beforehand.
+        log: of the flow run.
+        in_terminal: whether to show a table if stdout is a terminal.
     """
     seen = Progress(Watch(experiment, outlook, time.monotonic()), log)
     if in_terminal and can_show(sys.stdout):

@@ -1,4 +1,4 @@
-"""Attempts on other machines: started by whatever reaches them, heard by their journals, answered on the target."""
+"""Executor of attempts on other machines: reads their journals, and answers them through the target."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ __all__ = ["Elsewhere", "RemoteCrew"]
 
 _REQUEST = timedelta(seconds=60)
 _UNREAD = timedelta(minutes=10)
-"""How long the target may fail before the search ends for it."""
+"""How long reads of the target may fail before the search ends with their error."""
 
 
 class Elsewhere(Protocol):
-    """Starts an attempt on another machine; started again with the same attempt number, it finds the same one."""
+    """Launches attempts on other machines; a second launch with the same attempt number finds the first one."""
 
     @property
     def outlives(self) -> bool:
-        """Whether an attempt goes on when the search that started it is gone."""
+        """Whether an attempt continues after the search that started it has ended."""
         ...
 
     def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
-        """Return what waits for its end: it raises what the attempt died of, where that is known."""
+        """Launch; return a function that waits for the attempt's end, and raises its error if that is known."""
         ...
 
     def withdraw(self) -> None:
-        """Have what has not begun yet not begin any more, where that can be had. Waits for nothing."""
+        """Cancel attempts that have not begun, where the launcher can; return without waiting."""
         ...
 
 
@@ -58,15 +58,15 @@ class _Attempt:
     number: int
     milestone: int | None
     read: int
-    """The last entry of its journal that was read."""
+    """Number of the last entry that was read from its journal."""
 
     def is_due(self, step: int) -> bool:
-        """Whether it is to be decided about there."""
+        """Whether the scheduler decides about the trial at `step`."""
         return self.milestone is not None and step >= self.milestone
 
 
 class RemoteCrew:
-    """As `Crew`, for attempts that share nothing with this process but the target."""
+    """A `Crew` for attempts that share only the target with this process."""
 
     def __init__(self, target: StorageTarget, elsewhere: Elsewhere, look_every: timedelta) -> None:
         self._target = target
@@ -89,7 +89,7 @@ class RemoteCrew:
         return trial in self._attempts
 
     def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
-        """Start an attempt; its journal is read from entry `absorbed` on."""
+        """Start an attempt; read the entries of its journal after entry `absorbed`."""
         trial = plan.trial.trial
         self._on_store(lambda store: take_back(store, plan.trial, attempt))
         line = StoreLine(self._target, plan.trial, attempt)
@@ -98,7 +98,7 @@ class RemoteCrew:
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
-        """Tell a trial, durably; one that has ended meanwhile need not hear it."""
+        """Write an answer for the trial to the target; do nothing if its attempt has ended."""
         attempt = self._attempts.get(trial)
         if attempt is None:
             return
@@ -107,7 +107,7 @@ class RemoteCrew:
         self._say(attempt, UNASKED if step is None else step, said)
 
     def stop(self) -> None:
-        """Have every trial save and end. Where one cannot be told, the next call tells all of them again."""
+        """Have every trial save and end. After an error of the target, the next call writes to all of them again."""
         if not self._stopped:
             self._elsewhere.withdraw()
             for attempt in self._attempts.values():
@@ -115,7 +115,7 @@ class RemoteCrew:
             self._stopped = True
 
     def hear(self, patience: timedelta) -> list[Message]:
-        """Return what has been said since, after waiting for the first word."""
+        """Return the new messages; wait up to `patience` for the first."""
         end = time.monotonic() + patience.total_seconds()
         while True:
             over = self._over(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
@@ -124,11 +124,11 @@ class RemoteCrew:
                 return [*heard, *over]
 
     def dismiss(self, trial: str) -> None:
-        """Take note that an attempt is over."""
+        """Remove an attempt that has ended."""
         del self._attempts[trial]
 
     def _id_of(self, plan: TrialPlan) -> str:
-        """What orders that wait in a pool until their experiment is deleted are known by."""
+        """Return the experiment's id; an attempt that starts after its experiment was deleted detects this by it."""
         if self._experiment_id is None:
             self._experiment_id = experiment_id(self._target, plan.trial.experiment)
         return self._experiment_id or ""
@@ -136,7 +136,7 @@ class RemoteCrew:
     def _await(self, trial: str, wait: Callable[[], object]) -> None:
         try:
             wait()
-        except BaseException as error:  # noqa: BLE001  whatever ended it is judged by the driver
+        except BaseException as error:  # noqa: BLE001  the driver handles any error of an attempt
             self._ends.put(Over(trial, error))
         else:
             self._ends.put(Over(trial))
@@ -151,7 +151,7 @@ class RemoteCrew:
             return found
 
     def _read(self, attempt: _Attempt) -> list[Message]:
-        """What its journal says that is new. Where the target goes away, or refuses, the rest is read later."""
+        """Return the messages of new entries in its journal. If the target fails, a later call reads the rest."""
         entries: list[Entry] = []
         with self._read_later(), self._target.open(timeout=_REQUEST) as store:
             while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
@@ -161,12 +161,12 @@ class RemoteCrew:
 
     @contextmanager
     def _read_later(self) -> Iterator[None]:
-        """Let the target fail for a while: nothing is lost that a later look does not find."""
+        """Suppress errors of the target for `_UNREAD`: a later read finds the same entries."""
         try:
             yield
         except (StoreUnavailable, StoreRefused) as error:
             if self._unread_since is None:
-                logging.getLogger("prefect_tune").warning("what trials elsewhere have done is read later: %s", error)
+                logging.getLogger("prefect_tune").warning("the journals of remote trials are read later: %s", error)
                 self._unread_since = time.monotonic()
             if time.monotonic() - self._unread_since > _UNREAD.total_seconds():
                 raise
@@ -182,7 +182,7 @@ class RemoteCrew:
                     heard += self._begun(attempt, event)
                 case Reported(report=report, asks=asks):
                     is_due = attempt.is_due(report.step)
-                    if asks and not is_due:  # its orders are older than what has been decided
+                    if asks and not is_due:  # its orders predate the latest decision
                         self._say(attempt, report.step, GoOn(milestone=attempt.milestone))
                     heard.append(Told(trial, report, asks and is_due))
                 case _:
@@ -190,7 +190,7 @@ class RemoteCrew:
         return heard
 
     def _begun(self, attempt: _Attempt, started: Started) -> list[Message]:
-        """It is another than was started where a task runner runs again what a dead worker ran, with its orders."""
+        """Note the attempt's number: it is new if a task runner reran a dead worker's task, with the old orders."""
         is_another = started.attempt != attempt.number
         attempt.number = started.attempt
         if is_another and self._stopped:

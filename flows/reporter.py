@@ -1,4 +1,4 @@
-"""The report of a running experiment, and how far it is: listens, and has a bulletin show it."""
+"""Report and progress of a running experiment, published as Prefect artifacts while it runs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _TIMEOUT = timedelta(minutes=5)
 _PATIENCE = timedelta(seconds=10)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 _LONGEST_HISTORY = 20_000
-"""Entries. Of a longer journal what came before this run is not read: it would take a minute of a processor."""
+"""Journal entries. Of a longer journal the earlier runs are not read: that would take a minute of CPU time."""
 _MOST_EARLY = 100_000
 _TRIALS = 10
-"""Trials that have a progress artifact at a time; each costs the server some 15 ms a round."""
+"""Trials with a progress artifact at a time; each costs the server about 15 ms per update."""
 
 
 class Reporter:
-    """A listener. What it is told it notes in some microseconds; everything else happens in the bulletin's thread."""
+    """A listener that records events in microseconds; the artifact publisher's thread does the rest."""
 
     def __init__(self, target: StorageTarget, experiment: Experiment, outlook: Outlook, log: Log) -> None:
         self._target = target
@@ -54,7 +54,7 @@ class Reporter:
         self._early: list[tuple[Event | line.Told, datetime]] | None = None
         self._chronicle = self._fresh(experiment)
         if experiment.trials or experiment.extensions:
-            self._early = []  # until what was before is read
+            self._early = []  # until the entries of earlier runs are read
         self._followed: dict[str, Sheet] = {}
         self._bulletin = Bulletin(self._sheets, log)
 
@@ -71,15 +71,15 @@ class Reporter:
         self._bulletin.stir()
 
     def conclude(self) -> None:
-        """Begin to show how it stands in the end."""
+        """Start to publish the final report; return without waiting."""
         self._bulletin.conclude()
 
     def close(self, patience: timedelta) -> None:
-        """Show how it stands in the end, within so long."""
+        """Publish the final report; wait at most `patience`."""
         self._bulletin.close(patience)
 
     def leave(self) -> None:
-        """Show nothing more: the experiment is somebody else's now, and so is its report."""
+        """Publish nothing more: another run owns the experiment and its report now."""
         self._bulletin.leave()
 
     def _note(self, news: Event | line.Told, experiment: Experiment) -> None:
@@ -92,7 +92,7 @@ class Reporter:
                 _tell(self._chronicle, news, now)
         self._bulletin.stir()
 
-    # ---------------------------------------------------------------------------------- in the bulletin's thread
+    # --------------------------------------------------------------------------------- in the publisher's thread
 
     def _sheets(self) -> Sequence[Sheet]:
         if self._early is not None:
@@ -111,7 +111,7 @@ class Reporter:
             return self._chronicle.story(trials)
 
     def _catch_up(self) -> None:
-        """Read what was before this run, and tell what has happened since after it."""
+        """Read the entries of earlier runs, then add the events since this run began."""
         before = self._before()
         with self._guard:
             self._chronicle = before or self._fresh(self._experiment, is_whole=False)
@@ -126,7 +126,7 @@ class Reporter:
             with self._target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
                 entries = retrying(lambda: entries_beyond(store, self._experiment.key, 0, side_by_side=transfers))
         except TuneError as error:
-            self._log.warning("the report begins with this run: %s", error)
+            self._log.warning("the report covers only this run, since earlier entries could not be read: %s", error)
             return None
         return told((each for each in entries if each.number <= self._begun_at), self._metrics)
 
@@ -139,7 +139,7 @@ class Reporter:
     # ------------------------------------------------------------------------------------------------- progress
 
     def _progress(self, experiment: Experiment) -> Iterator[Sheet]:
-        """How far it is, where it is known how far there is to go."""
+        """Yield the progress of the experiment, if its number of trials is known."""
         expected = self._outlook.trial_count
         if expected is None or not experiment.trials:
             return
@@ -154,7 +154,7 @@ class Reporter:
         yield Sheet(artifact_key("progress", experiment.name), "progress", round(share, 1), said)
 
     def _progress_of_trials(self, experiment: Experiment) -> Iterator[Sheet]:
-        """Of those that run, and one last time of those that did. A trial that is over sooner has none."""
+        """Yield the progress of running trials, and a last one of trials that ended since the last update."""
         if self._outlook.step_count is None or self._outlook.trial_count == 1:
             return
         story = self._story(())
@@ -181,7 +181,7 @@ class Reporter:
 
 @contextmanager
 def reported(reporter: Reporter, stop: threading.Event) -> Iterator[Reporter]:
-    """Lend the reporter of a run, which has some time at the end to show how it ended; less where it is to stop."""
+    """Yield the reporter; at the end allow it 10 s for the final report, or 2 s if the process is to stop."""
     try:
         yield reporter
     except Superseded:
@@ -209,7 +209,7 @@ def _said(trial: Trial, report: StepReport | None, outlook: Outlook) -> str:
 
 
 def link_to(owner: Owner) -> str | None:
-    """Return where a run is shown in the Prefect UI, where it is known where that is."""
+    """Return the URL of a run in the Prefect UI; None if the run or the URL of the UI is unknown."""
     if owner.task_run is not None:
         return url_for("task-run", owner.task_run)
     return url_for("flow-run", owner.flow_run) if owner.flow_run is not None else None

@@ -1,4 +1,4 @@
-"""What a flow was asked for, checked whole before any work starts."""
+"""Checks of a flow's arguments, before any work starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def experiment_name(given: str | None) -> str:
     """Return the experiment's name: as given, or the id of the root flow run, which a Retry keeps.
 
     Raises:
-        InvalidInput: it cannot be a folder on every target.
+        InvalidInput: the name cannot be a folder on every target.
     """
     return valid_name(given if given is not None else str(flow_run.root_flow_run_id or flow_run.id))
 
@@ -42,22 +42,22 @@ def storable_config(config: Mapping[str, Any] | None) -> dict[str, object]:
     """Return the configuration as plain JSON.
 
     Raises:
-        InvalidInput: it holds what JSON cannot say.
+        InvalidInput: it holds a value that JSON cannot represent.
     """
     try:
         return storable(config or {}, "config")
     except BadMetric as error:
         raise InvalidInput(
-            f"{error}. A configuration is stored with the trial, so it is JSON: name functions and objects "
-            "by text, and build them in the trainable"
+            f"{error}. A configuration is stored with the trial as JSON: pass functions and objects as "
+            "text, and build them in the trainable"
         ) from error
 
 
 def existing_limits(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of global concurrency limits, seen to be there: one that is not would limit nothing.
+    """Return `names`, checked to be global concurrency limits of Prefect: a missing one would limit nothing.
 
     Raises:
-        InvalidInput: there is none of this name.
+        InvalidInput: a limit does not exist.
     """
     if names:
         with get_client(sync_client=True) as client:
@@ -66,24 +66,24 @@ def existing_limits(names: Sequence[str]) -> tuple[str, ...]:
                     client.read_global_concurrency_limit_by_name(name)
                 except ObjectNotFound as missing:
                     raise InvalidInput(
-                        f"concurrency_limits: Prefect has no global concurrency limit {name!r}; make it: "
+                        f"concurrency_limits: Prefect has no global concurrency limit {name!r}; create it: "
                         f"prefect gcl create {name} --limit 2"
                     ) from missing
     return tuple(names)
 
 
 def stopper_for(stop: StopCriteria | str) -> Stopper:
-    """Return the stopper that `stop` means; text names one as `package.module:name`, JSON spells one.
+    """Return the stopper for `stop`: an object, its JSON, or its name as `package.module:name`.
 
     Raises:
-        InvalidInput: it means none.
+        InvalidInput: `stop` is none of these.
     """
     named = load_trainable(stop) if isinstance(stop, str) and ":" in stop else stop
     return as_stopper(cast("StopCriteria", stop_from(named)))
 
 
 def valid_trainable(trainable: object) -> object:
-    """Return the trainable, seen to be one as far as can be told without importing the user's module.
+    """Return the trainable, checked as far as possible without importing the user's module.
 
     Raises:
         InvalidInput: it is neither a subclass of `Trainable` with `step`, nor a function, nor `package.module:Name`.
@@ -101,10 +101,10 @@ def valid_trainable(trainable: object) -> object:
 
 
 def import_string(name: str, where: str) -> tuple[str, str]:
-    """Return the module and the name in it that `package.module:Name` says; nothing is imported.
+    """Split `package.module:Name` into the module and the name in it; import nothing.
 
     Raises:
-        InvalidInput: it is not of that form.
+        InvalidInput: `name` does not have that form.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
@@ -113,7 +113,7 @@ def import_string(name: str, where: str) -> tuple[str, str]:
 
 
 def name_of(trainable: object) -> Mapping[str, str]:
-    """Return what tells one trainable from another: its name without its module, which depends on how it is run."""
+    """Return what identifies a trainable: its name without its module, which depends on how the code is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
     return {"trainable": name.rpartition(".")[2]} if name else {}
 

@@ -1,4 +1,4 @@
-"""Whether a run that was started again may take its experiment over: not in a crash loop, and not from the living."""
+"""Decide whether a flow run may take over its experiment: not in a crash loop, and not from a live run."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from prefect_tune.tasks.stamp import this_owner
 __all__ = ["owner_after"]
 
 _BY_HAND = ("Retr",)
-"""How the messages begin of the states that Prefect's UI and command line give a run that somebody retries."""
+"""Prefixes of the state messages that Prefect's UI and command line set for a manual retry."""
 
 
 def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False) -> Owner:
-    """Return who is to own the experiment, of which this is `known`.
+    """Return the owner with which this run is to open the experiment.
 
     Args:
         known: the experiment, before it is opened.
-        max_restarts: how many in a row that no person asked for may come to nothing.
-        answered: whether this process goes on since a person has just answered it.
+        max_restarts: how many automatic restarts in a row may end without progress.
+        answered: whether a person has just answered this process.
 
     Raises:
-        CrashLoop: automations have started this run again and again, and nothing came of it.
-        Abort: the run was started by a schedule, and the experiment's last run is alive, or waits for a person: this
-            one is Cancelled, and nothing was touched.
+        CrashLoop: this run was restarted automatically `max_restarts` times without progress.
+        Abort: a schedule started this run, and the experiment's last run is alive, or waits for a person: this run is
+            set to Cancelled, and the target is unchanged.
     """
     owner, before = this_owner(), known.owner
     if before is None or before.flow_run is None or owner.flow_run is None:
@@ -51,16 +51,16 @@ def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False)
         return owner.model_copy(update={"by_hand": True})
     if known.restarts >= max_restarts:
         raise CrashLoop(
-            f"experiment {known.name!r}: this run was started again {known.restarts} times in a row, and each time it "
-            "ended before a checkpoint was committed or a trial decided about. It is not started again by itself. "
-            "Look at the log of the last one, mend the cause, and press Retry, or resume the experiment: then it "
-            "counts from 0"
+            f"experiment {known.name!r}: this run was restarted {known.restarts} times in a row, and each time it "
+            "ended before it committed a checkpoint or decided about a trial. It is not restarted automatically any "
+            "more. Read the log of its last start, remove the cause, then press Retry or resume the experiment: "
+            "the count starts at 0 again"
         )
     return owner
 
 
 def _is_started_by_hand(flow_run: UUID) -> bool:
-    """Whether it was a person who had the run go on: by Resume, by Retry. Of what is not known it is not said."""
+    """Whether a person resumed or retried the run; False if the Prefect server does not answer."""
     try:
         with get_client(sync_client=True) as client:
             states = client.read_flow_run_states(flow_run)
@@ -72,7 +72,7 @@ def _is_started_by_hand(flow_run: UUID) -> bool:
 
 
 def _leave_to_the_living(experiment: str, owner: Owner) -> None:
-    """A schedule is in no hurry: what the last run has not saved yet would be lost."""
+    """Cancel a scheduled run while the last run is alive: a takeover would lose its unsaved steps."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     if run is None or not run.auto_scheduled or owner.flow_run is None:
@@ -80,11 +80,11 @@ def _leave_to_the_living(experiment: str, owner: Owner) -> None:
     with suppress(ObjectNotFound, PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
         other = client.read_flow_run(UUID(owner.flow_run))
         if _is_alive(other, client):
-            _end_cancelled(run, f"experiment {experiment!r}: its last run, {other.name}, still goes on", client)
+            _end_cancelled(run, f"experiment {experiment!r}: its last run, {other.name}, has not ended", client)
 
 
 def _is_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
-    """Whether it waits for a person, or has given a sign of life lately."""
+    """Whether the run waits for a person, or sent a heartbeat within three periods, if heartbeats are on."""
     if run.state is None or not (run.state.is_running() or run.state.is_paused()):
         return False
     every = get_current_settings().flows.heartbeat_frequency
@@ -102,6 +102,6 @@ def _is_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
 
 
 def _end_cancelled(run: FlowRun, why: str, client: SyncPrefectClient) -> NoReturn:
-    get_run_logger().warning("%s: this scheduled one ends, and touches nothing", why)
+    get_run_logger().warning("%s: this scheduled run ends, and changes nothing", why)
     client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=f"Skipped: {why}."), force=True)
     raise Abort(why)

@@ -60,7 +60,7 @@ def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.Log
     seen.is_seen = True
     seen.broke(OSError("hung up"))
     report(1)
-    assert caplog.messages[0] == "the table in the terminal ends, and the search goes on: OSError: hung up"
+    assert caplog.messages[0] == "the live table ends, and the search continues: OSError: hung up"
     assert len(caplog.messages) == 2
 
 

@@ -52,7 +52,7 @@ def _scheduled(name: str, message: str | None = None) -> State[Any]:
 
 def test_a_run_that_nothing_came_of_is_not_started_again_by_itself() -> None:
     assert _run_from(_scheduled("AwaitingRetry"), restarts=4).by_hand is False
-    with pytest.raises(CrashLoop, match="started again 5 times in a row"):
+    with pytest.raises(CrashLoop, match="restarted 5 times in a row"):
         _run_from(_scheduled("AwaitingRetry", "State changed by Automation 3"), restarts=5)
 
 
@@ -91,7 +91,7 @@ def test_a_scheduled_run_does_not_take_an_experiment_from_the_living(states: lis
     last = _last_run(*states)
     with get_client(sync_client=True) as client:
         made = client.create_flow_run(owning, parameters={"before": str(last), "restarts": 0, "scheduled": True})
-        with pytest.raises(Abort, match="still goes on"):
+        with pytest.raises(Abort, match="has not ended"):
             run_flow(owning, flow_run=made)
         ended = client.read_flow_run(made.id).state
     assert ended is not None

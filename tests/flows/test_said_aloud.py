@@ -129,7 +129,7 @@ def test_a_metric_that_the_first_report_lacks_is_told_of_once(caplog: pytest.Log
     looks = lookout()
     for _ in range(3):
         looks.told(told(loss=1.0), nothing_yet("e"))
-    assert caplog.messages == ["trial 00000 reported ['loss'], not 'los', the metric"]
+    assert caplog.messages == ["trial 00000 reported ['loss'], without the metric 'los'"]
 
 
 def test_so_is_one_that_a_trial_elsewhere_lacks_or_reports_as_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,8 +138,8 @@ def test_so_is_one_that_a_trial_elsewhere_lacks_or_reports_as_text(caplog: pytes
         for number in (1, 2):
             looks.happened(Absorbed(trial="00000", number=number, events=(report, report)), nothing_yet("e"))
     assert caplog.messages == [
-        "trial 00000 reported ['loss'], not 'los', the metric",
-        "trial 00000 reported 'los', the metric, as text: '1.0'",
+        "trial 00000 reported ['loss'], without the metric 'los'",
+        "trial 00000 reported the metric 'los' as text, not as a number: '1.0'",
     ]
 
 
@@ -161,7 +161,7 @@ def test_a_search_says_that_its_metric_is_misspelt_as_it_runs(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
     pt.tune(unsaved, {}, experiment="e", metric="los", num_samples=1, target=local_target, isolation="thread")
-    assert "trial 00000 reported ['loss'], not 'los', the metric" in caplog.text
+    assert "trial 00000 reported ['loss'], without the metric 'los'" in caplog.text
 
 
 # -------------------------------------------------------------------------------------------------- no checkpoint
