@@ -1,4 +1,4 @@
-"""What came out of an experiment: the best trials, all of them, their curves, errors and checkpoints, as tables too."""
+"""Results of an experiment: its best trials, learning curves, errors and checkpoints, also as tables."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def load_results(
     metric: str | Sequence[str] | None = None,
     mode: Mode | Sequence[Mode] = "min",
 ) -> Results:
-    """Return the results of an experiment as it stands, from anywhere: nothing is run, and nothing is written.
+    """Read the results of an experiment from its target, as of its journal's last entry; run and write nothing.
 
-    It may be running meanwhile; what its journal holds now is what is told.
+    The experiment may still be running.
 
     Args:
-        target: where it lives: a block, a `"block-type/name"` slug, a URI, or a path.
+        target: where the experiment is stored: a block, a `"block-type/name"` slug, a URI, or a path.
         experiment: its name on the target.
-        metric: the reported metric, or several, that trials are compared by. Default: what the search was for, as
-            its journal says, with its mode.
-        mode: goes with `metric`: whether a small one is good (`"min"`), or a large one (`"max"`); one for all, or one
+        metric: the reported metric, or several, by which trials are compared. Default: the metric of the search and
+            its mode, from the journal.
+        mode: of `metric`: `"min"` if a small value is good, `"max"` if a large one is; one for all metrics, or one
             for each.
 
     Raises:
-        InvalidInput: there is no such experiment.
-        JournalCorrupt: there is, and its history does not hold together.
+        InvalidInput: the target has no such experiment.
+        JournalCorrupt: entries of its journal are missing or damaged.
         StoreUnavailable: the target did not answer.
     """
     place = resolve_existing(target)
@@ -72,13 +72,13 @@ def load_results(
 
 @dataclass(frozen=True, repr=False)
 class Results:
-    """An experiment as it stands. What it does not know by heart, it reads from the target when it is asked."""
+    """The state of an experiment when it was read. Curves, reports and checkpoints are read on demand."""
 
     experiment: Experiment
     target: StorageTarget
-    """Where it lives."""
+    """Where the experiment is stored."""
     objective: Objective | None
-    """What trials are compared by; None where nobody said."""
+    """What trials are compared by; None if the experiment has no metric."""
 
     @property
     def trials(self) -> Mapping[str, Trial]:
@@ -100,16 +100,16 @@ class Results:
     def best_trial(
         self, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min", *, scope: str = "last"
     ) -> Trial:
-        """Return the best trial, of equals the one that was proposed first.
+        """Return the best trial; of equal ones the one that was proposed first.
 
-        What it reported counts, whatever became of it: it may still run, or have errored; its `status` says so.
+        Trials that still run or have errored count too, by what they reported; see `status`.
 
         Args:
-            metric: what they are compared by; of several the first decides, of equals the next.
-                Default: what the search was for.
-            mode: goes with `metric`.
-            scope: by which reports: `"last"`, the best of all (`"best"`, or `"all"`), their mean (`"avg"`),
-                or the mean of the last few (`"last-5-avg"`, with any number).
+            metric: the metric to compare by; of several the first decides, and the next one between equals.
+                Default: the metric of the search.
+            mode: of `metric`, as in `load_results`.
+            scope: the reports to compare: the last one (`"last"`), the best one (`"best"`, or `"all"`), the mean
+                of all (`"avg"`), or the mean of the last few (`"last-5-avg"`, with any number).
 
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
@@ -118,16 +118,18 @@ class Results:
 
     @property
     def best_trials(self) -> Sequence[Trial]:
-        """The trials that no other beats in one metric without being beaten in another, by their last reports.
+        """The trials that no other trial dominates, by their last reports.
 
-        With several metrics that is the Pareto front, the best by the first metric first. Raises as `best_trial`.
+        With several metrics they are the Pareto front, sorted by the first metric. Raises as `best_trial`.
         """
         return front(self._ranked(self._by(None, "min"), "last"))
 
     def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
         objective = self.objective if metric is None else objective_of(metric, mode)
         if objective is None:
-            raise InvalidInput(f"experiment {self.experiment.name!r}: compared by what? Name a metric: metric='loss'")
+            raise InvalidInput(
+                f"experiment {self.experiment.name!r}: no metric to compare by. Name a metric: metric='loss'"
+            )
         return objective
 
     def _ranked(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
@@ -158,7 +160,7 @@ class Results:
     # ------------------------------------------------------------------------------------------------ one trial
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
-        """Return the reports of a trial that count, by step, from its journal."""
+        """Return the learning curve of a trial from its journal: one report a step, without steps that were redone."""
         known = self._trial(trial)
         journal = JournalKey(experiment=self.experiment.name, trial=known.trial if known.apart else None)
         last = known.absorbed if known.apart else self.experiment.number
@@ -167,9 +169,9 @@ class Results:
         return curve((entry for entry in entries if entry.number <= last), known.trial)
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
-        """Return the newest committed checkpoint of a trial; None where it has none."""
+        """Return the newest committed checkpoint of a trial; None if it has none."""
         known = self._trial(trial)
-        if known.status not in ENDED:  # it may have saved since, and deleted what was the newest
+        if known.status not in ENDED:  # since then it may have saved, and deleted the checkpoint that was the newest
             with self.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
                 known = trial_today(store, self.experiment.name, known, side_by_side=transfers)
         key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
@@ -178,9 +180,9 @@ class Results:
     def best_checkpoint(
         self, trial: str | Trial, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min"
     ) -> Checkpoint | None:
-        """Return the committed checkpoint whose step reported the best metric, of equals the newest one.
+        """Return the committed checkpoint whose step reported the best metric; of equal ones the newest.
 
-        Of several metrics the first decides, of equals the next. None where none of those that are kept reported it.
+        Of several metrics the first decides, and the next one between equals. None if no kept checkpoint has it.
 
         Raises:
             InvalidInput: there is no metric to compare by.
@@ -207,10 +209,10 @@ class Results:
     # --------------------------------------------------------------------------------------------------- tables
 
     def to_arrow(self, rows: Rows = "trials") -> pa.Table:
-        """Return a table with a row for each of the trials, or of the reports that count.
+        """Return a table with a row for each trial, or for each report of the learning curves.
 
         Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
-        experiment that has ended are read from the file that it published, those of another from its journal.
+        experiment that has ended are read from its published file, those of a running one from its journals.
         """
         match rows:
             case "trials":
@@ -227,9 +229,9 @@ class Results:
             InvalidInput: pandas is not installed.
         """
         try:
-            import pandas as pd  # noqa: F401  what `to_pandas` needs, and says in its own way
+            import pandas as pd  # noqa: F401  pyarrow's `to_pandas` imports it; its own error is less plain
         except ImportError as missing:
-            raise InvalidInput("to_pandas needs pandas: pip install pandas; `to_arrow` does without") from missing
+            raise InvalidInput("to_pandas needs pandas: pip install pandas; `to_arrow` does not need it") from missing
         return self.to_arrow(rows).to_pandas()
 
     @cached_property

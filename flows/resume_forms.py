@@ -1,4 +1,4 @@
-"""The forms that a suspended run is resumed with, and what stands above them."""
+"""Input forms for the Resume of a suspended run, and the text above their fields."""
 
 from __future__ import annotations
 
@@ -26,54 +26,54 @@ _MOST_STEPS = 20
 
 
 class _Search(RunInput):
-    """How the search goes on."""
+    """How to continue the search."""
 
     way: Literal["continue", "extend", "stop here"] = Field(
         default="continue",
         title="How to go on",
-        description="continue: as it was asked for. extend: with the larger numbers below. stop here: save nothing "
-        "more, publish the results, and end; what is not finished can be resumed later.",
+        description="continue: with the same settings. extend: with the larger numbers below. stop here: save nothing "
+        "more, publish the results, and end; unfinished trials can be resumed later.",
     )
-    samples: int = Field(default=0, title="Samples in all", description="To extend: more than there are now.")
+    samples: int = Field(default=0, title="Total samples", description="To extend: more than now.")
     steps: int = Field(
-        default=0, title="Steps of each trial", description="To extend: finished trials go on, too. 0: as it is."
+        default=0, title="Steps of each trial", description="To extend: finished trials continue too. 0: unchanged."
     )
     hours: float = Field(
-        default=0, title="Hours for this run", description="To extend: it saves and ends after so long. 0: as it is."
+        default=0, title="Hours for this run", description="To extend: after these, all trials save. 0: unchanged."
     )
 
 
 class _Training(RunInput):
-    """How the training goes on."""
+    """How to continue the training."""
 
     way: Literal["continue", "extend", "other checkpoint", "stop here"] = Field(
         default="continue",
         title="How to go on",
         description="continue: from the newest checkpoint. extend: with the larger numbers below. other checkpoint: "
-        "go back to that of the step below; later ones are kept. stop here: end, finished.",
+        "go back to the step below; later checkpoints are kept. stop here: the training is finished.",
     )
-    steps: int = Field(default=0, title="Steps in all", description="To extend: more than before. 0: as it is.")
+    steps: int = Field(default=0, title="Total steps", description="To extend: more than before. 0: unchanged.")
     hours: float = Field(
-        default=0, title="Hours of training in all", description="To extend: more than before. 0: as it is."
+        default=0, title="Total hours of training", description="To extend: more than before. 0: unchanged."
     )
     checkpoint: int = Field(
-        default=0, title="Step of the checkpoint", description="To go back: one of the steps named above."
+        default=0, title="Step of the checkpoint", description="To go back: one of the steps listed above."
     )
 
 
 def form_of_search(standing: Standing, page: str) -> Form:
-    """Return the form of a search that was suspended, filled in with how it stands."""
+    """Return the form of a suspended search; its fields show the current numbers."""
     return _filled(_Search, page, samples=standing.samples, steps=standing.steps)
 
 
 def form_of_training(standing: Standing, page: str) -> Form:
-    """Return the form of a training that was suspended, filled in with how it stands."""
+    """Return the form of a suspended training; its fields show the current numbers."""
     newest = max(standing.checkpoints, default=0)
     return _filled(_Training, page, steps=standing.steps, hours=standing.hours, checkpoint=newest)
 
 
 def _filled(form: Form, page: str, **defaults: float) -> Form:
-    """Prefect's own way would forget what the fields are called, and what is said about them."""
+    """Return the form with these defaults. Prefect's `with_initial_data` drops the fields' titles and descriptions."""
     fields: dict[str, Any] = {
         name: (
             info.annotation,
@@ -86,7 +86,7 @@ def _filled(form: Form, page: str, **defaults: float) -> Form:
 
 
 def form_of_question(asked: Questioned, experiment: str, why: str = "") -> Form:
-    """Return the form of what a trial asks. Raises `InvalidInput` for fields that no trial can have asked for."""
+    """Return the form of a trial's question. Raises `InvalidInput` for fields that `pt.ask` does not allow."""
     fields: dict[str, Any] = {name: _field(value) for name, value in valid_fields(asked.fields).items()}
     form = cast("Form", create_model("Answer", __base__=RunInput, **fields))
     question = map(escaped, asked.question.splitlines())
@@ -101,7 +101,7 @@ def _field(value: object) -> tuple[Any, Any]:
 
 
 def page_of(state: Experiment, uri: str, objective: Objective | None, code: str, why: str = "") -> str:
-    """Say how an experiment stands: what is above the form that asks how to go on."""
+    """Return the text above the form that asks how to continue: the state of the experiment."""
     lines = [*_refused(why), f"**{state.name}** at `{uri}` is saved.", ""]
     return "\n".join([*lines, *(f"- {fact}" for fact in _facts(state, objective, code))])
 
@@ -124,7 +124,7 @@ def _facts(state: Experiment, objective: Objective | None, code: str) -> Iterato
 
 
 def _of_one(trial: Trial) -> Iterator[str]:
-    yield f"step {trial.step}, attempt {trial.attempt}, steps done again: {trial.wasted_steps}"
+    yield f"step {trial.step}, attempt {trial.attempt}, steps redone: {trial.wasted_steps}"
     steps = [str(each.step) for each in reversed(trial.checkpoints)]
     more = f", and {len(steps) - _MOST_STEPS} older ones" if len(steps) > _MOST_STEPS else ""
     yield f"checkpoints, newest first: {', '.join(steps[:_MOST_STEPS]) or 'none'}{more}"

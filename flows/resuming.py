@@ -1,4 +1,4 @@
-"""What `resume=` means: whether the experiment must be there, must not be, or may; and what of it goes on."""
+"""The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials run again."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ RerunErrored: TypeAlias = bool | Literal["only"]
 _PRESENCE: dict[str, Presence] = {"auto": "auto", "must": "must", "remote": "must", "local": "must", "never": "never"}
 _ERRORED: dict[str, RerunErrored] = {"errored": True, "errored_only": "only"}
 _REFUSED = {
-    "prompt": "a flow has nobody to ask: 'auto' goes on where there is something, 'must' and 'never' insist",
-    "restart_errored": "a trial never starts from nothing again while it has a checkpoint; 'errored' goes on from it, "
-    "and pt.resume(..., fork='name', at=entry) begins earlier",
+    "prompt": "a flow cannot ask: use 'auto', or 'must' or 'never' for an experiment that has to exist or must not",
+    "restart_errored": "a trial never starts from nothing again while it has a checkpoint; 'errored' resumes from it, "
+    "and pt.resume(..., fork='name', at=entry) starts from an earlier entry",
 }
 _REFUSED["restart_errored_only"] = _REFUSED["restart_errored"]
 
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """What was asked for."""
+    """The parsed `resume=` option."""
 
     presence: Presence = "auto"
     rerun_errored: RerunErrored = False
     local: bool = False
-    """Whether the state is expected on a disk of this machine."""
+    """Whether the target has to be a folder of this machine."""
 
 
 def resuming(given: object) -> Resuming:
-    """Return what `given` means: True, False, or words joined by a plus, as Ray has them, in any case.
+    """Parse `resume=`: None, True, False, or Ray's words joined by a plus, in upper or lower case.
 
     Raises:
-        InvalidInput: it means nothing, or nothing that there is here.
+        InvalidInput: an unknown word, one that is not supported here, or words that contradict each other.
     """
     if given is None or isinstance(given, bool):
         return Resuming("auto" if given is None else "must" if given else "never")
@@ -63,18 +63,18 @@ def resuming(given: object) -> Resuming:
 def require_presence(
     target: StorageTarget, experiment: str, asked: Resuming, known: Loaded | None = None
 ) -> Loaded | None:
-    """Find out before anything is written whether the experiment is there as it was said to be.
+    """Check, before anything is written, that the experiment exists or not, as `asked`.
 
-    Returns what is `known` of it, or had to be read.
+    Returns `known`, or the journal if it had to be read; None if neither.
 
     Raises:
-        ResumeFailed: it is not there, or cannot be read. Nothing was started.
-        InvalidInput: it is there; or its state is to be on a local disk, and the target is none.
+        ResumeFailed: it has to exist and does not, or cannot be read. Nothing was started.
+        InvalidInput: it must not exist, and does; or 'local' was asked, and the target is not a `LocalTarget`.
     """
     if asked.local and not isinstance(target, LocalTarget):
         raise InvalidInput(
-            f"resume='local': an experiment's state lies on its target, {target.uri}, and nowhere else: there is no "
-            "copy on this machine that could be newer or older. Take 'must', or a target on this machine"
+            f"resume='local': an experiment is stored on its target only, {target.uri}: there is no "
+            "copy on this machine that could be newer or older. Use 'must', or a target on this machine"
         )
     if asked.presence == "auto":
         return known
@@ -84,8 +84,8 @@ def require_presence(
         raise ResumeFailed(f"there is no experiment {experiment!r} at {target.uri}. Nothing was started")
     if asked.presence == "never" and found.number:
         raise InvalidInput(
-            f"experiment {experiment!r} at {target.uri} is there already, with {len(found.trials)} trials, and is not "
-            "to be resumed: take another name; nothing is ever started over it"
+            f"experiment {experiment!r} at {target.uri} is there already, with {len(found.trials)} trials, and "
+            "resume='never' (or False) was given: use another name; no experiment is ever overwritten"
         )
     return known
 
@@ -96,10 +96,10 @@ def read_or_fail(target: StorageTarget, experiment: str) -> Experiment:
 
 
 def read_known(target: StorageTarget, experiment: str) -> Loaded:
-    """Read `experiment`, which is to be opened next.
+    """Read the journal of `experiment`, before it is opened.
 
     Raises:
-        ResumeFailed: it cannot be read, whatever the number of tries.
+        ResumeFailed: it cannot be read, and retries do not help.
     """
     try:
         return read_journal(target, experiment)

@@ -62,7 +62,7 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
     dialog = page.act("Resume")
     answer = Form(ui.page, dialog)
     answer.choose("How to go on", "extend")
-    answer.fill("Samples in all", 6)
+    answer.fill("Total samples", 6)
     ui.picture("3-resume-form")
     search.hurry()
     page.confirm(dialog, "Resume")

@@ -33,7 +33,7 @@ def test_a_word_says_whether_the_experiment_has_to_be_there_and_what_of_it_goes_
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("PROMPT", "nobody to ask"),
+        ("PROMPT", "a flow cannot ask"),
         ("AUTO+RESTART_ERRORED", "never starts from nothing again"),
         ("always", "expected True, False, or one of 'auto'"),
         ("", "expected True, False, or one of 'auto'"),
