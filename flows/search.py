@@ -1,4 +1,4 @@
-"""A search, from what was asked for to its results."""
+"""Run a search, from its request to its results."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 
 def searched(asked: Asked, known: Loaded | None = None) -> Results:
-    """Do what was asked for, within a flow; what is `known` of it is not read again. Raises what `tune` raises."""
+    """Run the requested search within a flow run; a `known` journal is not read again. Raises what `tune` raises."""
     turn: SearchTurn | None = first_turn(asked, known)
     while turn is not None:
         results = _searched(turn)
@@ -97,7 +97,7 @@ def _searched(turn: SearchTurn) -> Results:
     learned = new_lessons(source_names(asked.warm_start or ()), plan.target, name, seen)
 
     def search(stop: threading.Event) -> Experiment:
-        with crew as who, retrying_refusals():  # the crew first: what others are forked from takes a moment to start
+        with crew as who, retrying_refusals():  # first, since its fork server takes a moment to start
             _require_fit(asked, plan, council)
             state, now, changes = _opened(turn, plan, limits, known or read_known(plan.target, name))
             turn.reached(state)
@@ -106,7 +106,7 @@ def _searched(turn: SearchTurn) -> Results:
             if news := [*unheard(turn.news, state), *changes, *learns]:
                 book.write(news)
             if book.experiment.questions:
-                return book.experiment  # nothing is begun before they are answered
+                return book.experiment  # no trial starts before they are answered
             # Another run may have added samples between the reading and the opening.
             asks = council if now.num_samples == asked.num_samples else _council(now, name, objective, whole)
             _learn(asks, book)
@@ -124,13 +124,13 @@ def _searched(turn: SearchTurn) -> Results:
 def _opened(
     turn: SearchTurn, plan: TrialPlan, limits: Limits, known: Loaded
 ) -> tuple[Experiment, Asked, Sequence[Event]]:
-    """Own the experiment, and say what of it has changed since it last ran.
+    """Take ownership of the experiment, and log what has changed since its last run.
 
     Returns:
-        it, what is asked for with the samples that this run adds, and what its journal is to be told of both.
+        its state, the request with the samples that this run adds, and the events that journal both changes.
     """
     asked, log = turn.asked, get_run_logger()
-    # First, while whoever runs it goes on.
+    # Check before the takeover: a refused run must not disturb the present owner.
     require_same(known.experiment, settings_today(asked))
     if asked.on_code_change == "refuse":
         require_code(known.experiment, asked)
@@ -141,13 +141,13 @@ def _opened(
     settings = signed_settings(plan.target, state, today)
     say_code(state, now, log)
     say_space(state, now, log)
-    if not turn.answered:  # what errored in this very run was said then
+    if not turn.answered:  # errors of this run were logged before the question
         say_errored(state, limits, log)
     return state, now, [*([Described(settings=settings)] if settings != state.settings else []), *added]
 
 
 def _require_fit(asked: Asked, plan: TrialPlan, council: Council) -> None:
-    """Find out whether the target can be trusted with what is asked for, before anything is written of it."""
+    """Check, before anything is written, that the target is safe for this search with several writers."""
     if check_target(plan.target).conditional_create:
         return
     runner = _runner_elsewhere()
@@ -165,7 +165,7 @@ def _audience(asked: Asked, plan: TrialPlan, outlook: Outlook, stopper: Stopper)
         SearchInfo(plan.trial.experiment, plan.target.uri, outlook.objective),
         callbacks_for(asked.callbacks),
         outlook,
-        in_terminal=asked.isolation == "process",  # elsewhere the terminal is the debugger's
+        in_terminal=asked.isolation == "process",  # with threads, a debugger may use the terminal
         news=_subject(plan, outlook, stopper),
     )
 
@@ -174,7 +174,7 @@ def _learn(council: Council, book: Book) -> None:
     if book.experiment.learned:
         lessons = lessons_known(book)
         used, names = council.learn(lessons), ", ".join(book.experiment.learned)
-        get_run_logger().info("%d finished trials of %s; the search can use %d of them", len(lessons), names, used)
+        get_run_logger().info("warm start: %d finished trials of %s; the search can use %d", len(lessons), names, used)
 
 
 def _plan(asked: Asked, experiment: str, stopper: Stopper) -> TrialPlan:
@@ -244,25 +244,25 @@ def _subject(plan: TrialPlan, outlook: Outlook, stopper: Stopper) -> Subject:
 
 
 def begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
-    """Return the scheduler's decisions on a new experiment; InvalidInput where it needs a metric, and has none."""
+    """Return the schedule of a new experiment. Raises `InvalidInput` if the scheduler needs a metric and has none."""
     if objective is None and not isinstance(scheduler, FIFO):
         raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; name it: metric='loss'")
     return scheduler.begin(objective or _NAMELESS, seed)
 
 
 def _crew(asked: Asked, plan: TrialPlan) -> tuple[AbstractContextManager[Crew], Slots]:
-    """Who trains, and in how many places: threads of this process beside it, or others elsewhere."""
+    """Return the executor of trials (local, task runner or deployment) and its slots."""
     if asked.trials == "deployment":
         if asked.resources_per_trial is not None:
             raise InvalidInput(
-                "resources_per_trial: with trials='deployment' the work pool gives them, in words of its own; say "
+                "resources_per_trial: with trials='deployment' the work pool assigns resources; pass "
                 "trial_job_variables={...}, with the variables of its base job template"
             )
         deployment = OnDeployment(asked.trial_deployment, asked.trial_job_variables)
         deployment.require(plan)
         return nullcontext(RemoteCrew(plan.target, deployment, _LOOK_EVERY)), slots_elsewhere(asked)
     if asked.trial_job_variables is not None:
-        raise InvalidInput("trial_job_variables: they are for trials='deployment'")
+        raise InvalidInput("trial_job_variables: they require trials='deployment'")
     if (runner := _runner_elsewhere()) is not None:
         there = OnTaskRunner(runner, resources_asked(asked))
         return nullcontext(RemoteCrew(plan.target, there, _LOOK_EVERY)), slots_elsewhere(asked)
@@ -270,7 +270,7 @@ def _crew(asked: Asked, plan: TrialPlan) -> tuple[AbstractContextManager[Crew], 
 
 
 def _runner_elsewhere() -> TaskRunner[Any] | None:
-    """The flow's task runner, where it is not the threads of this process."""
+    """Return the flow's task runner; None if it is a thread pool of this process."""
     context = FlowRunContext.get()
     runner = context.task_runner if context is not None else None
     return None if isinstance(runner, ThreadPoolTaskRunner) else runner

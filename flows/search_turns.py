@@ -1,4 +1,4 @@
-"""The turns of a search: what each is asked for, by its flow run's parameters and by what persons have answered."""
+"""Turns of a search: the request of each, from the flow run's parameters and from persons' answers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = ["SearchTurn", "first_turn", "next_turn"]
 
 @dataclass
 class SearchTurn(Turn):
-    """A turn of a search."""
+    """A turn of a search: its request, and what is known of its experiment."""
 
     asked: Asked
     experiment: str
     known: Loaded | None = None
     stops: bool = False
-    """Whether nothing is to be begun any more."""
+    """Whether no trial is to start any more."""
 
 
 def first_turn(asked: Asked, known: Loaded | None) -> SearchTurn:
-    """Return what a flow run begins with, be it new, retried or resumed.
+    """Return the first turn of a flow run, which may be new, retried or resumed.
 
     Raises:
-        Pause: a person has to say once more how to go on.
-        ResumeFailed: the experiment cannot be read. Nothing was started afresh.
+        Pause: the person's answer is invalid: the run is suspended again with the form.
+        ResumeFailed: the experiment cannot be read. No new one was started.
     """
     name, shown = experiment_name(asked.experiment), last_form()
     if shown is None and asked.samples_per_run is None:
@@ -62,7 +62,7 @@ def first_turn(asked: Asked, known: Loaded | None) -> SearchTurn:
 
 
 def next_turn(turn: SearchTurn, results: Results) -> SearchTurn | None:
-    """Return what comes after a turn; None where it is over. Raises `Pause` where the process is to end first."""
+    """Return the next turn, with new answers; None without any. Raises `Pause` if the run is suspended for one."""
     state = results.experiment
     news = answers_of_persons(state, lambda: _form(turn.asked, state))
     return replace(turn, known=None, news=news, answered=True, state=state) if news else None

@@ -1,4 +1,4 @@
-"""The Prefect server, for whoever sets something up on it; and what is said where it cannot be."""
+"""A client of the Prefect server for setup commands, with errors of one line."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ __all__ = ["or_said", "prefect_server"]
 
 @contextmanager
 def prefect_server(about: str) -> Iterator[SyncPrefectClient]:
-    """Lend a client of the Prefect server for things that live on it, such as `deployments`.
+    """Yield a client of the Prefect server, to change objects that it stores.
+
+    Args:
+        about: the objects, such as `deployments`: errors begin with it.
 
     Raises:
-        InvalidInput: no server is set up.
-        TuneError: it does not answer, or it refuses.
+        InvalidInput: no server is configured.
+        TuneError: the server does not answer, or refuses.
     """
     if not get_current_settings().api.url:
-        raise InvalidInput(f"{about}: no Prefect server is set up, and they live on one: {SET_UP}")
+        raise InvalidInput(f"{about}: no Prefect server is set up to store them: {SET_UP}")
     with or_said(about), get_client(sync_client=True) as client:
         yield client
 
 
 @contextmanager
 def or_said(about: str) -> Iterator[None]:
-    """Say in one line where the Prefect server refuses, and why, or does not answer.
+    """Turn an HTTP error of the Prefect client into a message of one line, which begins with `about`.
 
     Raises:
-        TuneError: it did one or the other.
+        TuneError: the server does not answer, or refuses.
     """
     url = get_current_settings().api.url
     server = f"{about}: the Prefect server at {url}" if url else f"{about}: the Prefect server"

@@ -1,7 +1,7 @@
-"""The automations that come with this package: when each fires, and what it does then. Values, known to no server yet.
+"""The automations of this package, as values: the trigger and the actions of each.
 
-Two start again what died without a word. Prefect's own *retries* do not: nobody is left to carry them out. The others
-are alerts on our own events (`prefect_tune.core.news`), which do what they are installed with.
+Two restart runs whose process died. Prefect's own *retries* cannot: the process that would carry them out is gone. The
+others are alerts on this package's events (`prefect_tune.core.news`); the user gives their actions at installation.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _PREFIX = "prefect-tune: "
 _TAG = "prefect-tune"
 _ATTEMPTS = "train-trial"
 _FLOW_RUN = "prefect.flow-run."
-_UNTIL = "Until it is given an action, it is seen in the event feed only."
+_UNTIL = "Without an action it only appears in the event feed."
 _COOL_DOWN = timedelta(seconds=30)
-# Who does one of these has been started again already, or is to be left alone. A heartbeat: it is alive after all.
+# Each of these events means that the run was restarted already, or must not be; a heartbeat, that it still runs.
 _GOES_ON = (
     "Pending",
     "Submitting",
@@ -55,13 +55,13 @@ class Shipped:
     description: str
     trigger: EventTrigger
     acts: Sequence[ActionTypes] = ()
-    """What it does; nothing for an alert, which does what it is installed with."""
+    """Its actions; empty for an alert, whose actions are given at installation."""
     says: str = ""
-    """What an alert says, as a template of Prefect's."""
+    """The message of an alert, as a Prefect template."""
 
     @property
     def is_alert(self) -> bool:
-        """Whether what it does is for the user to say."""
+        """Whether the user chooses its actions."""
         return not self.acts
 
 
@@ -69,21 +69,21 @@ def shipped(heartbeat_window: timedelta) -> Mapping[str, Shipped]:
     """Return all automations by their names.
 
     Args:
-        heartbeat_window: how long a run may be silent: at least two of its heartbeats.
+        heartbeat_window: silence after which a run counts as crashed: at least two heartbeat periods.
     """
     every = [_start_again(), _silent(heartbeat_window), *_ALERTS]
     return {each.name: each for each in every}
 
 
 def _start_again() -> Shipped:
-    """Not at once: the runner says that a run has crashed, and some seconds later its worker says so too.
+    """Restart a crashed run after a delay: its runner reports the crash, and its worker again some seconds later.
 
-    Started again in between, the run is two processes. Attempts of trials are started again by their search.
+    After a restart in between, the run would be two processes. Attempts of trials are restarted by their search.
     """
     return Shipped(
         f"{_PREFIX}start again after a crash",
-        f"{_COOL_DOWN.seconds} s after a run of a deployment tagged {_TAG!r} has crashed it is to run again, as the "
-        "same run: it goes on from its last commit. Should it be alive all the same, only one of the two commits.",
+        f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_COOL_DOWN.seconds} s, as the same run: it "
+        "resumes from its last commit. If its process is still alive, only one of the two can commit.",
         EventTrigger(
             posture=Posture.Proactive,
             match={"prefect.resource.id": f"{_FLOW_RUN}*"},
@@ -96,18 +96,18 @@ def _start_again() -> Shipped:
         ),
         [
             ChangeFlowRunState(
-                state=StateType.SCHEDULED, name="AwaitingRetry", message="It crashed: prefect-tune goes on with it."
+                state=StateType.SCHEDULED, name="AwaitingRetry", message="Crashed; rescheduled by prefect-tune."
             )
         ],
     )
 
 
 def _silent(window: timedelta) -> Shipped:
-    """A machine that is gone says nothing: the absence of heartbeats does."""
+    """Mark a run without heartbeats as crashed: a lost machine cannot report its crash."""
     return Shipped(
         f"{_PREFIX}take a silent run for crashed",
-        f"A run of a deployment tagged {_TAG!r} that has sent no heartbeat for {window.total_seconds():g} s is marked "
-        "Crashed: its machine is gone. Runs say how often they send one by PREFECT_FLOWS_HEARTBEAT_FREQUENCY.",
+        f"Marks a run of a deployment tagged {_TAG!r} as Crashed that has sent no heartbeat for "
+        f"{window.total_seconds():g} s: its machine is lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets their period.",
         EventTrigger(
             posture=Posture.Proactive,
             match={"prefect.resource.id": f"{_FLOW_RUN}*"},
@@ -146,37 +146,37 @@ _ALERTS = (
     _alert(
         "corrupt checkpoint",
         CheckpointCorrupt,
-        "A committed checkpoint is damaged. Training goes on from the one before it; look at the target.",
-        "a checkpoint of trial {{ event.payload.trial }} is damaged, and put aside: {{ event.payload.reason }}",
+        "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
+        "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: {{ event.payload.reason }}",
     ),
     _alert(
         "new best",
         BestImproved,
-        "The best model so far: notify, or run a deployment that evaluates it.",
+        "A trial is the best so far: notify, or run a deployment that evaluates its model.",
         "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: {{ event.payload.metrics }}",
     ),
     _alert(
         "stale trial",
         TrialStale,
-        "A trial has not reported for five times as long as it ever took, and at least 5 minutes.",
+        "A trial has not reported for five times its longest gap between reports, and at least 5 minutes.",
         "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
     ),
     _alert(
         "lag",
         Lagging,
-        "What is trained is not safe: the target does not take what is reported, or a trial does not save.",
+        "Recent progress is not stored: writes to the journal, or saves of a trial, are behind.",
         "the {{ event.payload.what }} is {{ event.payload.seconds }} s behind; trial: {{ event.payload.trial }}",
     ),
     _alert(
         "budget at 80 %",
         BudgetNearlySpent,
-        "80 % of a budget is spent: of time, of training time, or of trials.",
+        "80 % of a budget is spent: time, training time or trials.",
         "{{ event.payload.spent }} of {{ event.payload.budget }} are spent ({{ event.payload.what }})",
     ),
     _alert(
         "run failed",
         ExperimentFailed,
-        "A run ended with an error. It is not started again: the cause is to be mended first.",
+        "A run ended with an error. It is not restarted: remove the cause first.",
         "its run failed: {{ event.payload.message }}",
     ),
 )

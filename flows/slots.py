@@ -1,4 +1,4 @@
-"""How many trials train at once, and what each of them has of the machine."""
+"""Slots: how many trials train at once, and the resources of each."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ __all__ = ["Slots", "resources_asked", "slots_elsewhere", "slots_here", "valid_b
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Places in which trials train."""
+    """Slots in which trials train."""
 
     count: int
     environments: Sequence[Mapping[str, str]] = ()
-    """The variables of each place, such as its GPUs; none where a trial has what this process has."""
+    """The environment variables of each slot, such as its GPUs; empty if trials inherit those of this process."""
 
 
 def resources_asked(asked: Asked) -> Resources | None:
-    """Return what each trial needs; None where that was not said.
+    """Return the resources of each trial; None if none were given.
 
     Raises:
-        InvalidInput: it cannot be.
+        InvalidInput: they are not valid.
     """
     given = asked.resources_per_trial
     return None if given is None else resources_of(given, "resources_per_trial")
 
 
 def slots_elsewhere(asked: Asked) -> Slots:
-    """Return the places where others see to it what each trial has."""
+    """Return the slots of attempts whose resources a task runner or a work pool assigns."""
     return Slots(valid_bound(asked.max_concurrent_trials) or os.cpu_count() or 1)
 
 
 def slots_here(asked: Asked) -> Slots:
-    """Return the places on this machine.
+    """Return the slots of this machine.
 
     Raises:
-        InvalidInput: not even one trial can have what it needs.
+        InvalidInput: the machine is too small for one trial, or the given resources are not valid.
     """
     bound, needed = valid_bound(asked.max_concurrent_trials), resources_asked(asked)
     if needed is None:
@@ -56,10 +56,10 @@ def slots_here(asked: Asked) -> Slots:
 
 
 def valid_bound(bound: int | None) -> int | None:
-    """Return how many trials may train at once, where that was said.
+    """Return the given bound on trials that train at once; None if none was given.
 
     Raises:
-        InvalidInput: not a single one.
+        InvalidInput: it is less than 1.
     """
     if bound is not None and bound < 1:
         raise InvalidInput(f"max_concurrent_trials: expected 1 or more, found {bound}")
@@ -67,7 +67,7 @@ def valid_bound(bound: int | None) -> int | None:
 
 
 def _machine(asked: Asked) -> Machine:
-    """What is found here; what is said instead counts more."""
+    """Return the detected resources of this machine; `resources_total` overrides them."""
     said = asked.resources_total
     if said is None:
         return machine_here()
@@ -85,6 +85,6 @@ def _devices(gpus: Sequence[str]) -> Mapping[str, str]:
 
 
 def _threads(needed: Resources) -> Mapping[str, str]:
-    """Numeric libraries start a thread for each processor there is, and not for each that a trial has."""
+    """Limit the threads of numeric libraries to the trial's CPUs; their default is all CPUs of the machine."""
     is_said = "OMP_NUM_THREADS" in os.environ or needed.cpu < 1
     return {} if is_said else {"OMP_NUM_THREADS": str(int(needed.cpu))}

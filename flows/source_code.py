@@ -1,4 +1,4 @@
-"""What the source of a trainable was, so that a resume can say that it is another one now."""
+"""Digest of a trainable's source code, by which a resume detects that it has changed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["code_of"]
 
 
 def code_of(trainable: object) -> str:
-    """Return a digest of the source of a class or function, or of what `package.module:Name` names, unimported.
+    """Return a digest of the source of a class or function, or of `package.module:Name`, whose file is not imported.
 
-    Empty where there is no source to look at; then nothing is claimed. It is of this one definition: what it
-    calls elsewhere may change unseen.
+    Empty if the source is not available. It covers this one definition: a change in code that it calls is not
+    detected.
     """
     try:
-        source = _source_named(trainable) if isinstance(trainable, str) else inspect.getsource(trainable)  # type: ignore[arg-type]  # TypeError says so
+        source = _source_named(trainable) if isinstance(trainable, str) else inspect.getsource(trainable)  # type: ignore[arg-type]  # TypeError is caught below
     except (TypeError, OSError, SyntaxError, ValueError, ImportError):
         return ""
     return digest_of(source.encode())[:16] if source else ""

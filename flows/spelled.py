@@ -1,4 +1,4 @@
-"""Schedulers, searches and stoppers as JSON: `{"ASHA": {"max_t": 81}}`, for a form, a deployment and the journal."""
+"""JSON of schedulers, searches and stoppers, for forms, deployments and the journal: `{"ASHA": {"max_t": 81}}`."""
 
 from __future__ import annotations
 
@@ -50,53 +50,53 @@ _EXAMPLES: Mapping[str, Mapping[str, object]] = {
     "TrialBudget": {"trials": 200},
     "TimeBudget": {"time_seconds": 3600},
 }
-"""What has to be said of each, for a message."""
+"""The required options of each, as examples in messages."""
 _TIMES = frozenset({"time"})
 """Fields that hold a `timedelta`: `time_seconds` in JSON."""
 _SPACES = frozenset({"hyperparam_mutations"})
-"""Fields that hold domains."""
+"""Fields that hold a search space."""
 
 
 def scheduler_from(given: object) -> Scheduler:
-    """Return the scheduler that `given` is, or spells.
+    """Return `given`, or the scheduler that its JSON describes.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: it is neither.
     """
     made = given if isinstance(given, Scheduler) else _made(given, "scheduler", _SCHEDULERS)
     if isinstance(made, Scheduler):
         return made
-    raise InvalidInput(f"scheduler: expected one, such as pt.ASHA(max_t=81), found {given!r}")
+    raise InvalidInput(f"scheduler: expected a scheduler, such as pt.ASHA(max_t=81), found {given!r}")
 
 
 def search_from(given: object, num_samples: int | None = None) -> Search:
-    """Return the search that `given` is, or spells; with so many samples, where a number is given here.
+    """Return `given`, or the search algorithm that its JSON describes; `num_samples`, if given, replaces its own.
 
     Raises:
-        InvalidInput: it is none, or has no number of samples.
+        InvalidInput: it is neither, or it takes no number of samples.
     """
     made = given if isinstance(given, Search) else _made(given, "search", _SEARCHES)
     if not isinstance(made, Search):
-        raise InvalidInput(f"search: expected one, such as pt.RandomSearch(num_samples=20), found {given!r}")
+        raise InvalidInput(f"search: expected a search, such as pt.RandomSearch(num_samples=20), found {given!r}")
     if num_samples is None:
         return made
     counted: Any = made  # mypy takes no Search for a dataclass
     if "num_samples" in getattr(made, "__dataclass_fields__", ()):
         return cast("Search", replace(counted, num_samples=num_samples))
     raise InvalidInput(
-        f"num_samples: {type(made).__name__} decides itself how many it proposes; leave num_samples out, and say "
-        "there how many"
+        f"num_samples: {type(made).__name__} decides itself how many it proposes; leave num_samples out, and set "
+        "the number there"
     )
 
 
 def stop_from(given: object) -> object:
-    """Return `stop` with the stoppers that its JSON spells: `{"step": 100, "MaxFailures": {"failures": 3}}`.
+    """Return `stop` with stopper objects for those in its JSON: `{"step": 100, "MaxFailures": {"failures": 3}}`.
 
-    What has a number is a limit of a metric, at which a trial stops from below (`>=`), as ever; what has an object is
-    a stopper of that name.
+    A name with a number is a metric: a trial stops when its value reaches the number (`>=`). A name with an object is
+    a stopper with these options.
 
     Raises:
-        InvalidInput: there is none of this name, or not with these arguments.
+        InvalidInput: no stopper has this name, or these options.
     """
     if isinstance(given, Mapping):
         stoppers = {name: arguments for name, arguments in given.items() if isinstance(arguments, Mapping)}
@@ -109,7 +109,7 @@ def stop_from(given: object) -> object:
 
 
 def spelled_stop(stop: object) -> Sequence[object] | Mapping[str, object] | str | None:
-    """Return `stop` as JSON that `stop_from` reads; None where it holds what JSON cannot say, such as a function."""
+    """Return `stop` as JSON for `stop_from`; None if JSON cannot represent it, as with a function."""
     if isinstance(stop, AnyOf | list | tuple):
         parts = [spelled_stop(each) for each in (stop.stoppers if isinstance(stop, AnyOf) else stop)]
         return None if None in parts else [each for each in parts if each is not None]
@@ -134,7 +134,7 @@ def _with_times(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spelled(thing: object) -> dict[str, Any] | None:
-    """Return one of them as JSON; None where it holds what JSON cannot say, or is not one of ours."""
+    """Return a scheduler, search or stopper as JSON; None if JSON cannot represent it, or its class is unknown."""
     name = type(thing).__name__
     home = {**_SCHEDULERS, **_SEARCHES, **_STOPPERS}.get(name)
     if home is None or not is_dataclass(thing) or not type(thing).__module__.startswith(home):
@@ -176,7 +176,7 @@ def _require_options(kind: Callable[..., object], arguments: Mapping[str, Any], 
     missing = [_in_json(key) for key, each in options.items() if each.default is each.empty and key not in arguments]
     if unknown:
         there = [_in_json(each) for each in options]
-        hint = did_you_mean(unknown[0], there) or f"; there are {', '.join(there)}" * bool(there)
+        hint = did_you_mean(unknown[0], there) or f"; its options are {', '.join(there)}" * bool(there)
         raise InvalidInput(f"{where}: {name} has no option {unknown[0]!r}{hint}")
     if missing:
         raise InvalidInput(f"{where}: {name} needs {' and '.join(missing)}: {_example(name)}")
@@ -198,6 +198,8 @@ def _parts(given: object, where: str, known: Mapping[str, str]) -> tuple[str, Ma
             return name, arguments
         if name in known:
             raise InvalidInput(f"{where}: {name}: expected its options, as in {_example(name)}, found {arguments!r}")
-        raise InvalidInput(f"{where}: {name!r} is none of {', '.join(known)}{did_you_mean(str(name), known)}")
+        raise InvalidInput(
+            f"{where}: unknown name {name!r}; expected one of {', '.join(known)}{did_you_mean(str(name), known)}"
+        )
     example = next(iter(known))
-    raise InvalidInput(f"{where}: expected one, or its JSON such as {{{example!r}: {{...}}}}, found {given!r}")
+    raise InvalidInput(f"{where}: expected an object, or its JSON such as {{{example!r}: {{...}}}}, found {given!r}")

@@ -169,7 +169,7 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
         (["--space", "nowhere.json"], "--space nowhere.json: [Errno 2] No such file or directory: 'nowhere.json'"),
         (["--space", "README.md"], "--space README.md: is no JSON: "),
         (["--scheduler", "{ASHA}"], "--scheduler: is no JSON: "),
-        (["--scheduler", "ASAH"], "scheduler: 'ASAH' is none of FIFO, ASHA, "),
+        (["--scheduler", "ASAH"], "scheduler: unknown name 'ASAH'; expected one of FIFO, ASHA, "),
         (["--scheduler", "ASHA"], 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
         (["--search", "Optuna"], "did you mean 'OptunaSearch'?"),
     ],

@@ -78,8 +78,8 @@ def test_trials_that_need_all_processors_train_one_after_the_other(tmp_path: Pat
         ({"resources_per_trial": {"gpus": 1}}, "expected 'cpu' or 'gpu', found 'gpus'; did you mean 'gpu'"),
         ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0.5}}, "resources_total: expected whole"),
         ({"resources_per_trial": {"gpu": 1}, "isolation": "thread"}, "with isolation='thread' all trials share"),
-        ({"resources_per_trial": {"gpu": 1}, "trials": "deployment"}, "say trial_job_variables="),
-        ({"trial_job_variables": {"cpu": 1}}, "they are for trials='deployment'"),
+        ({"resources_per_trial": {"gpu": 1}, "trials": "deployment"}, "pass trial_job_variables="),
+        ({"trial_job_variables": {"cpu": 1}}, "they require trials='deployment'"),
         ({"concurrency_limits": ["none-such"]}, "Prefect has no global concurrency limit 'none-such'"),
     ],
 )

@@ -22,7 +22,11 @@ from prefect_tune.flows.spelled import scheduler_from, search_from, spelled, sto
         (scheduler_from, "ASHA", 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
         (scheduler_from, {"Hyperband": {}}, 'Hyperband needs max_t: {"Hyperband": {"max_t": 81}}'),
         (scheduler_from, "PBT", "PBT needs perturbation_interval and hyperparam_mutations: "),
-        (scheduler_from, "asha", "'asha' is none of FIFO, ASHA, Hyperband, MedianStopping, PBT; did you mean 'ASHA'?"),
+        (
+            scheduler_from,
+            "asha",
+            "unknown name 'asha'; expected one of FIFO, ASHA, Hyperband, MedianStopping, PBT; did you mean 'ASHA'?",
+        ),
         (scheduler_from, "medianstoping", "did you mean 'MedianStopping'?"),
         (scheduler_from, {"ASHA": 27}, 'ASHA: expected its options, as in {"ASHA": {"max_t": 81}}, found 27'),
         (scheduler_from, {"ASHA": {"maxt": 9}}, "ASHA has no option 'maxt'; did you mean 'max_t'?"),

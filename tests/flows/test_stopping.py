@@ -242,7 +242,7 @@ def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget
 @pytest.mark.parametrize(
     ("stopper", "said"),
     [
-        ({"MaxFailure": {"failures": 3}}, "stop: 'MaxFailure' is none of .* did you mean 'MaxFailures'"),
+        ({"MaxFailure": {"failures": 3}}, "stop: unknown name 'MaxFailure'; .* did you mean 'MaxFailures'"),
         ({"MaxFailures": {"trials": 3}}, "stop: MaxFailures .*trials"),
         ({"TimeBudget": {"time_seconds": "long"}}, "expected a number of seconds"),
         ({"TrialBudget": {"trials": 0}}, "expected at least 1 trial"),

@@ -134,10 +134,10 @@ def test_what_only_the_code_knows_is_asked_for_by_name_and_taken(tmp_path: Path)
         ({"max_concurrent_trials": 0}, "max_concurrent_trials: expected 1 or more, found 0"),
         ({"time_budget_seconds": -1}, "time_budget_seconds: expected more than 0, found -1"),
         ({"grace_period_seconds": -1}, "grace_period_seconds: expected 0 or more"),
-        ({"scheduler": "ASAH"}, "scheduler: 'ASAH' is none of .* did you mean 'ASHA'"),
+        ({"scheduler": "ASAH"}, "scheduler: unknown name 'ASAH'; .* did you mean 'ASHA'"),
         ({"scheduler": {"ASHA": {"maxt": 3}}}, "scheduler: ASHA .*maxt"),
         ({"scheduler": {"ASHA": {"max_t": 3}}, "metric": None}, "metric: ASHA compares trials by a metric"),
-        ({"search": 3}, "search: expected one"),
+        ({"search": 3}, "search: expected an object"),
         ({"space": {"x": {"unifrom": [0, 1]}}}, "unifrom"),
         ({"trials": "deployment"}, "another machine has to import the trainable"),
         (
