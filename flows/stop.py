@@ -1,4 +1,4 @@
-"""Ask whoever runs an experiment to stop it, or one of its trials, from anywhere that reaches the target."""
+"""Request that a running experiment, or one of its trials, stops; from any machine that reaches the target."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class StopOutcome:
-    """What became of a request to stop."""
+    """The outcome of a stop request."""
 
     status: Literal["stopped", "had-ended", "stopping", "refused", "unanswered"]
-    """`stopping`: it was heard, and does not have an end yet; `unanswered`: nobody has heard it."""
+    """`stopping`: acknowledged, and not ended yet; `unanswered`: no run has acknowledged the request."""
     message: str
-    """For a person."""
+    """A sentence for the user."""
     experiment: Experiment
-    """As it stood then."""
+    """Its state when the outcome was determined."""
 
 
 def stop(
@@ -54,25 +54,25 @@ def stop(
     reason: str = "",
     wait_seconds: float = 60,
 ) -> StopOutcome:
-    """Have a running search, or one trial of it, save and end; wait until it has.
+    """Have a running search, or one trial of it, save and end; wait until it has ended.
 
-    A stopped trial is finished: it saves a checkpoint, and no larger budget makes it go on. A stopped experiment
-    is resumable: every trial saves, and `pt.tune` or `pt.resume` goes on. Whoever runs the experiment looks every
-    few seconds, and journals what is asked before acting on it.
+    A stopped trial saves a checkpoint and is finished: no larger budget continues it. A stopped experiment can be
+    resumed: every trial saves, and `pt.tune` or `pt.resume` continues it. The run that owns the experiment reads
+    requests every few seconds, and journals each one before it acts on it.
 
-    Where nobody runs it, a trial is finished when the experiment is opened next, before anything is begun; a stop
-    of the whole experiment concerns nobody then: it is never an order to a run that begins later.
+    If no run is active, the trial is finished when the experiment is opened next, before any trial starts. A stop of
+    the whole experiment then has no effect: it never stops a run that begins later.
 
     Args:
         experiment: its name on the target.
-        target: where it lives: a block, a `"block-type/name"` slug, or a URI.
-        trial: only this one.
-        reason: why, for the journal and whoever reads it.
-        wait_seconds: how long to wait for an answer, and for the end; 0 to ask only.
+        target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
+        trial: stop only this trial.
+        reason: stored in the journal.
+        wait_seconds: how long to wait for the acknowledgement and for the end; 0 sends the request only.
 
     Raises:
-        InvalidInput: there is no such search or trial; nothing was asked.
-        StoreUnavailable: the target cannot be had.
+        InvalidInput: there is no such search or trial; no request was sent.
+        StoreUnavailable: the target did not answer.
     """
     asking = _Asking(resolve_existing(target), experiment, trial, _said(reason))
     return asking.until_answered(wait_seconds)
@@ -90,7 +90,7 @@ def _answer(trial: TrialKey, attempt: int, said: Leave | StopAndSave, store: Obj
 
 
 class _Asking:
-    """One wish, asked under another number where somebody else's request was heard in place of it."""
+    """One stop request, sent again under the next number if another request was acknowledged under its number."""
 
     def __init__(self, target: StorageTarget, experiment: str, trial: str | None, reason: str) -> None:
         self._target = target
@@ -125,7 +125,7 @@ class _Asking:
         return self._on_store(lambda store: ask(store, state, request))
 
     def _tell_attempts(self, state: Experiment) -> None:
-        """Attempts on other machines may have outlived whoever ran the search: they look for answers of their own."""
+        """Send the stop to each running attempt of a deployment: attempts may outlive the search's run."""
         if state.settings.get("trials") != "deployment":
             return
         said = Leave(reason=self._reason, save=True, for_good=True) if self._trial else StopAndSave()
@@ -160,25 +160,25 @@ class _Asking:
             raise InvalidInput(f"there is no {where}")
         if not state.settings:
             raise InvalidInput(
-                f"{where} is no search: cancel its flow run, or send it SIGTERM; it saves, and can be resumed"
+                f"{where} is not a search: cancel its flow run, or send it SIGTERM; it saves, and can be resumed"
             )
         if self._trial is not None and self._trial not in state.trials:
             raise InvalidInput(f"{where}: there is no trial {self._trial!r} among its {len(state.trials)}")
         return state
 
     def _ended(self, state: Experiment) -> str | None:
-        """Say how the trial, or the whole search, has ended; None where it has not."""
+        """Return how the trial, or the whole search, has ended; None if it has not."""
         if self._trial is None:
-            over = f"experiment {self._name!r} has ended: all of its {len(state.trials)} trials have"
+            over = f"experiment {self._name!r} has ended, with all of its {len(state.trials)} trials"
             return over if self._is_over(state) else None
         if (trial := state.trial(self._trial)).status not in ENDED:
             return None
         return f"trial {self._trial} is {trial.status} at step {trial.step}: {trial.reason}"
 
     def _is_over(self, state: Experiment) -> bool:
-        """Whether its last run has ended by itself: then its results are those after the journal's last entry.
+        """Whether the last run has ended by itself: it has published results of the journal's last entry.
 
-        That no trial is open does not say it: the next one may be about to be proposed.
+        If only all trials have ended, the next one may be about to be proposed.
         """
         if any(each.status not in ENDED for each in state.trials.values()):
             return False
@@ -190,26 +190,26 @@ class _Asking:
             return self._unheard(state, request)
         if self._trial is not None:
             ended = self._ended(state)
-            waiting = f"trial {self._trial} was told to stop, and is saving or finishing a step"
+            waiting = f"trial {self._trial} is stopping: it saves, or finishes a step"
             return StopOutcome("stopped" if ended else "stopping", ended or waiting, state)
         running = sum(each.status is Status.RUNNING for each in state.trials.values())
         if running and state.epoch == request.epoch:
-            return StopOutcome("stopping", f"{running} trials were told to stop, and are saving", state)
+            return StopOutcome("stopping", f"{running} trials are stopping: they save", state)
         if running:
-            message = f"the run that was asked has ended, and another one has begun since, by {state.owner}"
+            message = f"the run with the request has ended; another one has started, by {state.owner}"
             return StopOutcome("stopped", message, state)
         resumable = sum(each.status not in ENDED for each in state.trials.values())
         message = f"experiment {self._name!r} has ended; {resumable} of its {len(state.trials)} trials can be resumed"
         return StopOutcome("stopped", message, state)
 
     def _unheard(self, state: Experiment, request: StopRequest) -> StopOutcome:
-        owner = f"nobody has answered, {state.owner} neither" if state.owner else "nobody has answered"
+        owner = f"no run has answered, the last one by {state.owner}" if state.owner else "no run has answered"
         if self._told:
-            owner = f"{owner}, so that {len(self._told)} attempts were told where they run"
+            owner = f"{owner}; {len(self._told)} attempts were told directly"
         if self._trial is not None:
-            later = f"trial {self._trial} is finished as soon as the experiment is opened again"
+            later = f"trial {self._trial} will be finished when the experiment is opened next"
             return StopOutcome("unanswered", f"{owner}: {later}", state)
         if state.epoch != request.epoch:
-            return StopOutcome("refused", f"another run has begun meanwhile, by {state.owner}: ask again", state)
-        later = "where nobody runs it, there is nothing to stop, and a run that begins later is not stopped by this"
+            return StopOutcome("refused", f"another run has started meanwhile, by {state.owner}: ask again", state)
+        later = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
         return StopOutcome("unanswered", f"{owner}: {later}", state)

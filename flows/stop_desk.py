@@ -1,4 +1,4 @@
-"""Who looks on the target whether somebody asks the experiment to stop: off the driver's way, and cheaply."""
+"""Poll the target for requests to stop the experiment, in a thread beside the driver's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MOMENT = timedelta(seconds=1)
 
 
 class StopDesk:
-    """Reads the requests after the `heard_count`th, one GET each `look_every`; deletes those that were heard.
+    """Reads the requests after number `heard_count`, with one GET per `look_every`; deletes acknowledged ones.
 
-    Entering it reads those that are there already, so that nothing is begun that somebody wanted stopped.
-    A target that is away is asked later.
+    Entering it reads the requests that are there already, so that no trial starts that was to stop. While the target
+    does not answer or refuses, requests are read later.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StopDesk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Look no more, and delete what was heard; a target that hangs is not waited for."""
+        """Stop polling, and delete acknowledged requests; wait at most 1 s for the target."""
         self._closed.set()
         self._thread.join(_MOMENT.total_seconds())
 
@@ -60,7 +60,7 @@ class StopDesk:
         return self._interrupted.is_set()
 
     def take(self) -> Sequence[StopRequest]:
-        """Return what was asked since."""
+        """Return the requests that were read since the last call."""
         taken: list[StopRequest] = []
         with suppress(queue.Empty):
             while True:
@@ -85,7 +85,7 @@ class StopDesk:
                 self._found.put(request)
 
     def _forget(self, deleted_count: int) -> int:
-        """Delete what was heard since; what cannot be deleted now is left to whoever hears the next request."""
+        """Delete newly acknowledged requests; return how many are deleted. After an error a later call deletes them."""
         count = self._heard_count
         if count == deleted_count:
             return count

@@ -1,4 +1,4 @@
-"""What ends before there is nothing more to do: the experiment, or a single trial; journaled before it is acted on."""
+"""Stop an experiment or a trial early. All causes but an interruption are journaled before they act."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Outside", "Stopping"]
 
 
 class Outside(Protocol):
-    """What reaches a search from outside."""
+    """Interruptions and stop requests from outside the search."""
 
     def is_interrupted(self) -> bool:
         """Whether the process is to end."""
         ...
 
     def take(self) -> Sequence[StopRequest]:
-        """Return what was asked since."""
+        """Return the requests that were read since the last call."""
         ...
 
     def heard(self, count: int) -> None:
@@ -36,7 +36,7 @@ class Outside(Protocol):
 
 
 class Stopping:
-    """Whether one owner's run of an experiment is to end, by whoever's wish."""
+    """Decides whether a run of an experiment ends, and stops its trials."""
 
     def __init__(self, limits: Limits, council: Council, crew: Crew, page: Page, log: Log) -> None:
         self._limits = limits
@@ -46,13 +46,13 @@ class Stopping:
         self._log = log
         self._began = time.monotonic()
         self.ends = False
-        """Whether nothing is begun any more, and everything saves and ends."""
+        """Whether no trial starts any more, and all trials save and end."""
 
     def heed(self, outside: Outside) -> None:
-        """Find out whether the experiment, or a trial, is to end, and have it end."""
+        """Check interruptions, requests, time budget and stoppers; stop the experiment or the trial if one says so."""
         if outside.is_interrupted():
             self.ends = True
-            self._crew.stop()  # the time for it is short: a target that hangs is not waited for
+            self._crew.stop()  # at once, without waiting for the journal: time is short
         for request in outside.take():
             self._hear(taken_note_of(self._page.state, request))
         if self._limits.ends:
@@ -66,32 +66,32 @@ class Stopping:
             self._page.then(self._crew.stop)
 
     def end(self, why: str) -> None:
-        """Have every trial save and end."""
+        """Journal the end and its reason; have every trial save and end."""
         if not self.ends:
             self._end(StopAsked(reason=why))
 
     def finish(self, trial: str) -> None:
-        """Take a trial for finished that is asked to stop, and that nobody trains."""
+        """Finish a trial that has a request to stop, and no running attempt."""
         self._page.put(Finished(trial=trial, reason=self._page.state.stops[trial], left=True))
 
     def tell(self, trial: str) -> None:
-        """Tell a trial that trains to save and leave; how it does is in its own journal."""
+        """Ask a running trial to save and end, after the next write; its own journal records how it ends."""
         leave = Leave(reason=self._page.state.stops[trial], save=True, for_good=True)
         self._page.then(lambda: self._crew.answer(trial, leave))
 
     def _hear(self, asked: StopAsked) -> None:
         if asked.refused:
-            self._log.warning("a request to stop comes to nothing: %s (%s)", asked.refused, asked.reason)
+            self._log.warning("stop request ignored: %s (%s)", asked.refused, asked.reason)
             self._page.put(asked)
         elif asked.trial is None:
             self._end(asked)
         else:
-            self._log.warning("trial %s is to save and end: %s", asked.trial, asked.reason)
+            self._log.warning("trial %s saves and ends: %s", asked.trial, asked.reason)
             self._page.put(asked)
             self._stop_trial(asked.trial)
 
     def _end(self, asked: StopAsked) -> None:
-        self._log.warning("%s: every trial saves and ends, resumable", asked.reason)
+        self._log.warning("%s: every trial saves and ends, and can be resumed", asked.reason)
         self._page.put(asked)
         self.ends = True
 

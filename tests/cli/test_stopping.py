@@ -24,7 +24,7 @@ def test_the_commands_on_the_page_ask_for_what_they_say(
     trial = run(*one, "--wait-seconds", 0)
     assert (trial.code, trial.out) == (0, "trial 00001 is finished at step 3: step = 3 reached 3\n")
     asked = run(*whole)
-    assert (asked.code, asked.out) == (0, "experiment 'moods' has ended: all of its 4 trials have\n")
+    assert (asked.code, asked.out) == (0, "experiment 'moods' has ended, with all of its 4 trials\n")
     assert not (tmp_path / "runs" / "moods" / "requests").exists()
 
 
@@ -34,7 +34,7 @@ def test_where_nobody_answers_it_ends_with_1(moods: Path, run: Run, tmp_path: Pa
     done = run("stop", tmp_path, "moods", "--wait-seconds", 0.1, "--json")
     assert done.code == 1
     told = json.loads(done.out)
-    assert (told["status"], "nobody has answered" in told["message"]) == ("unanswered", True)
+    assert (told["status"], "no run has answered" in told["message"]) == ("unanswered", True)
     assert "a run that begins later is not stopped by this" in told["message"]
     assert len(list((tmp_path / "moods" / "requests").iterdir())) == 1
 
@@ -55,5 +55,5 @@ def test_what_is_not_there_cannot_be_stopped(arguments: list[str], said: str, mo
 def test_the_training_of_one_trial_is_told_how_it_is_stopped(target: Path, run: Run) -> None:
     done = run("stop", target, "digits")
     assert done.code == 1
-    assert "is no search: cancel its flow run" in done.err
+    assert "is not a search: cancel its flow run" in done.err
     assert not (target / "digits" / "requests").exists()

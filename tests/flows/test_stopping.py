@@ -166,7 +166,7 @@ def test_what_cannot_be_stopped_is_not_asked_for(name: str, trial: str | None, s
 
 def test_the_training_of_one_trial_is_no_search_to_be_stopped(target: pt.LocalTarget) -> None:
     pt.durable_trainable(Moody, {}, target=target, experiment="one", stop={"step": 1})
-    with pytest.raises(pt.InvalidInput, match="is no search: cancel its flow run"):
+    with pytest.raises(pt.InvalidInput, match="is not a search: cancel its flow run"):
         stop("one", target=target)
     with pytest.raises(pt.InvalidInput, match="is for a search of many trials"):
         pt.durable_trainable(Moody, {}, target=target, experiment="two", stop=MaxSteps(1) | MaxFailures(1))
