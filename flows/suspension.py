@@ -1,4 +1,4 @@
-"""Leave a flow run suspended with a form, and find what it was answered with: Prefect's side of asking a person."""
+"""Suspend or pause a flow run with an input form, and read its answer: the Prefect side of questions to a person."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A form that a flow run was left with, for a person to answer."""
+    """A form with which a flow run was suspended."""
 
     key: str
-    """Of the form: no other has it."""
+    """Identifies this form."""
     about: str
-    """What it was about."""
+    """The topic of the form, as given to `leave_with`."""
     answer: Mapping[str, object] | None
-    """What it was answered with; None where nobody has."""
+    """The answer, by field; None if the run has not been resumed."""
 
 
 def can_be_suspended() -> bool:
-    """Whether the process may leave the flow run of this context, to be started again by a worker on *Resume*."""
+    """Whether this flow run can be suspended: it is of a deployment, whose worker starts it again, and no subflow."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     return run is not None and run.deployment_id is not None and run.parent_task_run_id is None
 
 
 def leave_with(form: type[RunInput], about: str) -> NoReturn:
-    """Have the flow run be Suspended with `form`, and leave it.
+    """Set the flow run to Suspended with `form`, and end this process's part in it.
 
     Args:
-        about: what `last_form` tells the form by: small letters, digits and dashes.
+        about: the topic that `last_form` returns: small letters, digits and dashes.
 
     Raises:
-        Pause: always, but for one case: the process ends, and the run is started again on *Resume*.
-        Abort: the run was resumed, or ended, meanwhile: it is somebody else's.
+        Pause: the run is Suspended: the process is to end, and *Resume* starts the run again.
+        Abort: the run was resumed in another process, or has ended, meanwhile.
     """
     key = f"{_PREFIX}{about}-{uuid4().hex[:12]}"
     keyset = keyset_from_base_key(f"suspended-{key}")
     with get_client(sync_client=True) as client:
         run_id = _run_id()
-        form.save(keyset, run_id)  # first: a run that waits for a form which is not there cannot be resumed
+        form.save(keyset, run_id)  # first: a suspended run without its form cannot be resumed
         now = client.read_flow_run(run_id).state
         if now is None or not (now.is_running() or _is_suspended(now)):
-            raise Abort(f"The flow run is {now.name if now else 'gone'} meanwhile: it is left as it is.")
+            raise Abort(f"The flow run is {now.name if now else 'deleted'} now: this process leaves it so.")
         state: State[Any] = Suspended(pause_key=key)
         state.state_details.pause_timeout = now.state_details.pause_timeout
         state.state_details.run_input_keyset = {str(name): given for name, given in keyset.items()}
-        # A run that was suspended by somebody else has no form: Prefect's rules would not let it have one any more.
+        # A run suspended in the UI has no form, and without `force` Prefect's rules reject one for it.
         client.set_flow_run_state(run_id, state, force=True)
     raise Pause(state=state)
 
@@ -77,7 +77,7 @@ def pause_with(form: type[RunInput], timeout: timedelta) -> Mapping[str, object]
     Prefect's own `pause_flow_run` saves the form after the run is Paused, and its server rejects a Resume in between.
 
     Returns:
-        What was typed, by field; empty where the form was left as it was.
+        The answer, by field; empty if the form was submitted unchanged.
 
     Raises:
         Abort: the run cannot be paused, or was cancelled or ended while it waited.
@@ -94,7 +94,7 @@ def pause_with(form: type[RunInput], timeout: timedelta) -> Mapping[str, object]
             raise Abort(f"The flow run cannot be paused: {paused.details}")
         resumed = _state_after_pause(client, run_id)
         if not resumed.is_running():
-            raise Abort(f"The flow run waited for an answer, and is {resumed.name} now: its process ends.")
+            raise Abort(f"The flow run is {resumed.name} now, without an answer: its process ends.")
         return _read(lambda: _answer(client, run_id, keyset_as_text))
 
 
@@ -105,7 +105,7 @@ def _state_after_pause(client: SyncPrefectClient, run_id: UUID) -> State[Any]:
 
 
 def _read(ask: Callable[[], _Read]) -> _Read:
-    """Return what the API answers, however long it is away or ill: the run is still Paused there, or resumed."""
+    """Return the API's answer; retry without limit while it fails: the run waits there, Paused or resumed."""
     while True:
         try:
             return ask()
@@ -118,16 +118,16 @@ def _read(ask: Callable[[], _Read]) -> _Read:
 
 
 def leave_without() -> NoReturn:
-    """Leave a flow run that is suspended as it is. Raises `Pause`, always."""
+    """End this process's part in a suspended flow run, whose state stays. Always raises `Pause`."""
     context = FlowRunContext.get()
     state = context.flow_run_suspension_request.get_state() if context else None
     raise Pause(state=state)
 
 
 def last_form() -> Shown | None:
-    """Return the form that this flow run was last left with, and its answer; None where it was left with none.
+    """Return the form with which this flow run was last suspended, and its answer; None if it never was.
 
-    Which one that is, the run's states tell, of which Prefect lists all; of inputs it lists the oldest 200.
+    The form is found by the run's states, all of which Prefect lists; of inputs it lists only the oldest 200.
     """
     if not can_be_suspended():
         return None
@@ -150,7 +150,7 @@ def _is_ours(state: State[Any]) -> bool:
 
 
 def _answer(client: SyncPrefectClient, run: UUID, keyset: Mapping[str, str]) -> Mapping[str, object]:
-    """Who resumes a run and leaves the form as it is, answers with nothing, of which Prefect keeps nothing."""
+    """Prefect stores no input for an untouched form: treat that as an empty answer."""
     found = client.filter_flow_run_input(run, key_prefix=keyset["response"], limit=1, exclude_keys=set())
     answer = found[0].decoded_value if found else {}
     return answer if isinstance(answer, Mapping) else {}

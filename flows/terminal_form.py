@@ -1,4 +1,4 @@
-"""A question of a trial, asked where the script runs that began the search."""
+"""Ask a trial's question in the terminal of the script that started the search."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _YES, _NO = frozenset({"y", "yes", "true", "1"}), frozenset({"n", "no", "false",
 
 
 def asked_in_terminal(question: Questioned) -> Mapping[str, Scalar]:
-    """Return what somebody types, field by field; an empty line is the default."""
+    """Read the answer from the terminal, field by field; an empty line is the default."""
     asked = visible(question.question)
-    print(f"\nTrial {question.trial} asks: {asked}", flush=True)  # noqa: T201 - whoever sits there is asked
+    print(f"\nTrial {question.trial} asks: {asked}", flush=True)  # noqa: T201 - a prompt
     return {name: _field(name, field) for name, field in question.fields.items()}
 
 
@@ -28,7 +28,7 @@ def _field(name: str, field: object) -> Scalar:
         try:
             return answer_to({name: field}, {name: _read(typed, default_of(field))} if typed else {})[name]
         except (InvalidInput, ValueError) as bad:
-            print(f"  {visible(str(bad))}", flush=True)  # noqa: T201 - likewise
+            print(f"  {visible(str(bad))}", flush=True)  # noqa: T201 - a prompt
 
 
 def _read(typed: str, default: Scalar) -> Scalar:

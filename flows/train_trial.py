@@ -1,4 +1,4 @@
-"""One attempt of a trial as a flow run of its own, for `trials="deployment"`: started by a search."""
+"""Flow that trains one attempt of a trial: a search starts it with `trials="deployment"`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _AS_TEXT = "json"
 
 
 class TrialParameters(Value):
-    """A `TrialPlan` as parameters of a flow run: nothing secret, and nothing that only one process knows."""
+    """A `TrialPlan` as flow run parameters: without secrets, and valid in any process."""
 
     target: str
     trial: TrialKey
@@ -53,7 +53,7 @@ class TrialParameters(Value):
         """Return the parameters of `plan`.
 
         Raises:
-            InvalidInput: the trainable is not named, or the target would need its secrets told.
+            InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
         """
         if ":" not in plan.trainable:
             raise InvalidInput(
@@ -78,7 +78,7 @@ class TrialParameters(Value):
         )
 
     def plan(self) -> TrialPlan:
-        """Return the plan that these are the parameters of."""
+        """Return the plan of these parameters."""
         silence = self.silence_timeout_seconds
         return TrialPlan(
             target=resolve_target(self.target),
@@ -100,12 +100,12 @@ class TrialParameters(Value):
 
 @flow(name="train-trial", flow_run_name="train {parameters.trial.trial}", persist_result=False)
 def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: int) -> State[Any]:
-    """Train one attempt. How it ends is in the trial's journal; the state only shows it.
+    """Train one attempt of a trial. Its journal records how it ends; the flow run's state only shows it.
 
     Args:
-        parameters: the plan, as `TrialParameters.of` gives it.
-        orders: what is said to this attempt, as `orders_as_parameters` gives it.
-        attempt: its number, by which answers on the target are found.
+        parameters: the plan, from `TrialParameters.of`.
+        orders: the orders of this attempt, from `orders_as_parameters`.
+        attempt: its number, by which it finds its answers on the target.
     """
     plan = parameters.plan()
     line = StoreLine(plan.target, plan.trial, attempt)
@@ -115,7 +115,7 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
         case outcomes.Failed(cause=Cause.PREEMPTED, message=message):
             return Cancelled(message=message)
         case outcomes.Asking(question=asked):
-            return Cancelled(message=f"it asks a person: {asked.question}")
+            return Cancelled(message=f"the trial asks a person: {asked.question}")
         case outcomes.Failed(message=message):
             return Failed(message=message)
         case outcomes.Done(reason=reason) | outcomes.Yielded(reason=reason):
@@ -123,16 +123,16 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
 
 
 def orders_as_parameters(orders: Orders) -> dict[str, Any]:
-    """Return `orders` as a parameter: one text, in which Prefect looks for nothing.
+    """Return `orders` as a parameter: one JSON text, which Prefect does not interpret.
 
-    They hold configurations and answers, which come from a target. In an object Prefect would load blocks that are
-    named there (`$ref`), and render templates (`__prefect_kind`).
+    They hold configurations and answers from a target. In an object, Prefect would load blocks that it refers to
+    (`$ref`), and render templates (`__prefect_kind`).
     """
     return {_AS_TEXT: _orders.dump_json(replace(orders)).decode()}
 
 
 def orders_from(parameter: Mapping[str, Any]) -> Orders:
-    """Return the orders that `orders_as_parameters` gave, of this version or of one before it, whose were no text."""
+    """Return the orders from `orders_as_parameters`; earlier versions passed an object in place of the text."""
     if parameter.keys() == {_AS_TEXT}:
         return _orders.validate_json(parameter[_AS_TEXT])
     return _orders.validate_python(parameter)

@@ -1,4 +1,4 @@
-"""The turns of a single training: what each is asked for, and what persons have answered, carried out once."""
+"""Turns of a single training: the request of each, and a person's answer, carried out once."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = ["TrainingTurn", "code_changed", "first_turn", "followed", "next_turn"
 
 @dataclass
 class TrainingTurn(Turn):
-    """A turn of a single training."""
+    """A turn of a single training: its request, and an answer to carry out."""
 
     stop: object
     trainable: object
     choice: Choice | None = None
-    """How to go on, where that was answered and is not carried out yet."""
+    """A person's answer that is not carried out yet."""
 
 
 def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: object) -> TrainingTurn:
-    """Return what a flow run begins with, be it new, retried or resumed. Raises `Pause` where it is to ask again."""
+    """Return the first turn of a new, retried or resumed flow run. Raises `Pause` if it has to ask again."""
     if (shown := last_form()) is None:
         return TrainingTurn(stop, trainable)
     state = retrying(lambda: read_known(target, experiment)).experiment
@@ -55,25 +55,25 @@ def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: 
 
 
 def _why_not_back(target: StorageTarget, state: Experiment, choice: Choice) -> str:
-    """Say why a training cannot go back as was chosen: found later, it would go on from what was chosen against."""
+    """Return why the training cannot resume from the chosen checkpoint; empty if it can, or none was chosen."""
     if choice.way != "other checkpoint":
         return ""
     (trial,) = state.trials.values()
     key = _checkpoint_at(TrialKey(experiment=state.name, trial=trial.trial), trial, choice.checkpoint)
     damage = damage_of_checkpoint(target, key)
-    return damage and f"checkpoint: that of step {choice.checkpoint} cannot be used: {damage}"
+    return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
 def next_turn(turn: TrainingTurn, target: StorageTarget, state: Experiment) -> TrainingTurn | None:
-    """Return what comes after a turn; None where it is over. Raises `Pause` where the process is to end first."""
+    """Return the next turn, with new answers; None without any. Raises `Pause` if the run is suspended for one."""
     news = answers_of_persons(state, lambda: _form(target, turn, state))
     return TrainingTurn(turn.stop, turn.trainable, news=news, answered=True, state=state) if news else None
 
 
 def followed(plan: TrialPlan, state: Experiment, turn: TrainingTurn) -> Experiment:
-    """Carry out what was answered, with the entry that says so: killed before that, it is carried out by a retry.
+    """Carry out the answer, in the entry that journals it; after a kill before that entry, a retry does it.
 
-    What another start of this run has carried out meanwhile is done.
+    An answer that another start of this run has carried out is skipped.
     """
     if not (news := unheard(turn.news, state)):
         return state
@@ -95,7 +95,7 @@ def _follows(plan: TrialPlan, state: Experiment, trial: Trial, choice: Choice) -
 
 
 def _copy(plan: TrialPlan, state: Experiment, trial: Trial, step: int) -> Cloned:
-    """The trial goes on from a copy of an earlier checkpoint of its own, which costs one manifest: none is lost."""
+    """Clone an earlier checkpoint of the trial as its newest. It writes one manifest; later checkpoints stay."""
     key = _checkpoint_at(plan.trial, trial, step)
     cloned = clone_checkpoint(plan.target, key, unseen(state), trial.trial, new_stamp())
     reason = f"went back to step {step}, as was chosen"
@@ -103,10 +103,10 @@ def _copy(plan: TrialPlan, state: Experiment, trial: Trial, step: int) -> Cloned
 
 
 def _checkpoint_at(place: TrialKey, trial: Trial, step: int) -> CheckpointKey:
-    """Of two of one step the newer. Raises `CheckpointNotFound` where it was retired since it was chosen."""
+    """Return the newest checkpoint of a step. Raises `CheckpointNotFound` if it was retired since the choice."""
     found = [each for each in trial.checkpoints if each.step == step]
     if not found:
-        raise CheckpointNotFound(f"{place.folder}: there is none of step {step} any more; press Retry to choose again")
+        raise CheckpointNotFound(f"{place.folder}: the checkpoint of step {step} is gone; press Retry to choose again")
     return place.checkpoint_key(found[-1])
 
 
@@ -128,9 +128,9 @@ def _code_note(target: StorageTarget, trainable: object, state: Experiment) -> s
 
 
 def code_changed(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
-    """Say that the trainable's source is another one than that which trained up to the newest checkpoint.
+    """Return a warning if the trainable's source has changed since the newest checkpoint.
 
-    Empty where it is the same, or where nobody can tell.
+    Empty if it has not, or if one of the two is unknown.
     """
     key, now = newest_key(folder, trial), code_of(trainable)
     before = code_of_checkpoint(target, key) if key and now else ""

@@ -1,7 +1,7 @@
-"""Whose code a resume by name runs: the person's, the deployment's, or that of settings which a key has signed.
+"""Refuse a resume by name that would run untrusted code, named by the journal.
 
-Everybody who can write to a target can write a journal there. So what a journal chooses is followed only where one of
-these says so: the target's `signing_key`, a local folder that only this user can write to, or trusted packages.
+A user who can write to a target can write a journal there. So the code that a journal names is trusted only by one of:
+the target's `signing_key`, a local folder that only this user can write to, or trusted packages.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from prefect_tune.stores.own_folder import why_not_own
 __all__ = ["TRUSTED_PACKAGES", "require_trusted", "signed_settings", "trusted_here"]
 
 TRUSTED_PACKAGES = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
-"""The environment variable that names them, with commas between, for all flow runs of a machine or a work pool."""
+"""The environment variable of the trusted packages, separated by commas, for a machine or a work pool."""
 _PASSABLE = ("trainable", "space", "stop", "callbacks", "sync", "warm_start", "trial_job_variables")
-"""Parameters of `pt.resume` that name what the journal chooses otherwise."""
+"""Parameters of `pt.resume` that replace what the journal names."""
 _UNSHOWN = "trial_job_variables"  # their values may be keys
 _LONGEST = 400
 
 
 def trusted_here(given: Sequence[str] | None) -> Sequence[str]:
-    """Return the trusted packages: as given, or those that the environment names.
+    """Return the trusted packages: those given, or else those of the environment variable.
 
     Raises:
-        InvalidInput: one of them cannot be a package.
+        InvalidInput: one of them is not the name of a package.
     """
     found = given
     if found is None:
@@ -47,19 +47,19 @@ def trusted_here(given: Sequence[str] | None) -> Sequence[str]:
 
 
 def require_trusted(target: StorageTarget, known: Experiment, passed: Collection[str], packages: Sequence[str]) -> None:
-    """Return if all that the journal of `known` chooses may be followed; nothing of it is imported before that.
+    """Return if all code that the journal of `known` names is trusted; none of it is imported before.
 
     Args:
-        target: where it lies.
-        known: as it was read.
-        passed: the parameters that the person or the deployment gives: what the journal says of these is not used.
-        packages: those that the deployment trusts.
+        target: where the experiment is stored.
+        known: the experiment, as read.
+        passed: the parameters that this run is given: the journal's values of these are not used.
+        packages: the trusted packages.
 
     Raises:
-        UnsafePayload: the journal chooses code that nothing here trusts. The message says what to pass.
+        UnsafePayload: the journal names code that is not trusted. The message says what to pass.
     """
     key = target.signing_secret
-    # What is to be signed from now on is to hold without a `Learned` that others could take away.
+    # With a key, `Learned` events excuse no choice: they are not signed, so others could remove them.
     learned = known.learned if key is None else ()
     chosen = [each for each in code_choices(known.settings, learned) if each.parameter not in passed]
     if not chosen:
@@ -79,9 +79,9 @@ def require_trusted(target: StorageTarget, known: Experiment, passed: Collection
 
 
 def signed_settings(target: StorageTarget, known: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return `settings` as the journal of `known` is to hold them: signed, where the target has a key.
+    """Return `settings` for the journal of `known`: signed, if the target has a key.
 
-    Without the key a signature stays what it is as long as the settings do.
+    Without a key an existing signature is kept while the settings do not change.
     """
     if (key := target.signing_secret) is not None:
         return signed(settings, known.name, key)
@@ -89,7 +89,7 @@ def signed_settings(target: StorageTarget, known: Experiment, settings: Mapping[
 
 
 def _why_not_own(target: StorageTarget, known: Experiment) -> str:
-    """A fork has its settings from its origin, so that this has to be the user's own too."""
+    """Return why others may have written the journal, or that of an origin of the fork; empty if not."""
     if not isinstance(target, LocalTarget):
         return "the target is not a folder of this machine"
     if target.may_hang:
@@ -110,7 +110,7 @@ def _with_origins(target: StorageTarget, known: Experiment) -> Sequence[str]:
 
 
 def _why_not_of(choice: CodeChoice, packages: Sequence[str]) -> str:
-    """Return why trusted packages do not cover it; empty where they do."""
+    """Return why trusted packages do not cover `choice`; empty if they do."""
     if choice.name is None:
         return "no package"
     return why_not_defined(choice.name, packages) if packages else "no package is trusted"
@@ -119,7 +119,7 @@ def _why_not_of(choice: CodeChoice, packages: Sequence[str]) -> str:
 def _message(target: StorageTarget, known: Experiment, refused: Mapping[CodeChoice, str], why: str) -> str:
     where = f"experiment {known.name!r} at {target.uri}"
     lines = [
-        f"{where}: its journal chooses what is run, and others may have written that: {why}. Nothing of it was started:"
+        f"{where}: its journal names the code to run, and others may have written it: {why}. None of this was started:"
     ]
     lines += [f"  {each.parameter}: {each.shown}{f' ({said})' if said else ''}" for each, said in refused.items()]
     lines.append(f"If it is yours, {_next_move(target, known, [each.parameter for each in refused])}")
@@ -133,12 +133,12 @@ def _other_moves(refused: Collection[CodeChoice]) -> Iterator[str]:
     if names := sorted(each for each in named if is_module_name(each) and each not in sys.stdlib_module_names):
         variable = f"{TRUSTED_PACKAGES}={','.join(names)}"
         yield f"A deployment can trust packages: trusted_packages={names}, or {variable} where its runs are."
-    yield "A target block with a signing_key follows what was signed with that key."
+    yield "A target block with a signing_key trusts what was signed with that key."
 
 
 def _next_move(target: StorageTarget, known: Experiment, parameters: Sequence[str]) -> str:
     if any(each not in _PASSABLE for each in parameters):
-        return "call pt.tune(...) as before, with the same experiment name: it goes on."
+        return "call pt.tune(...) as before, with the same experiment name: it resumes."
     given = ", ".join(f"{name}={_shown(name, known.settings[name])}" for name in dict.fromkeys(parameters))
     return f"pass it: pt.resume({known.name!r}, target={_reference(target)}, {given})"
 

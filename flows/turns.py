@@ -1,4 +1,4 @@
-"""A run in turns: each ends when there is nothing more to do, or when a person has to say how it goes on."""
+"""Turns of a flow run: each ends when no work is left, or when a person has to answer."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ _PATIENCE = timedelta(days=30)
 
 @dataclass(kw_only=True)
 class Turn:
-    """What is to be done until a person has to say something, or it is over."""
+    """One turn of a flow run: the work until a person has to answer, or none is left."""
 
     news: Sequence[Answered] = ()
-    """What persons have answered, and the journal does not hold yet."""
+    """Answers of persons that the journal does not hold yet."""
     answered: bool = False
-    """Whether a person has answered this very process, which goes on."""
+    """Whether a person has answered in this process, without a suspension."""
     state: Experiment | None = None
-    """The experiment as it was last seen to be."""
+    """The last known state of the experiment."""
 
     def reached(self, state: Experiment) -> None:
-        """Take note of how it stands."""
+        """Keep `state` as the last known one."""
         self.state = state
 
 
 def answers_of_persons(state: Experiment, form: Callable[[], Form]) -> Sequence[Answered]:
-    """Return what has to be known before the run can have another turn; nothing where it is over.
+    """Return the answers with which the run takes another turn; nothing if no question is open.
 
     Args:
         state: the experiment after this turn.
-        form: of how to go on.
+        form: makes the form that asks how to continue.
 
     Raises:
-        Pause: the process is to end: the run is Suspended, and a person is asked.
+        Pause: the run is Suspended with a question, and the process is to end.
     """
     if is_suspended():
         leave_with(form(), HOW_TO_GO_ON) if can_be_suspended() else leave_without()
@@ -69,7 +69,7 @@ def answers_of_persons(state: Experiment, form: Callable[[], Form]) -> Sequence[
 
 
 def _asked_here(question: Questioned, experiment: str) -> Answered:
-    """Ask, and wait: there is no worker that would start this run again."""
+    """Ask and wait in this process, since no worker would start the run again."""
     if sys.stdin is not None and sys.stdin.isatty():
         answer: Mapping[str, object] = asked_in_terminal(question)
         return Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id)
@@ -90,12 +90,12 @@ def _asked_here(question: Questioned, experiment: str) -> Answered:
 
 @contextmanager
 def as_one_owner(target: StorageTarget, experiment: str) -> Iterator[None]:
-    """Where this very run was started once more meanwhile, by mistake, leave it to whoever has it now.
+    """End this process without a state if another process of the same flow run has taken over the experiment.
 
-    What this process says of the run would be said of the other's.
+    A state from this process would overwrite the state of the other.
 
     Raises:
-        Abort: in place of `Superseded` by the same flow run: the process ends, and reports no state.
+        Abort: instead of `Superseded`, if the new owner is the same flow run.
     """
     try:
         yield
@@ -116,21 +116,21 @@ def _is_ours_again(target: StorageTarget, experiment: str) -> bool:
 
 @contextmanager
 def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[None]:
-    """Where the process is told to end, say last what can be resumed, from the state that `look` returns."""
+    """On SIGTERM or Ctrl-C, log as the last line what can be resumed, from the state that `look` returns."""
     try:
         yield
     except (TerminationSignal, KeyboardInterrupt):
         state = look()
-        get_run_logger().warning("%s", resumable(state) if state else "it had not begun: run it again")
+        get_run_logger().warning("%s", resumable(state) if state else "the run had not begun: run it again")
         raise
 
 
 def resumable(state: Experiment) -> str:
-    """Say what of an experiment can be resumed, and how."""
+    """Return a sentence: what can be resumed of an experiment, and how."""
     trials = list(state.trials.values())
     open_ones = [each for each in trials if each.status not in ENDED]
     saved = [newest.step if (newest := newest_checkpoint(each)) else 0 for each in open_ones]
-    again = "run it again, with Retry or under the same experiment name, to go on"
+    again = "run it again, with Retry or under the same experiment name, to resume"
     if not open_ones:
         return f"experiment {state.name!r}: all {len(trials)} trials have ended; {again}"
     if len(trials) == 1:

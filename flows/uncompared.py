@@ -1,4 +1,4 @@
-"""Why no trial can be compared, in words from which whoever asked knows what to do."""
+"""Explain why trials cannot be ranked, and how to fix it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Curves = Mapping[str, Sequence[Mapping[str, object]]]
 
 
 def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves: Callable[[], Curves]) -> str:
-    """Return what is the matter where none of the trials can be compared by `scope`.
+    """Return why none of the trials can be ranked by `scope`.
 
     Args:
-        curves: reads the reports of all trials; asked only where the last ones do not say enough.
+        curves: reads all reports of all trials; called only if their last reports do not explain it.
     """
     errored = [each.trial for each in trials if each.status is Status.ERRORED]
     names = sorted({name for each in trials for name in each.metrics})
@@ -29,7 +29,7 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves
     if errored and len(errored) == len(trials):
         first = next(iter(trials))
         return f"all {len(trials)} errored, the first because {first_line(first.reason)}; see results.errors"
-    return f"reported were {names}" if names else "nothing was reported"
+    return f"their reports have {names}" if names else "nothing was reported"
 
 
 def _as_text(trials: Collection[Trial], objective: Objective) -> str:

@@ -1,4 +1,4 @@
-"""What a run of maintenance found and did, as values, and as the page that the Prefect UI shows of it."""
+"""The report of a maintenance run: values, and a Markdown page for the Prefect UI."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _SHOWN_ROWS = 100
 
 @dataclass(frozen=True, slots=True)
 class DamagedCheckpoint:
-    """Something that is not as it was committed."""
+    """A committed checkpoint, or a journal, that is damaged."""
 
     experiment: str
     trial: str | None
-    """None where it is the experiment's journal; of a trial's own journal the step is None."""
+    """None for the experiment's journal; `step` is None for a trial's own journal."""
     step: int | None
     folder: str
-    """Where on the target it lies."""
+    """Its folder on the target."""
     damage: str
     is_new: bool
-    """Whether no run of maintenance has told of it."""
+    """Whether no earlier maintenance run has reported it."""
     is_aside: bool
-    """Whether it was put aside, so that nobody goes on from it."""
+    """Whether it was put aside, so that no trial resumes from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotLookedAt:
-    """What this run left to the next one, or cannot do, and why."""
+    """Work that this run left to the next one or cannot do, and why."""
 
     experiment: str
     what: str
@@ -46,46 +46,46 @@ class NotLookedAt:
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """What was found and done in one experiment."""
+    """Findings and actions in one experiment."""
 
     experiment: str
     live_count: int = 0
     verified_count: int = 0
     verified_bytes: int = 0
     unread_count: int = 0
-    """Checkpoints of this sample for which the limits left no room."""
+    """Sampled checkpoints that were not read, because of the limits of the run."""
     damaged: tuple[DamagedCheckpoint, ...] = ()
     pruned_count: int = 0
     """Checkpoints that were retired."""
     collected_count: int = 0
-    """Objects that were deleted, or in a dry run would be."""
+    """Objects that were deleted, or would be in a dry run."""
     collected_bytes: int = 0
     undecided_count: int = 0
-    """Objects that a save under way may still use."""
+    """Unreferenced objects that a running save may still use."""
     not_looked_at: tuple[NotLookedAt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceReport:
-    """What a run of `pt.maintain` found and did."""
+    """Findings and actions of a run of `pt.maintain`."""
 
     target: str
     """The target's URI."""
     experiments: tuple[Upkeep, ...]
-    """What was found and done, an experiment each."""
+    """Findings and actions, one item for each experiment."""
     not_looked_at: tuple[NotLookedAt, ...]
-    """What there was no time for, or what could not be read, and why."""
+    """Work for which there was no time, or that failed, and why."""
     dry_run: bool
     """Whether nothing was written or deleted."""
 
     @property
     def damaged(self) -> Sequence[DamagedCheckpoint]:
-        """All damage that was found, told of before or not."""
+        """All damage, reported by an earlier run or not."""
         return [damaged for each in self.experiments for damaged in each.damaged]
 
     @property
     def new_damage(self) -> Sequence[DamagedCheckpoint]:
-        """The damage that no run has told of."""
+        """The damage that no earlier run has reported."""
         return [each for each in self.damaged if each.is_new]
 
     @property
@@ -95,12 +95,12 @@ class MaintenanceReport:
 
     @property
     def collected_bytes(self) -> int:
-        """How much was deleted, or in a dry run would be."""
+        """Size of the objects that were deleted, or would be in a dry run."""
         return sum(each.collected_bytes for each in self.experiments)
 
     @property
     def summary(self) -> str:
-        """All of it in a line."""
+        """The report in one line."""
         size = sum(each.verified_bytes for each in self.experiments)
         would = "would be " if self.dry_run else ""
         pruned = sum(each.pruned_count for each in self.experiments)
@@ -113,30 +113,31 @@ class MaintenanceReport:
 
     @property
     def alarm(self) -> str:
-        """What is damaged and new, in a line."""
+        """The new damage in one line, as an error message. There has to be some."""
         first = self.new_damage[0]
         more = f" and {len(self.new_damage) - 1} more" if len(self.new_damage) > 1 else ""
         aside = "; what is damaged was put aside" if all(each.is_aside for each in self.new_damage) else ""
-        return f"{self.target}: {first.folder}{more} damaged, and not told of before{aside}: {first.damage}"
+        return f"{self.target}: {first.folder}{more} damaged, and not reported before{aside}: {first.damage}"
 
 
 def show_report(report: MaintenanceReport) -> bool:
-    """Make the report an artifact of the run, and return whether it is one.
+    """Publish the report as an artifact of the flow run; return whether that succeeded.
 
-    Best effort: what was done is done, and the result says it too; but what nobody has seen is told again.
+    An error is only logged, since the run's result holds the report too. Damage that was not published counts as new
+    in the next run.
     """
     plain = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
     key = f"maintenance-{plain}-{digest_of(report.target.encode())[:6]}"
     try:
         MarkdownArtifact(key=key, markdown=markdown(report), description="Maintenance report").create()
     except (PrefectException, HTTPError, OSError) as error:
-        get_run_logger().warning("the report is not shown: %s: %s", type(error).__name__, error)
+        get_run_logger().warning("the report was not published: %s: %s", type(error).__name__, error)
         return False
     return True
 
 
 def markdown(report: MaintenanceReport) -> str:
-    """Return the page: what is wrong first, then what was done, then what was not."""
+    """Return the page: first the damage, then the work done, then the work left."""
     what = "Dry run: nothing on the target was changed" if report.dry_run else "Maintenance"
     sign = "🔴" if report.new_damage else "🟠" if report.damaged else "✅"
     return "\n".join(
@@ -194,6 +195,6 @@ def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def _cell(text: str) -> str:
-    """Text is somebody's: it must not end the cell, or start markup."""
+    """Escape and shorten text from the target: it must not end the cell, or start markup."""
     line = " ".join(text.split())
     return re.sub(r"([|<>\[\]`])", r"\\\1", line if len(line) <= 300 else f"{line[:299]}…")

@@ -28,7 +28,7 @@ def test_maintain_ends_with_4_where_it_finds_new_damage_and_what_is_whole_again_
     done = run("maintain", target, "--verify", "all", "--json")
     assert done.code == 4
     assert json.loads(done.out)["experiments"][0]["damaged"][0]["step"] == 6
-    assert "damaged, and not told of before" in done.err
+    assert "damaged, and not reported before" in done.err
     again = run("maintain", target, "digits", "--verify", "all", "--keep-last", "1", "--dry-run")
     assert (again.code, "1 would be pruned" in again.out) == (0, True)
 

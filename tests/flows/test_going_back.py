@@ -86,7 +86,7 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
 
     with pytest.raises(Pause):
         left_run.within(start)
-    assert "Please answer again**: checkpoint: that of step 5 cannot be used: " in left_run.page()
+    assert "Please answer again**: checkpoint: step 5 cannot be used: " in left_run.page()
     assert experiment_at(trained.target, "troubled") == before
     left_run.resume({**_BACK, "checkpoint": 10})
     left_run.within(start)

@@ -49,10 +49,10 @@ def test_a_metric_that_only_the_last_reports_lack_is_found_by_another_scope() ->
     reports: list[Mapping[str, object]] = [{"loss": 1.0}, {"accuracy": 0.5}]
     said = "the last reports have ['accuracy']; scope='best' looks at all reports"
     assert why(trial(*reports), curves=reports) == said
-    assert why(trial(*reports), scope="avg") == "reported were ['accuracy']"
+    assert why(trial(*reports), scope="avg") == "their reports have ['accuracy']"
 
 
 def test_whoever_asks_for_another_metric_hears_which_there_are(tmp_path: Path) -> None:
     write_search(tmp_path / "target", "e", {"00000": 0.5})
-    with pytest.raises(pt.InvalidInput, match=r"none of its 1 trials has reported los: reported were \['loss'\]"):
+    with pytest.raises(pt.InvalidInput, match=r"none of its 1 trials has reported los: their reports have \['loss'\]"):
         pt.load_results(tmp_path / "target", "e", metric="los").best_trial()
