@@ -1,4 +1,4 @@
-"""A search: many trials, proposed, scheduled, each as durable as a single one; resumed exactly."""
+"""`pt.tune`: the flow of a hyperparameter search, which can be resumed at any point."""
 
 from __future__ import annotations
 
@@ -63,80 +63,83 @@ def tune(
     grace_period_seconds: float = 25,
     silence_timeout_seconds: float | None = None,
 ) -> Results:
-    """Search `space` for the configuration with which `trainable` does best; go on wherever an earlier run ended.
+    """Search `space` for the configuration with which `trainable` does best; resume the experiment if it exists.
 
-    Every proposal and every decision is in the journal on `target` before it is acted on, and every
-    trial has a journal of its own. Started again with the same experiment name, by whatever means,
-    trials that were cut off go on from their newest committed checkpoints, and the search proposes
-    what it would have proposed.
+    Every proposal and every decision is in the journal on `target` before it takes effect, and every
+    trial has a journal of its own. After another start with the same experiment name, by any means,
+    interrupted trials continue from their newest committed checkpoints, and the search proposes
+    the same configurations as without the interruption.
 
     Args:
-        trainable: what is trained: `package.module:Name`, installed where the flow runs; in code also the function
+        trainable: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
         space: a configuration in which some values are drawn. In JSON `{"lr": {"loguniform": [1e-4, 0.1]},
             "layers": {"choice": [1, 2]}, "batch": 32}`, in code `{"lr": pt.loguniform(1e-4, 0.1)}`.
-        target: where checkpoints and state live. A URI such as `s3://bucket/runs`, the `type/name` of a saved block,
-            such as `s3-target/prod`, or the block. Secrets belong into blocks, where nobody sees them.
-        experiment: its name on the target; the same name goes on. Default: the id of the root flow run, which a Retry
-            keeps.
-        metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` where it is nested; or
+        target: where checkpoints and state are stored. A URI such as `s3://bucket/runs`, the `type/name` of a saved
+            block, such as `s3-target/prod`, or the block. Put secrets into a block: its secret fields are hidden.
+        experiment: its name on the target; a name that exists is resumed. Default: the id of the root flow run, which
+            a Retry keeps.
+        metric: the reported metric that trials are compared by, such as `loss`, or `eval/loss` if it is nested; or
             several.
         mode: whether a small metric is good (`min`), or a large one (`max`); one for all, or one for each.
-        num_samples: how many configurations are tried in all; with a grid, how often each point. Default: 10, for a
-            grid alone (nothing else is drawn) 1, or what `search` says.
-        samples_per_run: in place of `num_samples`: how many this run adds to those of earlier runs, for a schedule.
-            What these left over comes first. A run that is started again (Retry, Resume, automation) adds nothing more.
-        stop: when a trial has had enough: `{"step": 100}` or other limits of metrics, reached from below (`>=`, as
-            Ray's). The experiment too: `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
+        num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
+            1 for a grid without other draws; or the number that `search` has.
+        samples_per_run: instead of `num_samples`: how many samples this run adds to those of earlier runs, for a
+            schedule. Samples that earlier runs left come first. A restart (Retry, Resume, automation) adds none.
+        stop: when a trial is finished: `{"step": 100}` or other limits of metrics, reached from below (`>=`, as in
+            Ray). Limits of the experiment too: `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
             `pt.MaxSteps(100) | pt.MaxFailures(5)`.
-        scheduler: who decides which trials go on. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
-            Default: all go on.
-        search: who proposes. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search, and grids.
-        seed: what all draws hang on. Default: one that hangs on the experiment's name.
-        time_budget_seconds: seconds, after which everything in this run saves and ends; running it again goes on.
+        scheduler: decides which trials continue. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
+            Default: all trials continue.
+        search: proposes configurations. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search, and
+            grids.
+        seed: seed of all random draws. Default: derived from the experiment's name.
+        time_budget_seconds: seconds after which all trials save and the run ends; another run continues it.
             Default: none.
-        max_concurrent_trials: how many train at once. Default: one for each processor, or for each that has what it
-            needs.
-        resources_per_trial: what each trial has for itself: `{"cpu": 2, "gpu": 1}`; of a GPU also a part. On this
-            machine trials wait until it is free, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray are told.
-        resources_total: what this machine may give, where that is not all that is found: `{"cpu": 8, "gpu": 2}`.
+        max_concurrent_trials: how many trials train at once. Default: one for each CPU, or as many as have their
+            `resources_per_trial`.
+        resources_per_trial: resources of each trial: `{"cpu": 2, "gpu": 1}`; a part of a GPU is allowed. On this
+            machine trials wait for free resources, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray
+            schedule by them.
+        resources_total: resources of this machine that trials may use, if not all: `{"cpu": 8, "gpu": 2}`.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
-        retention: which checkpoints of a trial stay. Default: all.
+        retention: which checkpoints of a trial are kept. Default: all.
         failures: the retry budgets of a trial. Default: none for its own failures, 10 for the machine's.
         fail_fast: end the experiment at the first trial that errors; the others save and can be resumed.
-        resume: `auto` goes on where the experiment is there, and begins where it is not; `must` (or true) is an error
-            where it is not there, `never` (or false) where it is. Ray's words are understood too: `auto+errored`.
-        rerun_errored: try trials again that errored in an earlier run; `only` those, and nothing else.
+        resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
+            exists, `never` (or false) that it does not. Ray's words are accepted too: `auto+errored`.
+        rerun_errored: run trials again that errored in an earlier run; `only` runs these and no others.
         warm_start: experiments whose finished trials the search learns from: names on the same target, or
-            `s3://bucket/folder/name`. Their trials are kept in this experiment's journal, and count as no samples.
-        on_code_change: whether an experiment whose trainable has another source than before goes on, or is refused.
-        trials: `tasks` runs them on the flow's task runner (threads, Dask, Ray); `deployment` gives each attempt a
-            flow run of its own, on whatever work pool `trial_deployment` is deployed to.
+            `s3://bucket/folder/name`. Their trials are copied into this experiment's journal, and are no samples of it.
+        on_code_change: whether to `warn` or to `refuse` if the source of the experiment's trainable has changed.
+        trials: `tasks` runs trials on the flow's task runner (threads, Dask, Ray); `deployment` starts a flow run for
+            each attempt, on the work pool of `trial_deployment`.
         trial_deployment: a deployment of `prefect_tune.flows.train_trial.train_trial`, as `flow/deployment`.
-        trial_job_variables: for its runs: what a trial has of a machine, in the words of the work pool.
-        trial_tags: of each attempt's task run, and of its flow run as a deployment. Prefect's tag limits hold.
-        concurrency_limits: Prefect's global concurrency limits; each attempt waits for a place, and holds it.
-        sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to train on during an upload.
-        callbacks: who hears of the trials: `package.module:Name`; in code also `pt.CSVLogger()`.
+        trial_job_variables: job variables of its flow runs, such as CPU and memory, as the work pool names them.
+        trial_tags: tags of each attempt's task run, and of its flow run as a deployment. Prefect's tag-based
+            concurrency limits apply.
+        concurrency_limits: Prefect's global concurrency limits; each attempt waits for a slot of each, and holds it.
+        sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
+        callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.CSVLogger()`.
         isolation: `process` trains each trial in a child process; `thread` in this one, for debuggers.
-        grace_period_seconds: seconds that trials may take to save once SIGTERM or a cancellation arrives.
-        silence_timeout_seconds: seconds without a report after which a trial is taken for hung and started again.
+        grace_period_seconds: how long trials may take to save after SIGTERM or a cancellation.
+        silence_timeout_seconds: seconds without a report after which a trial counts as hung and is restarted.
             Default: never.
 
     Returns:
         Results: the best configuration and its checkpoint, every trial, every error.
 
     Raises:
-        InvalidInput: what was asked for cannot be done; nothing was started.
-        Superseded: another run has taken the experiment over.
+        InvalidInput: a parameter is not valid; nothing was started.
+        Superseded: another run has taken over the experiment.
         ResumeFailed: the experiment exists and cannot be read; or it does not exist, and must.
-        CrashLoop: automations started this run again and again, and nothing came of it.
-        StoreUnavailable: the target did not answer for too long. Running it again goes on.
-        StoreRefused: the target refuses, for its credentials say: from the start, or for too long. Running it again
-            goes on.
+        CrashLoop: automations restarted this run too often without progress.
+        StoreUnavailable: the target did not answer for too long. Run it again to continue.
+        StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it
+            again to continue.
     """
-    given = dict(locals())  # the parameters: `Asked` names them alike
+    given = dict(locals())  # the parameters; the fields of `Asked` have the same names
     require_one_count(num_samples, samples_per_run)
-    from prefect_tune.flows.search import searched  # while a script's own server starts: `own_server`
+    from prefect_tune.flows.search import searched  # own_server imports it while its server starts
 
     return searched(Asked(**given))

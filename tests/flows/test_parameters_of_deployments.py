@@ -242,8 +242,8 @@ def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:
 
 def test_a_form_begins_no_description_by_capitalising_what_is_typed_as_it_is() -> None:
     said = {name: each["description"] for name, each in RESUME["properties"].items()}
-    assert said["trainable"].startswith("package.module:Name; needed")
-    assert said["fork"].startswith("A name: leave experiment as it is")
+    assert said["trainable"].startswith("package.module:Name; required")
+    assert said["fork"].startswith("Name of a new experiment: continue")
     sections = TUNE["definitions"]
     assert sections["FailurePolicy"]["description"].endswith("by the kind of failure.")
     assert all("Args:" not in each.get("description", "") for each in sections.values())
