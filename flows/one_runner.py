@@ -23,7 +23,7 @@ def require_one_runner(uri: str, *, exploiting: str, elsewhere: str) -> None:
         _refuse(uri, f"scheduler: {exploiting}", why, "a scheduler that clones no checkpoints (FIFO, ASHA, Hyperband)")
     if elsewhere:
         why = "an attempt in another process may be presumed lost, still run, and write beside its successor"
-        _refuse(uri, elsewhere, why, "trials='tasks' on the threads of the flow run")
+        _refuse(uri, elsewhere, why, "trials='tasks' with a thread pool task runner")
 
 
 def _refuse(uri: str, asked: str, why: str, instead: str) -> None:

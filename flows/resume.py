@@ -106,7 +106,7 @@ def resume(
     Raises:
         ResumeFailed: the experiment does not exist, or cannot be read. Nothing was started.
         InvalidInput: its journal lacks a setting; the message says what to pass.
-        UnsafePayload: its journal names code that is not trusted; the message says what to pass.
+        UnsafePayload: its journal names something that is not trusted; the message says what to pass.
         CheckpointNotFound: with `strict_fork`, a checkpoint has been deleted.
         Superseded: another run has taken over the experiment.
         CrashLoop: automations restarted this run too often without progress.

@@ -30,7 +30,7 @@ class _Search(RunInput):
 
     way: Literal["continue", "extend", "stop here"] = Field(
         default="continue",
-        title="How to go on",
+        title="How to continue",
         description="continue: with the same settings. extend: with the larger numbers below. stop here: save nothing "
         "more, publish the results, and end; unfinished trials can be resumed later.",
     )
@@ -48,7 +48,7 @@ class _Training(RunInput):
 
     way: Literal["continue", "extend", "other checkpoint", "stop here"] = Field(
         default="continue",
-        title="How to go on",
+        title="How to continue",
         description="continue: from the newest checkpoint. extend: with the larger numbers below. other checkpoint: "
         "go back to the step below; later checkpoints are kept. stop here: the training is finished.",
     )

@@ -147,7 +147,7 @@ def _opened(
 
 
 def _require_fit(asked: Asked, plan: TrialPlan, council: Council) -> None:
-    """Check, before anything is written, that the target is safe for this search with several writers."""
+    """Refuse a search with several writers of one journal if the target cannot keep them apart; write nothing."""
     if check_target(plan.target).conditional_create:
         return
     runner = _runner_elsewhere()

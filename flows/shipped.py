@@ -106,8 +106,8 @@ def _silent(window: timedelta) -> Shipped:
     """Mark a run without heartbeats as crashed: a lost machine cannot report its crash."""
     return Shipped(
         f"{_PREFIX}take a silent run for crashed",
-        f"Marks a run of a deployment tagged {_TAG!r} as Crashed that has sent no heartbeat for "
-        f"{window.total_seconds():g} s: its machine is lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets their period.",
+        f"Marks a run of a deployment tagged {_TAG!r} as Crashed after {window.total_seconds():g} s without a "
+        "heartbeat: its machine is lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets the heartbeat period.",
         EventTrigger(
             posture=Posture.Proactive,
             match={"prefect.resource.id": f"{_FLOW_RUN}*"},

@@ -1,7 +1,7 @@
-"""Refuse a resume by name that would run untrusted code, named by the journal.
+"""Refuse a resume by name if its journal names code, places or job variables that are not trusted.
 
-A user who can write to a target can write a journal there. So the code that a journal names is trusted only by one of:
-the target's `signing_key`, a local folder that only this user can write to, or trusted packages.
+A user who can write to a target can write a journal there. So what a journal names is trusted only by one of these: the
+target's `signing_key`, a local folder that only this user can write to, or trusted packages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def trusted_here(given: Sequence[str] | None) -> Sequence[str]:
 
 
 def require_trusted(target: StorageTarget, known: Experiment, passed: Collection[str], packages: Sequence[str]) -> None:
-    """Return if all code that the journal of `known` names is trusted; none of it is imported before.
+    """Return if the code, places and job variables in the journal of `known` are trusted; import none before.
 
     Args:
         target: where the experiment is stored.
@@ -56,7 +56,7 @@ def require_trusted(target: StorageTarget, known: Experiment, passed: Collection
         packages: the trusted packages.
 
     Raises:
-        UnsafePayload: the journal names code that is not trusted. The message says what to pass.
+        UnsafePayload: one of them is not trusted. The message says what to pass.
     """
     key = target.signing_secret
     # With a key, `Learned` events excuse no choice: they are not signed, so others could remove them.
@@ -72,7 +72,7 @@ def require_trusted(target: StorageTarget, known: Experiment, passed: Collection
         return
     else:
         refused = dict.fromkeys(chosen, "")
-        what = "is not the one that the target's signing_key gives" if has_signature(known.settings) else "is missing"
+        what = "does not match the target's signing_key" if has_signature(known.settings) else "is missing"
         why = f"the signature of its settings {what}"
     if refused:
         raise UnsafePayload(_message(target, known, refused, why))
@@ -119,7 +119,7 @@ def _why_not_of(choice: CodeChoice, packages: Sequence[str]) -> str:
 def _message(target: StorageTarget, known: Experiment, refused: Mapping[CodeChoice, str], why: str) -> str:
     where = f"experiment {known.name!r} at {target.uri}"
     lines = [
-        f"{where}: its journal names the code to run, and others may have written it: {why}. None of this was started:"
+        f"{where}: its journal decides what is run, and others may have written it: {why}. None of this was started:"
     ]
     lines += [f"  {each.parameter}: {each.shown}{f' ({said})' if said else ''}" for each, said in refused.items()]
     lines.append(f"If it is yours, {_next_move(target, known, [each.parameter for each in refused])}")

@@ -61,7 +61,7 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
     page = ui.run(run)
     dialog = page.act("Resume")
     answer = Form(ui.page, dialog)
-    answer.choose("How to go on", "extend")
+    answer.choose("How to continue", "extend")
     answer.fill("Total samples", 6)
     ui.picture("3-resume-form")
     search.hurry()

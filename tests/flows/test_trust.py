@@ -318,11 +318,11 @@ _GOOD = signed(_SETTINGS, "e", KEY.get_secret_value().encode())
     ("settings", "said"),
     [
         (_SETTINGS, "is missing"),
-        ({**_GOOD, "trainable": "subprocess:call"}, "is not the one"),
-        ({**_GOOD, "trial_job_variables": {"command": "touch"}}, "is not the one"),
-        ({**_GOOD, "signature": ["hmac"]}, "is not the one"),
-        (signed(_SETTINGS, "e", b"another key of somebody"), "is not the one"),
-        (signed(_SETTINGS, "other", KEY.get_secret_value().encode()), "is not the one"),
+        ({**_GOOD, "trainable": "subprocess:call"}, "does not match"),
+        ({**_GOOD, "trial_job_variables": {"command": "touch"}}, "does not match"),
+        ({**_GOOD, "signature": ["hmac"]}, "does not match"),
+        (signed(_SETTINGS, "e", b"another key of somebody"), "does not match"),
+        (signed(_SETTINGS, "other", KEY.get_secret_value().encode()), "does not match"),
     ],
 )
 def test_a_signature_that_is_wrong_or_missing_or_of_another_experiment_is_refused(
