@@ -118,7 +118,7 @@ def resume(
     require_one_count(num_samples, samples_per_run)
     where = resolve_target(target)
     if fork is None and (at is not None or strict_fork):
-        raise InvalidInput("at: a resume starts at the last entry; to start at another one, name a fork: fork='name'")
+        raise InvalidInput("at: a resume starts at the last entry; to start at another one, name the fork: fork='name'")
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
         experiment = fork_experiment(where, request).name

@@ -185,7 +185,7 @@ def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_told_of_
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
         assert [*crew.hear(NOW), *crew.hear(NOW)] == []
-        assert caplog.text.count("is read later: the credentials have expired") == 1
+        assert caplog.text.count("are read later: the credentials have expired") == 1
     assert told(crew.hear(NOW)) == [(1, False), (2, True)]
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
