@@ -1,4 +1,7 @@
-"""One retryable, timed act each: run a trial, save, restore, delete, sync."""
+"""The Prefect tasks: run a trial; save, restore and delete a checkpoint; read and write the journal.
+
+Each task is retried on transient errors and has a timeout.
+"""
 
 from __future__ import annotations
 

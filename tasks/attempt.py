@@ -1,4 +1,4 @@
-"""One attempt, from the supervisor's chair: hear the trial, have its checkpoints committed, say how it ended."""
+"""Supervise one attempt: receive the trial's messages, queue its checkpoints for commit, return the outcome."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Asking", "Done", "Failed", "Outcome", "Yielded", "events_of", "super
 
 _TICK = timedelta(seconds=0.1)
 _KILLS_PERIOD = timedelta(seconds=1)
-# A crash signal is the trainable's doing (or its libraries'); SIGKILL comes from outside.
+# The trainable or its libraries cause these signals; SIGKILL comes from outside the process.
 _OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
 
@@ -43,12 +43,12 @@ class Done:
     reason: str
     returned: bool
     left: bool = False
-    """Whether it was told to."""
+    """Whether the trainable returned because it received `Leave`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The attempt ended and the trial has not; `at_start` when it died before its first step."""
+    """The attempt ended, the trial did not; `at_start` if the trainable failed before its first step."""
 
     cause: Cause
     message: str
@@ -57,14 +57,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
-    """The trial gave its slot away, as the scheduler wanted."""
+    """The trial paused and freed its slot, because the scheduler decided so."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """The trial waits to be told by a person."""
+    """The trial waits for a person to answer `question`."""
 
     question: Question
 
@@ -73,7 +73,7 @@ Outcome: TypeAlias = Done | Failed | Yielded | Asking
 
 
 def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
-    """Return what the journal is told of an outcome."""
+    """Return the journal events of an outcome."""
     match outcome:
         case Done(reason=reason, returned=returned, left=left):
             return [Finished(trial=trial, reason=reason, returned=returned, left=left)]
@@ -91,7 +91,7 @@ def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
 
 
 def supervise(channel: TrialChannel, ledger: Ledger, plan: TrialPlan, line: Line) -> Outcome:
-    """Serve the trial until it ends, dies, falls silent, or `line.stop` is set and the grace period is over."""
+    """Serve the trial until it ends, crashes or stays silent too long, or its grace after `line.stop` expires."""
     return _Supervisor(channel, ledger, plan, line).run()
 
 
@@ -103,8 +103,8 @@ class _Supervisor:
         self._line = line
         self._steps = 0
         self._handed_over = 0  # counted by this thread
-        self._committed = 0  # counted by the ledger's
-        self._heard_at: float | None = None  # until it is loaded, silence is no sign
+        self._committed = 0  # counted by the commit worker's thread
+        self._heard_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._asks = False
         line.connect(self._answer)
         self._asked_at: float | None = None
@@ -124,7 +124,10 @@ class _Supervisor:
                 return outcome
 
     def _look_for_kills(self) -> None:
-        """The count is the machine's: only what is killed within a second of the trial's death can be the trial."""
+        """Sample the kernel's OOM kill counter once a second.
+
+        The counter is machine-wide: a kill counts as the trial's only if it follows the last sample before its death.
+        """
         now = time.monotonic()
         if now - self._kills_seen[0] >= _KILLS_PERIOD.total_seconds():
             self._kills_seen = (now, _out_of_memory_kills())
@@ -175,7 +178,7 @@ class _Supervisor:
         self._line.told(done.report, asks=done.asks)
 
     def _answer(self, answer: Answer) -> None:
-        if self._asks and self._heard_at is not None:  # it waited; who is told unasked may be hung
+        if self._asks and self._heard_at is not None:  # it waited for this; an unasked message proves no progress
             self._heard_at = time.monotonic()
         self._asks = False
         self._channel.tell(answer)
@@ -186,24 +189,24 @@ class _Supervisor:
         self._committed += 1
 
     def _waited_enough(self) -> Outcome | None:
-        """What the clock, the ledger and whoever wants the trial to stop have to say."""
+        """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
         if self._ledger.error is not None:
             return self._not_written(self._ledger.error)
         if self._line.stop.is_set():
             return self._ask_to_stop()
         if self._committed < self._handed_over or self._asks:
-            return None  # it may be waiting for the target, which has a deadline of its own, or for an answer
+            return None  # it may wait for an upload, which has its own timeout, or for an answer
         if self._plan.silence is None or self._heard_at is None:
             return None
         silent = timedelta(seconds=time.monotonic() - self._heard_at)
         if silent <= self._plan.silence:
             return None
-        return self._failed(Cause.MACHINE, f"no report for {silent}, so it was taken for hung and ended")
+        return self._failed(Cause.MACHINE, f"no report for {silent}; taken for hung, and ended")
 
     def _not_written(self, error: BaseException) -> Failed:
         if isinstance(error, USERS_FAULT):
             return self._failed(Cause.USER, f"its checkpoint cannot be saved: {error}")
-        return self._failed(Cause.MACHINE, f"what it reported could not be written: {type(error).__name__}: {error}")
+        return self._failed(Cause.MACHINE, f"its reports could not be written: {type(error).__name__}: {error}")
 
     def _ask_to_stop(self) -> Outcome | None:
         if self._asked_at is None:
@@ -218,19 +221,19 @@ class _Supervisor:
 
     def _died(self) -> Outcome:
         became = self._channel.end()
-        how = became.partition(";")[0]  # what follows are its last words, which may say anything
+        how = became.partition(";")[0]  # its last output follows, which may contain any text
         if "SIGKILL" in how and _out_of_memory_kills() > self._kills_seen[1]:
             return self._failed(Cause.OUT_OF_MEMORY, f"the kernel killed it for its memory: {became}")
         own = "exited with code" in how or any(name in how for name in _OWN_SIGNALS)
         return self._failed(Cause.USER if own else Cause.MACHINE, f"the trial's process {became}")
 
     def _failed(self, cause: Cause, message: str) -> Failed:
-        loaded = self._heard_at is not None  # what comes before is not the checkpoint's doing
+        loaded = self._heard_at is not None  # a checkpoint cannot cause a failure before loading
         return Failed(cause, message, at_start=cause is Cause.USER and loaded and self._steps == 0)
 
 
 def _out_of_memory_kills() -> int:
-    """How often this machine's kernel has killed for memory; 0 where it does not say."""
+    """Return how many processes this machine's kernel has killed for memory; 0 if it does not publish the count."""
     try:
         counters = Path("/proc/vmstat").read_text()
     except OSError:

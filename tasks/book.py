@@ -1,4 +1,4 @@
-"""A journal in the hands of the one who owns it: every entry is written through here, and told to whoever listens."""
+"""The journal writer: writes each entry of a journal that this process owns, then passes it to a listener."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Listener: TypeAlias = Callable[[Sequence[Event], Experiment], None]
 
 
 class Book:
-    """The experiment after the last entry that was written, and the next one. Not for two threads at once."""
+    """Writes journal entries and holds the state after the last one. Not thread-safe."""
 
     def __init__(self, target: StorageTarget, experiment: Experiment, writer: Writer, listener: Listener) -> None:
         self.target = target
@@ -26,12 +26,12 @@ class Book:
         self._listener = listener
 
     def write(self, events: Sequence[Event], stamp: Stamp | None = None) -> Experiment:
-        """Write the next entry; when it returns, it is durable, and the journal is still ours.
+        """Write the next entry and return the state after it: durable, with this process still the owner.
 
         Raises:
-            Superseded: the journal is somebody else's now.
-            StoreUnavailable, CommitUnknown: the retries are spent; written again with the same stamp, it is
-                recognized.
+            Superseded: another process owns the journal now.
+            StoreUnavailable, CommitUnknown: all retries failed; writing the same entry again with the same stamp
+                is safe.
         """
         self.experiment = self._writer(self.target, self.experiment, events, stamp)
         self._listener(events, self.experiment)

@@ -1,4 +1,4 @@
-"""What the Prefect UI shows beside the runs: artifacts, made once and then kept current, off the training path."""
+"""Publish Prefect artifacts from a background thread: create each once, then update it in place."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _FIRST = timedelta(seconds=2)
 _PERIOD = timedelta(seconds=15)
 _LONGEST_PERIOD = timedelta(minutes=10)
 _SHARE = 50
-"""Between two rounds is at least so many times what the last one took: they cost no more than 2 % of the time."""
+"""The pause after a round is at least this multiple of its duration: rounds take no more than 2 % of the time."""
 _ANSWERS_WITHIN = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """An artifact as it is to be shown from now on."""
+    """The content of one artifact."""
 
     key: str
     kind: Literal["markdown", "progress"]
     data: str | float
     description: str
     task_run: str | None = None
-    """Under which it is shown, too."""
+    """The id of a task run that shows it as well."""
 
 
 class Bulletin:
-    """Shows what `render` returns: after 2 s, then every 15 s at most, and in the end. Best effort.
+    """Publishes the result of `render` after 2 s, then at most every 15 s, and once at the end. Best effort.
 
-    An artifact is made once in each run of a flow, and changed in place: no version is added each time, as
-    `create_markdown_artifact` would, and no event with all of its text is sent, as by the client's `update_artifact`.
-    Without an API everything goes on, and it is shown when there is one again.
+    Each flow run creates an artifact once and updates it in place: `create_markdown_artifact` would add a version
+    each time, and the client's `update_artifact` would send an event with the whole text.
+    While the API is unreachable nothing is published and nothing fails; the next round tries again.
     """
 
     def __init__(self, render: Callable[[], Sequence[Sheet]], log: Log) -> None:
@@ -64,22 +64,22 @@ class Bulletin:
         self._thread.start()
 
     def stir(self) -> None:
-        """Take note that there is something new to be shown."""
+        """Mark the content as changed: the next round publishes it."""
         if not self._news.is_set():
             self._news.set()
 
     def conclude(self) -> None:
-        """Begin to show the last of it."""
+        """Start the last round, and do not wait for it."""
         self._closing.set()
         self._news.set()
 
     def close(self, patience: timedelta) -> None:
-        """Show the last of it, or give up after so long."""
+        """Run the last round, and wait up to `patience` for it."""
         self.conclude()
         self._thread.join(patience.total_seconds())
 
     def leave(self) -> None:
-        """Show nothing more: what is shown from now on is somebody else's."""
+        """Publish nothing more: another process publishes these artifacts now."""
         self._is_left = True
         self.conclude()
 
@@ -100,8 +100,8 @@ class Bulletin:
     def _round(self) -> bool:
         try:
             sheets = self._render()
-        except Exception:  # noqa: BLE001  what is only looked at must not end what it shows; the next round tries again
-            self._log.exception("the report cannot be drawn")
+        except Exception:  # noqa: BLE001  a failed report must not end the run; the next round tries again
+            self._log.exception("the report could not be rendered; the next update tries again")
             return False
         try:
             with get_client(sync_client=True, httpx_settings={"timeout": _ANSWERS_WITHIN.total_seconds()}) as client:
@@ -113,7 +113,7 @@ class Bulletin:
         except RuntimeError:
             if not self._closing.is_set():
                 raise
-            # The flow gave up waiting for this thread, ended, and closed its client.
+            # The flow stopped waiting for this thread, ended, and closed its client.
         return False
 
     def _show(self, client: SyncPrefectClient, sheet: Sheet) -> None:
@@ -135,7 +135,7 @@ class Bulletin:
         return client.create_artifact(made).id
 
     def _changed(self, client: SyncPrefectClient, sheet: Sheet) -> bool:
-        """False where somebody has deleted it."""
+        """Update the artifact; return False if it has been deleted."""
         content = {"data": sheet.data, "description": sheet.description}
         try:
             client.request("PATCH", "/artifacts/{id}", path_params={"id": self._made[sheet.key]}, json=content)
@@ -149,7 +149,7 @@ class Bulletin:
 
 
 def artifact_key(*names: str) -> str:
-    """Return a key, which knows small letters, digits and dashes only: other names are told apart by their digest."""
+    """Return an artifact key: lower-case letters, digits and dashes; other names get a digest that keeps them apart."""
     wanted = "-".join(names)
     plain = re.sub(r"[^a-z0-9-]+", "-", wanted.lower()).strip("-")
     return plain if plain == wanted else f"{plain}-{digest_of(wanted.encode())[:6]}"

@@ -1,4 +1,4 @@
-"""Save, restore and delete a checkpoint: one retryable, timed act each."""
+"""The tasks that save, clone, verify, restore and delete a checkpoint, each with retries and a timeout."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _LOOK = timedelta(seconds=30)
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that is on the target, and what it cost to bring it there."""
+    """A checkpoint that was uploaded to the target, with the size of the upload."""
 
     key: CheckpointKey
     size_bytes: int
     file_count: int
     sent_bytes: int
-    """New bytes; the rest was on the target already."""
+    """Bytes that were uploaded; the rest was on the target already."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """By path, what is wrong with blobs of earlier checkpoints that were read back; this one does not refer to them."""
+    """Damaged blobs of earlier checkpoints, by path, with the damage; this checkpoint does not refer to them."""
 
 
 @task(name="save-checkpoint", task_run_name="save {key.trial.trial} step {key.step}", **RETRYING)
@@ -69,27 +69,27 @@ def save_checkpoint(
     reverification: Reverification | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> SavedCheckpoint:
-    """Publish the local `directory` as the checkpoint `key` on `target`: when it returns, it is there, whole.
+    """Publish the local `directory` as the checkpoint `key` on `target`; on return it is complete and durable.
 
-    A try that failed or was killed leaves no checkpoint, and what it sent is not sent again. Nobody
-    may write to `directory` meanwhile.
+    A try that failed or was killed leaves no checkpoint, and the next try reuses its uploaded bytes. `directory`
+    must not change during the save.
 
     Args:
-        target: where it goes.
-        key: experiment, trial, step and sequence: its name there.
-        directory: what is published: all of it.
-        about: step, metrics, write id and the like. A try with the same write id is the same save.
-        parent: the newest live checkpoint, where `core.trial.parent_of_next` names it: what it holds is not sent.
-        collected_up_to: what `core.trial.reused_from` says of the trial; see `core.commit.reusable`.
-        reverification: which blobs that it reuses are read back first; see `core.reverification`.
-        timeout_seconds: by then it has ended, one way or the other, and nothing goes on in the background.
+        target: the storage target.
+        key: experiment, trial, step and sequence: the checkpoint's name on the target.
+        directory: the local directory; all its files are published.
+        about: step, metrics, write id and so on. A try with the same write id is the same save.
+        parent: the newest live checkpoint, as `core.trial.parent_of_next` returns it: its bytes are not sent again.
+        collected_up_to: the result of `core.trial.reused_from`; see `core.commit.reusable`.
+        reverification: which reused blobs are read back first; see `core.reverification`.
+        timeout_seconds: limit of each try; no upload goes on in the background after it.
 
     Raises:
         AlreadyCommitted: the key holds another save.
-        InvalidInput: the directory holds what cannot be saved.
-        StagedFilesChanged: somebody wrote to the directory.
+        InvalidInput: the directory holds something that cannot be saved.
+        StagedFilesChanged: a file in the directory changed during the save.
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
-        StoreUnavailable, CommitUnknown: the retries are spent.
+        StoreUnavailable, CommitUnknown: all retries failed.
     """
     directory = Path(directory).absolute()
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
@@ -119,13 +119,13 @@ def find_damaged(
 def find_leftovers(
     target: StorageTarget, trial: TrialKey, state: Trial, settled_from: int, *, timeout_seconds: float = 120.0
 ) -> Sequence[CheckpointKey]:
-    """Return the checkpoints on `target` that are none any more, or never were; see `core.collect.leftover`."""
+    """Return the checkpoints on `target` that are retired or were never committed; see `core.collect.leftover`."""
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         return leftover(store, trial, state, settled_from)
 
 
 def _if_readable(store: ObjectStore, parent: CheckpointKey | None) -> Manifest | None:
-    """A parent that is damaged only means that everything is sent: the new checkpoint does not depend on it."""
+    """Return the parent's manifest; None if it is damaged, so that every byte is sent and none depends on it."""
     try:
         return read_manifest(store, parent) if parent else None
     except (CheckpointCorrupt, CheckpointNotFound):
@@ -134,7 +134,7 @@ def _if_readable(store: ObjectStore, parent: CheckpointKey | None) -> Manifest |
 
 @dataclass(frozen=True, slots=True)
 class ClonedCheckpoint:
-    """A clone that is on the target, and is a checkpoint once its trial's journal says so; see `Cloned`."""
+    """A clone that is stored on the target; the event `Cloned` in its trial's journal makes it a checkpoint."""
 
     checkpoint: CheckpointRef
     source: CheckpointKey
@@ -150,20 +150,20 @@ def clone_checkpoint(
     *,
     timeout_seconds: float = 120.0,
 ) -> ClonedCheckpoint:
-    """Clone a checkpoint for `trial`, within an experiment or into another one; no byte of it is copied.
+    """Clone a checkpoint for `trial`, within an experiment or into another one, without copying its bytes.
 
-    Its bytes stay for as long as the clone needs them, whatever becomes of it where it was. Journal
-    `Cloned(checkpoint=..., source=...)` with what this returns, in the journal that `into` is the state of: its
-    next entry, or at least before another checkpoint.
+    The target keeps the bytes as long as the clone needs them, even after the source is deleted. The caller must
+    write `Cloned(checkpoint=..., source=...)` with the returned values to the journal of `into`, before any other
+    checkpoint of the trial.
 
     Args:
-        source: a trial, whose newest checkpoint is meant, or one checkpoint.
-        into: the journal that tells of `trial`, opened by the caller.
-        stamp: of this clone. A try with the same stamp is the same clone.
-        timeout_seconds: for each try.
+        source: a checkpoint, or a trial, which means its newest checkpoint.
+        into: the state of the journal that holds `trial`, opened by the caller.
+        stamp: write id and time of this clone. A try with the same stamp is the same clone.
+        timeout_seconds: limit of each try.
 
     Raises:
-        CheckpointNotFound: there is none, or not any more.
+        CheckpointNotFound: the source has no checkpoint, or it was deleted.
         CheckpointCorrupt: its manifest is damaged; not retried.
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: the retries are spent.
@@ -177,11 +177,11 @@ def clone_checkpoint(
             except CheckpointNotFound:
                 if key in (gone, source):
                     raise
-                gone = key  # the source has gone on meanwhile, and has a newer one
+                gone = key  # the source has committed a newer checkpoint and deleted this one
 
 
 def code_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
-    """Return the digest of the source that trained up to `key`; empty where it is not known, or not to be had now."""
+    """Return the digest of the trainable's source that wrote `key`; empty if it is unknown or cannot be read now."""
     try:
         with target.open(timeout=_LOOK) as store:
             return read_manifest(store, key).about.fingerprint.get("code", "")
@@ -193,11 +193,11 @@ def code_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
 def damage_of_checkpoint(
     target: StorageTarget, key: CheckpointKey, *, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> str:
-    """Read every byte of the checkpoint `key`, and say what is wrong with it; empty where it can be restored.
+    """Read every byte of the checkpoint `key` and return a description of its damage; empty if it can be restored.
 
     Raises:
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
-        StoreUnavailable: the retries are spent.
+        StoreUnavailable: all retries failed.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         try:
@@ -211,19 +211,19 @@ def damage_of_checkpoint(
 def restore_checkpoint(
     target: StorageTarget, key: CheckpointKey, destination: Path, *, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> Path:
-    """Bring the checkpoint `key` into the new directory `destination`: every byte verified, all of it or nothing.
+    """Download the checkpoint `key` into the new directory `destination` and verify every byte; all of it or nothing.
 
     Args:
-        target: where it lies.
-        key: experiment, trial, step and sequence: its name there.
-        destination: a directory that is not there yet; it is returned.
-        timeout_seconds: by then it has ended, one way or the other.
+        target: the storage target that holds it.
+        key: experiment, trial, step and sequence: the checkpoint's name on the target.
+        destination: a directory that does not exist yet; its absolute path is returned.
+        timeout_seconds: limit of each try.
 
     Raises:
         CheckpointNotFound: no such checkpoint is committed.
         CheckpointCorrupt: its bytes are missing or altered; not retried.
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
-        StoreUnavailable: the retries are spent.
+        StoreUnavailable: all retries failed.
     """
     destination = Path(destination).absolute()
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
@@ -246,24 +246,24 @@ def delete_checkpoint(
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> int:
-    """Delete checkpoints that the journal has retired; blobs that a live one, or a clone, refers to stay.
+    """Delete checkpoints that the journal has retired; keep the blobs that a live checkpoint or a clone refers to.
 
-    Deleting twice is deleting once. See `prefect_tune.core.clone.clear`.
+    Idempotent. See `prefect_tune.core.clone.clear`.
 
     Args:
-        target: where they lie.
-        trial: whose they are.
-        state: the trial after the entry that retired them: whatever it lists as live is left alone.
-        retired: which.
-        timeout_seconds: by then it has ended, one way or the other.
+        target: the storage target that holds them.
+        trial: the trial that they belong to.
+        state: the trial after the entry that retired them: its live checkpoints are not touched.
+        retired: the checkpoints to delete.
+        timeout_seconds: limit of each try.
 
     Returns:
         int: how many objects were deleted.
 
     Raises:
-        CheckpointCorrupt: a live manifest cannot be read, so that nothing may be deleted.
+        CheckpointCorrupt: a live manifest cannot be read, so nothing may be deleted.
         StoreRefused: not retried, even within `retrying_refusals`: the trial's next commit waits for this.
-        StoreUnavailable: the retries are spent; the next owner of the experiment goes on with it.
+        StoreUnavailable: all retries failed; the next owner of the experiment deletes them.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         return clear(store, trial, state, retired, new_stamp(), side_by_side=transfers)

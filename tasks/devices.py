@@ -1,4 +1,4 @@
-"""What this machine has for trials, found without loading any library that would take hold of it."""
+"""Find this machine's processors and GPUs without loading a library that would initialize them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def machine_here() -> Machine:
 
 
 def gpus_in(environment: Mapping[str, str], driver: Path = _NVIDIA) -> tuple[str, ...]:
-    """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those that it names, or else all that the driver has."""
+    """Return the names of the visible GPUs: those in CUDA_VISIBLE_DEVICES, or, if it is not set, all of the driver."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return _named(visible)
@@ -34,7 +34,7 @@ def gpus_in(environment: Mapping[str, str], driver: Path = _NVIDIA) -> tuple[str
 
 
 def _named(visible: str) -> tuple[str, ...]:
-    """As CUDA reads it: what comes after a name that is none is not visible."""
+    """Split CUDA_VISIBLE_DEVICES as CUDA does: an empty or negative entry hides all that follow."""
     names = []
     for name in (each.strip() for each in visible.split(",")):
         if not name or name.startswith("-"):
@@ -44,7 +44,7 @@ def _named(visible: str) -> tuple[str, ...]:
 
 
 def _told_by_driver() -> tuple[str, ...]:
-    """In containers the driver's folder may be missing; its program may be there."""
+    """Count the GPUs with nvidia-smi: in containers the driver's folder in /proc may be missing."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
@@ -56,6 +56,6 @@ def _told_by_driver() -> tuple[str, ...]:
 
 
 def _processors() -> int:
-    with suppress(AttributeError):  # not on every system
+    with suppress(AttributeError):  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Open an experiment, and write its next journal entry: one retryable, timed act each."""
+"""The tasks that open an experiment's journal and write its next entry, each with retries and a timeout."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _TIMEOUT_SECONDS = 120.0
 
 @task(name="check-target", task_run_name="check {target.uri}", **CHECKING)
 def check_target(target: StorageTarget, *, timeout_seconds: float = 30.0) -> TargetCheck:
-    """Find out, by using it, whether `target` can be trusted with checkpoints; says in one line what is wrong.
+    """Test by writing and reading whether `target` can store checkpoints safely; an error says why not, in one line.
 
     Raises:
-        StoreRefused: it cannot be, or not with this configuration.
-        StoreUnavailable: it did not answer, and the retries are spent.
+        StoreRefused: it cannot, or not with this configuration.
+        StoreUnavailable: it did not answer, and all retries failed.
     """
     found = target.check(timeout=timedelta(seconds=timeout_seconds))
     if found.may_pass:
@@ -68,7 +68,7 @@ def check_target(target: StorageTarget, *, timeout_seconds: float = 30.0) -> Tar
 
 
 @task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
-def restore_experiment_state(  # noqa: PLR0913 - the fifth saves reading again what was just read
+def restore_experiment_state(  # noqa: PLR0913 - the fifth saves a second read of the journal
     target: StorageTarget,
     experiment: str,
     owner: Owner,
@@ -79,22 +79,22 @@ def restore_experiment_state(  # noqa: PLR0913 - the fifth saves reading again w
 ) -> Experiment:
     """Open `experiment` for `owner` and return its state; from now on every earlier owner's writes fail.
 
-    A checkpoint whose save was killed between its manifest and its journal entry is taken over, and
-    trials that were running are waiting again. An experiment that is not there yet is an empty one.
+    A checkpoint whose save was killed between its manifest and its journal entry is adopted, and running trials
+    become waiting ones. An experiment that does not exist yet is opened as an empty one.
 
     Args:
-        target: where it lives.
-        experiment: its name there.
-        owner: who opens it, for messages to others.
-        stamp: write id and time of the entry that says so.
-        known: the experiment as it was just read, which saves reading it again.
-        timeout_seconds: by then it has ended, one way or the other.
+        target: the storage target.
+        experiment: the experiment's name on the target.
+        owner: the flow run and process that open it, named in messages of superseded owners.
+        stamp: write id and time of the entry that records the opening.
+        known: the experiment, if the caller has just read it; saves a second read.
+        timeout_seconds: limit of each try.
 
     Raises:
-        ResumeFailed: it exists and cannot be read, whatever the number of tries. Nothing is started afresh.
-        Superseded: others kept opening it first.
-        StoreRefused: the target refuses it; retried within `retrying_refusals`.
-        StoreUnavailable, CommitUnknown: the retries are spent.
+        ResumeFailed: it exists and its journal is damaged or of an unknown version. Nothing was started afresh.
+        Superseded: other processes opened it first, again and again.
+        StoreRefused: the target refuses access; retried within `retrying_refusals`.
+        StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         return _opened(store, journal_key(experiment), target, Opening(owner, stamp, known=known), transfers)
@@ -102,18 +102,18 @@ def restore_experiment_state(  # noqa: PLR0913 - the fifth saves reading again w
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Who opens a journal, what the entry that does so says besides, and who hears of the entries."""
+    """Arguments of opening a journal: the new owner, additional events of its entry, a listener of the entries."""
 
     owner: Owner
     stamp: Stamp
     also: Callable[[Experiment], Sequence[Event]] = lambda _: ()
     listener: Listener = lambda _events, _experiment: None
     known: Loaded | None = None
-    """What was read of it just now, and need not be read again."""
+    """The journal, if the caller has just read it; saves a second read."""
 
 
 class _BehindError(Exception):
-    """Whoever opens it was superseded before: no race, that one could win by trying again."""
+    """The opener was superseded by newer orders: trying again cannot succeed."""
 
 
 def _opened(
@@ -132,7 +132,7 @@ def _opened(
         opened = take_over(
             store, key, opening.owner, opening.stamp, side_by_side=transfers, also=also, known=opening.known
         )
-        if said is None:  # an earlier try has written it, perhaps with more after it, and its reply was lost
+        if said is None:  # an earlier try wrote the entry, and perhaps later ones, but the reply was lost
             _hear_again(store, opened, opening.listener, transfers)
         else:
             opening.listener([opened.opened_by(), *said], opened)
@@ -149,21 +149,21 @@ def _opened(
 
 
 def _hear_again(store: ObjectStore, opened: Experiment, listener: Listener, transfers: Mapper) -> None:
-    """Tell what is written, not what is remembered: who takes it for the whole entry would never take in the rest."""
+    """Pass the stored entries to the listener: this process does not know all events that the earlier try wrote."""
     for entry in entries_beyond(store, opened.key, opened.opened_at - 1, side_by_side=transfers):
         listener(entry.events, opened.model_copy(update={"number": entry.number}))
 
 
 def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Experiment:
-    """Open the journal that a trial has for itself, as `restore_experiment_state` opens the experiment's.
+    """Open a trial's own journal as `restore_experiment_state` opens the experiment's, within the calling task.
 
-    It is part of the task that runs the trial, and raises what that one raises: `Superseded` without writing
-    anything where it was opened for newer orders than `opening.owner` was given.
+    Raises as `restore_experiment_state`; `Superseded`, without writing anything, also if the journal was opened
+    for newer orders than those of `opening.owner`.
     """
     tries = iter([opening])
 
     def open_it() -> Experiment:
-        # What was known is true of the first try only: it may have written more than it heard of.
+        # `known` holds for the first try only: that try may have written an entry and lost the reply.
         this_time = next(tries, replace(opening, known=None))
         timeout = timedelta(seconds=_TIMEOUT_SECONDS)
         with target.open(timeout=timeout) as store, side_by_side() as transfers:
@@ -186,18 +186,20 @@ def sync_experiment_state(
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Experiment:
-    """Write `events` as the next journal entry of `experiment`, and return the state after it: durable, and still ours.
+    """Write `events` as the next journal entry of `experiment` and return the state after it.
+
+    On return the entry is durable, and this process was still the owner when it was written.
 
     Args:
-        target: where it lives.
-        experiment: its state after the entry before.
-        events: what happened, in order.
+        target: the storage target.
+        experiment: the state after the previous entry.
+        events: the events of the entry, in order.
         stamp: write id and time of the entry. A try with the same write id is the same entry.
-        timeout_seconds: by then it has ended, one way or the other.
+        timeout_seconds: limit of each try.
 
     Raises:
-        Superseded: somebody else owns the experiment now.
-        StoreUnavailable, CommitUnknown: the retries are spent.
+        Superseded: another process owns the experiment now.
+        StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         return _appended(store, experiment, events, stamp)
@@ -212,14 +214,14 @@ def _appended(store: ObjectStore, experiment: Experiment, events: Sequence[Event
 def write_entry(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
-    """Run `sync_experiment_state`, with a stamp of its own unless one is given. Raises what it raises."""
+    """Run `sync_experiment_state`, with a new stamp unless one is given. Raises as that task does."""
     return sync_experiment_state(target, unseen(experiment), unseen(events), stamp or new_stamp())
 
 
 def write_directly(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
-    """As `write_entry`, within the task that calls it: a search writes too often for a task run each time."""
+    """Write an entry as `write_entry` does, but without a task run: a search writes too often for one per entry."""
     once = stamp or new_stamp()
 
     def write() -> Experiment:
@@ -230,9 +232,9 @@ def write_directly(
 
 
 def experiment_id(target: StorageTarget, experiment: str) -> str | None:
-    """Return what no other experiment has, be it begun under the same name when this one was deleted.
+    """Return the digest of the journal's first entry; None if there is no such experiment. Costs one request.
 
-    It is the digest of the journal's first entry. None where there is no such experiment. It costs one request.
+    It is unique: an experiment that was deleted and created again under the same name has another one.
     """
 
     def look() -> str | None:
@@ -246,11 +248,11 @@ def experiment_id(target: StorageTarget, experiment: str) -> str | None:
 
 
 def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:
-    """Return the state of `experiment` without opening it: for whoever only looks."""
+    """Return the state of `experiment` without opening it, for read-only use."""
     return read_journal(target, experiment, timeout_seconds=timeout_seconds).experiment
 
 
 def read_journal(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Loaded:
-    """Return the same, for whoever may open it next: as `known` to `restore_experiment_state` it is read once."""
+    """Read the journal of `experiment`, to be passed as `known` to `restore_experiment_state` without a second read."""
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         return read(store, experiment, side_by_side=transfers)

@@ -1,4 +1,4 @@
-"""Have processes forked by `prefect_tune.nursery`: the supervisor's half."""
+"""Client of the fork server (`prefect_tune.nursery`): start it, request processes, end them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from prefect_tune.stores.scratch import ScratchDirectory
 
 __all__ = ["Child", "Expected", "Forks"]
 
-_PATIENCE = timedelta(seconds=30)  # a busy machine's fork takes milliseconds; only a stopped process takes this long
+_PATIENCE = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
 _GOODBYE = timedelta(seconds=5)
 _WORDS_BYTES = 64
 _FIRST = "1"  # a process's first temporary directory
 
 
 class Forks:
-    """A running `prefect_tune.nursery`. It ends with this process."""
+    """A running fork server (`prefect_tune.nursery`). It ends with this process."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process = process
@@ -35,7 +35,7 @@ class Forks:
 
     @staticmethod
     def start(environment: Mapping[str, str]) -> Forks:
-        """Start it; what it is asked for meanwhile it does when it is ready."""
+        """Start the fork server without waiting; requests queue until it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_PATIENCE.total_seconds())
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.nursery"]
@@ -43,7 +43,7 @@ class Forks:
             process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # what a trial prints goes elsewhere, and this process prints nothing
+                stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
                 env={**environment, "PYTHONUNBUFFERED": "1"},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -51,7 +51,7 @@ class Forks:
         return Forks(process, ours)
 
     def fork(self) -> Expected:
-        """Ask for a process that waits for its first words, and do not wait for it."""
+        """Request a process that waits for its first message; return without waiting for the fork."""
         self._was_asked = True
         with ExitStack() as undo:
             home = ScratchDirectory(_FIRST)
@@ -60,15 +60,15 @@ class Forks:
             status, says = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             output, prints = os.pipe()
             undo.pop_all()
-        with channel, says, suppress(OSError):  # it is gone: then nobody holds the other side of `status` either
+        with channel, says, suppress(OSError):  # if the server is gone, reading `status` gives end of file
             socket.send_fds(self._control, [b"fork"], [channel.fileno(), prints, says.fileno()])
         os.close(prints)
         return Expected(_Ends(Connection(connection.detach()), status, output, home))
 
     def end(self) -> None:
-        """End it; what it has forked has ended, or lives on."""
+        """End the fork server and wait for it. Call it when no forked process is in use."""
         if not self._was_asked:
-            self._process.kill()  # it may be importing still
+            self._process.kill()  # it may still be importing
         self._control.close()
         try:
             self._process.wait(_GOODBYE.total_seconds())
@@ -77,12 +77,12 @@ class Forks:
             self._process.wait()
 
     def let_go(self) -> None:
-        """Ask it for nothing any more, and do not wait: it stays as long as what it has forked."""
+        """Send no more requests, and do not wait: the fork server exits after the last process that it forked."""
         self._control.close()
         threading.Thread(target=self._process.wait, name="fork-server", daemon=True).start()
 
     def kill(self) -> None:
-        """End it at once, be it stopped."""
+        """Kill the fork server, even if it is stopped by SIGSTOP."""
         self._process.kill()
         self.end()
 
@@ -100,13 +100,13 @@ def _born(status: socket.socket) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """What a supervisor holds of a process, be it there yet or not."""
+    """The supervisor's descriptors of a process, which may not be forked yet."""
 
     connection: Connection
     status: socket.socket
     output: int
     home: ScratchDirectory
-    """Where its temporary files go."""
+    """For its temporary files."""
 
     def close(self) -> None:
         self.connection.close()
@@ -116,16 +116,16 @@ class _Ends:
 
 
 class Expected:
-    """A process that was asked for, and may not be there yet."""
+    """A requested process that may not be forked yet."""
 
     def __init__(self, ends: _Ends) -> None:
         self._ends = ends
 
     def child(self) -> Child | None:
-        """Wait for it; None when the nursery is gone, or does not answer.
+        """Wait up to 30 s for the process; return None if the fork server is gone or does not answer.
 
         Raises:
-            OSError: the machine has no room for another process.
+            OSError: the fork failed, for example for lack of memory or process ids.
         """
         with ExitStack() as undo:
             undo.callback(self._ends.close)
@@ -136,25 +136,25 @@ class Expected:
         return Child(self._ends, nanny)
 
     def dismiss(self) -> None:
-        """Tell it that nobody needs it any more: it leaves. `end` is to be called then."""
+        """Let the process exit by itself: it is not needed. Call `end` afterwards."""
         self._ends.connection.close()
 
     def end(self, patience: timedelta) -> None:
-        """Give it `patience` to leave by itself; then the nanny, if there is one, ends it."""
+        """Give the process `patience` to exit by itself; then its subreaper, if there is one, kills it."""
         try:
             while _heard(self._ends.status, patience):
-                pass  # it was born; it has ended
+                pass  # "born", then "ended"
         finally:
             self._ends.close()
 
 
 class Child:
-    """A process that was forked, as its supervisor sees it."""
+    """A forked process, as its supervisor controls it."""
 
     def __init__(self, ends: _Ends, nanny: int) -> None:
         self.connection = ends.connection
         self.output = ends.output
-        """What it prints can be read here."""
+        """Descriptor of the pipe that carries its stdout and stderr."""
         self._ends = ends
         self._nanny = nanny
         self._temporary_count = 0
@@ -162,32 +162,32 @@ class Child:
         self._closed = False
 
     def new_temporary_directory(self) -> Path:
-        """Return a new empty directory; those before it stay as long as the process, which may still use them."""
+        """Return a new empty directory; earlier ones stay until the process ends, since it may still use them."""
         self._temporary_count += 1
         directory = self._ends.home.path / str(self._temporary_count)
-        directory.mkdir(parents=True, exist_ok=True)  # who tidies up may have taken what nothing was in
+        directory.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files may have removed an empty parent
         return directory
 
     def is_alive(self) -> bool:
         return self._ended_within(timedelta(0)) is None
 
     def dismiss(self) -> None:
-        """Tell a process that waits that nobody needs it any more: it cleans up, and leaves."""
+        """Let a waiting process clean up and exit: it is not needed any more."""
         self.connection.close()
 
     def end(self, patience: timedelta = _GOODBYE) -> int:
-        """Give it `patience` to leave by itself, then kill it and all it has started; return its exit code.
+        """Give the process `patience` to exit by itself, then kill it and all its descendants; return its exit code.
 
-        Less than 0 is a signal's number, negated.
+        A negative code is the negated number of the signal that killed it.
         """
         code = self._ended_within(patience)
         if code is None:
-            with suppress(OSError):  # it has ended this very moment
+            with suppress(OSError):  # the process has just ended
                 self._ends.status.shutdown(socket.SHUT_WR)
             code = self._ended_within(_GOODBYE)
         if code is None:
-            # Whoever holds the other side of `status` lives, so the number is still its own; and who was told to end
-            # a trial looks after no other one.
+            # The subreaper still holds the other side of `status`, so its pid was not reused; and after a request to
+            # end a trial it supervises no other one.
             os.kill(self._nanny, signal.SIGKILL)
             code = -signal.SIGKILL
         self._close()
@@ -200,9 +200,9 @@ class Child:
                 case ["ended", status]:
                     self._code = os.waitstatus_to_exitcode(int(status))
                 case []:
-                    self._code = -signal.SIGKILL  # its nanny was killed, and it with her
+                    self._code = -signal.SIGKILL  # its subreaper was killed, which kills the process too
                 case _:
-                    pass  # it lives
+                    pass  # it is alive
         return self._code
 
     def _close(self) -> None:
@@ -212,7 +212,7 @@ class Child:
 
 
 def _heard(status: socket.socket, patience: timedelta) -> str | None:
-    """Return what the nanny says next; nothing ("") when she is gone, None when she has not said it yet."""
+    """Return the subreaper's next message: "" if the subreaper is gone, None if no message came in time."""
     if not wait([status], patience.total_seconds()):
         return None
     try:

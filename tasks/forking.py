@@ -1,4 +1,4 @@
-"""Fork an experiment: one retryable, timed act."""
+"""The task that forks an experiment, with retries and a timeout."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ __all__ = ["ForkRequest", "fork_experiment"]
 
 @dataclass(frozen=True, kw_only=True)
 class ForkRequest:
-    """What is forked, where from, and who asks: the same for every try."""
+    """The arguments of a fork. Every try has the same owner and stamp, so that a retry is the same fork."""
 
     experiment: str
     into: str
     at: int | None = None
     """The entry of the experiment's journal; None for the last."""
     strict: bool = False
-    """Whether a checkpoint that the origin has deleted since is an error."""
+    """Whether it is an error if the origin has deleted a checkpoint of that entry since."""
     owner: Owner = field(default_factory=this_owner)
     stamp: Stamp = field(default_factory=new_stamp)
 
 
 @task(name="fork-experiment", task_run_name="fork {request.experiment} into {request.into}", **RETRYING)
 def fork_experiment(target: StorageTarget, request: ForkRequest, *, timeout_seconds: float = 600.0) -> Experiment:
-    """Make the experiment `request.into` a fork of another one on the same target; done again, it is the same fork.
+    """Make the experiment `request.into` a fork of another one on the same target. Idempotent.
 
-    The origin may be running. No checkpoint is copied, and what the fork needs of them stays there.
+    The origin may be running. No checkpoint is copied; the origin keeps the bytes that the fork refers to.
 
     Raises:
         InvalidInput: there is no such entry, the name is taken, or the origin is being deleted.
-        CheckpointNotFound: asked to be strict, the origin has deleted a checkpoint since.
+        CheckpointNotFound: `strict` is set, and the origin has deleted a checkpoint since.
         ResumeFailed: there is no such experiment, or it cannot be read. Nothing was started.
-        Superseded: somebody else makes the same fork.
-        StoreUnavailable, CommitUnknown: the retries are spent.
+        Superseded: another process makes the same fork.
+        StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         try:
@@ -94,19 +94,19 @@ def _is_asked_for(there: Experiment, request: ForkRequest) -> bool:
 
 
 def _past(store: ObjectStore, request: ForkRequest, there: Experiment, transfers: Mapper) -> Past:
-    """Of the entry that is asked for; or of that at which an earlier try began; or of all there is."""
+    """Return the origin's state at the requested entry; if none was requested, at an earlier try's, or at the last."""
     begun = there.origin.number if there.origin is not None and _is_asked_for(there, request) else None
     at = begun if request.at is None else request.at
     past = past_of(store, request.experiment, at, side_by_side=transfers)
     if not past.settings:
-        raise InvalidInput(f"{past.origin} is no search, or not yet: only searches can be forked")
+        raise InvalidInput(f"{past.origin}: expected a search; only searches can be forked, once they have begun")
     return past
 
 
 def _settings(past: Past, request: ForkRequest, key: bytes | None) -> Mapping[str, object]:
-    """What hangs on the name, the default seed and the signature, is made anew: the fork has another one.
+    """Return the fork's settings: the origin's seed is kept, and a valid signature is renewed for the new name.
 
-    What was not signed is not signed by forking it.
+    Unsigned settings stay unsigned.
     """
     settings = {"seed": seed_named(request.experiment), **unsigned(past.settings)}
     if key is not None and is_signed(past.settings, request.experiment, key):
@@ -115,7 +115,7 @@ def _settings(past: Past, request: ForkRequest, key: bytes | None) -> Mapping[st
 
 
 def _say(log: Log, past: Past, made: Fork) -> None:
-    """What is not there any more is said of each trial that would have needed it."""
+    """Log the fork, and warn of each trial whose checkpoints the origin has deleted."""
     log.info("%s: a fork of %s, %d trials", made.experiment.name, past.origin, len(made.experiment.trials))
     for name, refs in made.lost.items():
         trial = made.experiment.trial(name)

@@ -236,7 +236,7 @@ def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog:
 
     shown = Bulletin(sheets("report-broken", draws), LOG)
     shown.stir()
-    until(lambda: "the report cannot be drawn" in caplog.text, seconds=60, what=lambda: caplog.text)
+    until(lambda: "the report could not be rendered" in caplog.text, seconds=60, what=lambda: caplog.text)
     shown.stir()
     shown.close(PATIENCE)
     assert page("report-broken") == "drawn"
