@@ -1,4 +1,4 @@
-"""A place in each of Prefect's global concurrency limits, for as long as something runs."""
+"""Hold a slot in each of several Prefect global concurrency limits while a block of code runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from prefect.concurrency.sync import concurrency
 __all__ = ["place_held"]
 
 _TRY = timedelta(seconds=5)
-_LEASE = timedelta(seconds=60)  # after which the place of one that died is free again
+_LEASE = timedelta(seconds=60)  # the slot of a killed process is free after this time
 
 
 @contextmanager
 def place_held(limits: Sequence[str], stop: threading.Event) -> Iterator[None]:
-    """Wait until there is a place in all of `limits`, and hold it; or until `stop` is set, and hold none.
+    """Wait for a slot in all of `limits` and hold it; enter without one if `stop` is set first.
 
-    An API that is away is waited for. Once held, a place that cannot be renewed ends nothing.
+    While the API is unreachable it waits. If a lease cannot be renewed later, the block goes on.
     """
     with ExitStack() as held:
         while limits and not stop.is_set():

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and *Suspend* as a request to save and end, in place of an exception in the middle of a commit."""
+"""Turn SIGTERM, Ctrl-C and *Suspend* into a request to save and end, so that they never interrupt a commit."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from prefect_tune.tasks.transient import retrying_until
 __all__ = ["interruptible"]
 
 _T = TypeVar("_T")
-# What is left to write once the trial has ended or its grace is over: its last journal entry.
+# For the trial's last journal entry, which is written after its end or after the grace period.
 _LAST_WORDS = timedelta(seconds=3)
 _SLICE_SECONDS = 0.5
 
 
 def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) -> _T:
-    """Return `work(stop)`, done in a thread of its own; a signal sets `stop` and is raised here once it has ended.
+    """Run `work(stop)` in a thread and return its result; a signal sets `stop` and is raised after `work` has ended.
 
-    The signals stay with whoever handles them (Prefect, Python): what they raise in the main thread reaches
-    it here, where it breaks nothing, and where a cancellation from the UI is still seen to be one. `work` has
-    `grace` and a few seconds from then on; then the signal is raised whatever it is doing, be it a target that
-    does not answer, and what fails is not tried again: the process waits for its threads. A second Ctrl-C does not
-    wait.
+    The signal handlers of Prefect and Python stay in place: their exception arrives in the main thread, which only
+    waits here, so it interrupts no commit, and Prefect still recognizes a cancellation from the UI. After the signal
+    `work` has `grace` plus 3 s; then the exception is raised even if `work` still runs, and nothing in it is retried
+    any more, since the process waits for its threads at exit. A second Ctrl-C does not wait.
 
-    A flow run that is suspended sets `stop` too. Nobody is in a hurry then: what `work` returns once everything has
-    ended is returned, and `is_suspended()` says why it ended.
+    Suspending the flow run sets `stop` too, without a time limit: the result of `work` is returned when it has
+    ended, and `is_suspended()` tells the caller why.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        return work(stop)  # no signal arrives here
+        return work(stop)  # signals are raised in the main thread only
     done: Future[_T] = Future()
     abandoned = threading.Event()
     try:
@@ -58,9 +57,9 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) ->
 
 
 def _wait(done: Future[_T], seconds: float = math.inf) -> bool:
-    """Return whether it is done within `seconds`.
+    """Return whether `done` is done within `seconds`.
 
-    In slices: of a signal that arrives just before the thread falls asleep, Python is told at the next waking.
+    It waits in slices of 0.5 s: Python handles a signal that arrives just before a wait only after that wait.
     """
     until = time.monotonic() + seconds
     while not done.done() and (remaining := until - time.monotonic()) > 0:
@@ -88,7 +87,7 @@ def _suspend(stop: threading.Event, done: Future[_T]) -> None:
 
 
 def _wait_out(done: Future[_T], patience: timedelta) -> None:
-    """Whoever asks twice by SIGTERM (a whole group, a cluster) means the same; by Ctrl-C, means now."""
+    """Wait for the end. A second SIGTERM changes nothing (clusters send several); a second Ctrl-C ends the wait."""
     log = get_run_logger()
     log.warning("asked to stop: the trial saves and ends")
     try:
@@ -98,4 +97,4 @@ def _wait_out(done: Future[_T], patience: timedelta) -> None:
     if not ended:
         log.error("the trial did not end in time; a resume goes on from its last commit")
     elif error := done.exception():
-        log.error("the trial could not end in order: %s: %s", type(error).__name__, error)
+        log.error("the trial failed while it was stopping: %s: %s", type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""What a running trial says becomes commits and journal entries: in order, one at a time, off the training path."""
+"""The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ from prefect_tune.tasks.trial_channel import Log
 
 __all__ = ["USERS_FAULT", "HandedOver", "Ledger"]
 
-# What is wrong with a directory that a trial handed over is the trial's doing.
+# Errors of the directory that a trial handed over: the trainable caused them.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """A directory that the trial gave to be committed, with the report of its step."""
+    """A checkpoint directory that the trial handed over to be committed, with the report of its step."""
 
     report: StepReport
     directory: Path
     ours: bool
-    """Whether it is to be removed once it is committed."""
+    """Whether the directory is removed after the commit."""
     over: str = ""
-    """Why the trial is done once it is committed, if it is."""
+    """Why this checkpoint finishes the trial; empty if it does not."""
 
 
 class Ledger:
-    """The journal as one attempt writes it.
+    """Saves the checkpoints and journals the reports of one attempt.
 
-    The attempt's thread notes reports and asks for saves; a thread of the ledger's own carries them
-    out in that order, in the context of the task that made it, so that its work shows under that task.
+    The attempt's thread queues reports and saves; a worker thread carries them out in that order, in the context
+    of the task that created the worker, so that Prefect shows its task runs under that task.
     """
 
     def __init__(self, plan: TrialPlan, book: Book, artifacts: TrialArtifacts, log: Log) -> None:
@@ -82,52 +82,52 @@ class Ledger:
         self._ending: Sequence[Event] = ()
         self._commit_count = 0
         self.code = ""
-        """The digest of the trainable's source, once the trial has told it."""
+        """The digest of the trainable's source; empty until the trial has sent it."""
         self.asks_at: int | None = None
-        """The step at which the trial waits for an answer to what is journaled."""
+        """The step at which the trial waits for an answer to its journaled report."""
         self.error: BaseException | None = None
-        """What the ledger's thread died of; nothing is written after it."""
+        """The error that ended the worker thread; nothing is written after it."""
         self._work.put(self._delete_leftovers)
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="ledger", daemon=True)
         self._thread.start()
 
     @property
     def experiment(self) -> Experiment:
-        """The experiment after the last entry that was written. Read it once the ledger is closed."""
+        """The experiment after the last entry that was written. Read it after `close`."""
         return self._book.experiment
 
     def note(self, report: StepReport) -> None:
-        """Take down a step; it is journaled with the next commit, or when `sync_period` is over."""
+        """Queue a report; it is journaled with the next commit, or after `sync_period`."""
         self._waiting.append(report)
 
     def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
-        """Have it committed, and then call `committed` with its step, from the ledger's thread."""
+        """Queue a commit; the worker thread then calls `committed` with its step."""
         self._waiting.append(handed_over.report)
         self._work.put(lambda: self._save(handed_over, committed))
 
     def flush(self) -> None:
-        """Have the reports so far journaled soon: somebody reads them there, and answers."""
+        """Queue a journal entry of the reports so far: the search reads them there, and answers."""
         self._work.put(self._sync)
 
     def save_state(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
-        """As `save`, of a step that was noted before."""
+        """As `save`, for a step whose report is queued already."""
         self._work.put(lambda: self._save(handed_over, committed))
 
     def end(self, events: Sequence[Event]) -> None:
-        """Have what was asked for finished, then the reports that are left and `events` journaled.
+        """Queue the last entry: the remaining reports, then `events`.
 
-        Unless a checkpoint was committed that the trial was done with.
+        It is not written if a committed checkpoint has finished the trial already.
         """
         self._ending = events
         self._work.put(self._write_end)
 
     def close(self) -> None:
-        """Wait for the end to be written, and have the artifacts synced, which nobody writes to any more.
+        """Sync the artifacts a last time, after the trial has stopped writing them, and wait for the worker thread.
 
-        A checkpoint that could not be saved for what is in it is a failure of the trial, which its end tells.
+        A checkpoint with invalid content does not raise here: it is a failure of the trial, recorded by its end.
 
         Raises:
-            TuneError: the target failed, or belongs to somebody else; how the attempt ended is journaled if
+            TuneError: the target failed, or another process owns the journal; the attempt's end is journaled if
                 that is still possible.
         """
         self._work.put(self._artifacts.close)
@@ -141,13 +141,13 @@ class Ledger:
             raise error
 
     def _end_all_the_same(self) -> None:
-        """What could not be written may be there, or be written now: the end itself among it."""
+        """Try once more to write the pending entry and the attempt's end, after the worker thread has failed."""
         try:
-            with suppress(SaveOvertaken):  # a save that nobody was told of
+            with suppress(SaveOvertaken):  # a save that was not acknowledged to the trial
                 self._settle()
             self._write_end()
         except TuneError as error:
-            self._log.error("how the attempt ended is not journaled: %s", error)
+            self._log.error("the attempt's end could not be journaled: %s", error)
 
     def _write_end(self) -> None:
         if self._trial.status is Status.RUNNING:
@@ -161,7 +161,7 @@ class Ledger:
             self.error = error
 
     def _next(self) -> Callable[[], None] | None:
-        """What was asked for; or, when that takes as long as `sync_period`, a sync of the reports."""
+        """Return the next queued work; a sync of the reports if none arrives within `sync_period`."""
         elapsed = timedelta(seconds=time.monotonic() - self._synced_at)
         try:
             return self._work.get(timeout=max(0.0, (self._plan.sync.sync_period - elapsed).total_seconds()))
@@ -173,13 +173,13 @@ class Ledger:
         return self.experiment.trial(self._plan.trial.trial)
 
     def _sync(self) -> None:
-        """Journal the reports that wait. A target that is away, or refuses, is written to at the next occasion."""
+        """Journal the queued reports. If the target is unavailable or refuses, the next sync or commit writes them."""
         self._synced_at = time.monotonic()
         if self._waiting or self._unsettled:
             try:
                 self._write(())
             except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
-                self._log.warning("reports are journaled later: %s", error)
+                self._log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
         self._artifacts.after_report()
 
     def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
@@ -192,7 +192,10 @@ class Ledger:
         self._delete(doomed)
 
     def _committed(self, handed_over: HandedOver) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
-        """Save it, and again as often as a guest puts a checkpoint aside meanwhile; return what that retires too."""
+        """Save the checkpoint, again each time an external writer quarantines one meanwhile.
+
+        Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
+        """
         overtaken: list[CheckpointKey] = []
         while True:
             began = time.monotonic()
@@ -201,7 +204,7 @@ class Ledger:
                 doomed = self._commit(saved, handed_over, time.monotonic() - began)
             except SaveOvertaken as error:
                 self._log.warning("%s", error)
-                # Nobody is to adopt or reuse it from here on, so that it can be deleted.
+                # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
                 self._write([Retired(trial=self._plan.trial.trial, retires=())], up_to=0)
                 overtaken.append(saved.key)
             else:
@@ -253,14 +256,14 @@ class Ledger:
         return [key.trial.checkpoint_key(known[sequence]) for sequence in going]
 
     def _sharing_damage(self, saved: SavedCheckpoint, live: Sequence[CheckpointRef]) -> Sequence[Quarantined]:
-        """What puts aside the `live` checkpoints that refer to blobs which the save found damaged."""
+        """Return events that quarantine the `live` checkpoints which refer to blobs that the save found damaged."""
         if not saved.damaged:
             return []
         keys = [self._plan.trial.checkpoint_key(each) for each in live]
         try:
             found = find_damaged(self._plan.target, keys, saved.damaged)
-        except TuneError as error:  # what was saved is whole, and is committed all the same
-            self._log.warning("which earlier checkpoints are damaged is not known until they are read: %s", error)
+        except TuneError as error:  # the new checkpoint is whole, and is committed
+            self._log.warning("earlier checkpoints may share the damage; they are not checked now: %s", error)
             return []
         trial = self._plan.trial.trial
         return [Quarantined(trial=trial, sequence=key.sequence, reason=why) for key, why in found.items()]
@@ -276,10 +279,10 @@ class Ledger:
             )
 
     def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
-        """Journal the reports that wait, those after step `up_to` excepted, and `events`."""
+        """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
         self._settle()
         told = self._reports(up_to)
-        del self._waiting[: len(told)]  # the attempt's thread only ever appends
+        del self._waiting[: len(told)]  # the attempt's thread only appends
         entry = [*(self._reported(report) for report in told), *events]
         if entry:
             self._unsettled = (entry, new_stamp())
@@ -287,13 +290,13 @@ class Ledger:
         self._synced_at = time.monotonic()
 
     def _settle(self) -> None:
-        """Write the entry that is due. One whose outcome is not known is written again as it was, and so recognized."""
+        """Write the pending entry. If its outcome is unknown, the same entry with the same stamp is written again."""
         if self._unsettled is not None:
             entry, stamp = self._unsettled
             try:
                 self._book.write(entry, stamp)
             except SaveOvertaken:
-                self._unsettled = None  # it never can be; what it told of waits again
+                self._unsettled = None  # it can never be written; its reports are queued again
                 self._waiting[:0] = [event.report for event in entry if isinstance(event, Reported)]
                 raise
             self._unsettled = None
@@ -320,17 +323,17 @@ class Ledger:
         )
 
     def _delete_leftovers(self) -> None:
-        """Go on with what an earlier owner could not delete any more."""
+        """Delete what an earlier owner retired and did not delete."""
         settled_from = self.experiment.settled_from
         try:
             doomed = find_leftovers(self._plan.target, self._plan.trial, self._trial, settled_from)
         except TuneError as error:
-            self._log.warning("what earlier attempts left on the target is not deleted now: %s", error)
+            self._log.warning("retired checkpoints of earlier attempts are not deleted now: %s", error)
         else:
             self._delete(doomed)
 
     def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
-        """A deletion that fails loses only disk: the journal knows what is retired, and the next attempt goes on.
+        """Delete retired checkpoints. A failure only costs space: the next attempt deletes them, from the journal.
 
         Raises:
             Superseded: the experiment is being deleted, or was deleted.

@@ -1,4 +1,4 @@
-"""What ties an attempt to whoever runs the experiment: reports and journal entries go up, answers come down."""
+"""The link between an attempt and its search: sends reports and journal entries up, and answers down."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Answer: TypeAlias = GoOn | Leave
 
 
 class Line(Protocol):
-    """The attempt's end of it."""
+    """The attempt's end of the link."""
 
     @property
     def stop(self) -> threading.Event:
-        """Set when the trial is to save and end."""
+        """Set to make the trial save and end."""
         ...
 
     @property
     def reads_journal(self) -> bool:
-        """Whether who answers knows a report from the attempt's journal only."""
+        """Whether the search reads reports from the attempt's journal only."""
         ...
 
     def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
@@ -41,25 +41,25 @@ class Line(Protocol):
         ...
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
-        """Have the answers told to the trial, those that came before among them."""
+        """Deliver answers with `tell`, including those that arrived before."""
         ...
 
     def close(self) -> None:
-        """Take note that the attempt is over."""
+        """Release the link: the attempt is over."""
         ...
 
     def told(self, report: StepReport, *, asks: bool) -> None:
-        """Hear of a step that was trained; where it `asks`, the trial waits for an answer. Never blocks."""
+        """Send a step's report; if it `asks`, the trial waits for an answer. Never blocks."""
         ...
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        """Hear what was just written to the attempt's journal, and the state after it. Never blocks."""
+        """Send the events just written to the attempt's journal, and the state after them. Never blocks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A step was trained."""
+    """A step was trained; if it `asks`, the trial waits for an answer."""
 
     trial: str
     report: StepReport
@@ -74,14 +74,14 @@ class Wrote:
     number: int
     events: tuple[Event, ...]
     at: str | None = None
-    """When it was written."""
+    """When it was written, as an ISO timestamp."""
 
 
 Heard: TypeAlias = Told | Wrote
 
 
 class DirectLine:
-    """A line within one process: what goes up it is given to `hear`, in the thread that says it."""
+    """A link within one process: it calls `hear` with each message, in the sender's thread."""
 
     def __init__(self, trial: str, hear: Callable[[Heard], None], nursery: Nursery) -> None:
         self.trial = trial
@@ -100,7 +100,7 @@ class DirectLine:
                 tell(answer)
 
     def answer(self, answer: Answer) -> None:
-        """Say it to the trial, now or as soon as it can hear."""
+        """Deliver an answer to the trial, now or when it is connected."""
         with self._guard:
             if self._tell is None:
                 self._early.append(answer)
@@ -118,7 +118,7 @@ class DirectLine:
 
 
 class Hearer(Protocol):
-    """Who listens to a trial that is all there is. Both return at once."""
+    """Observes a single training. Its methods must return at once."""
 
     def told(self, told: Told) -> None: ...
 
@@ -126,7 +126,7 @@ class Hearer(Protocol):
 
 
 class SoloLine:
-    """The line of a trial that is all there is: nobody is asked, and somebody looks on."""
+    """The link of a single training: it passes messages to an observer, and no answer ever comes."""
 
     def __init__(self, plan: TrialPlan, nursery: Nursery, stop: threading.Event, hearer: Hearer) -> None:
         self.stop = stop

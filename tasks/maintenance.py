@@ -1,4 +1,4 @@
-"""Look after what lies on a target: one retryable, timed act for each experiment, beside whoever runs it."""
+"""The maintenance tasks of one experiment: verify, quarantine, prune and collect garbage, also while it runs."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ __all__ = [
 
 _TIMEOUT_SECONDS = 1800.0
 _SHARE_FOR_BEGINNING = 0.8
-"""Of the time there is for a try; what was begun by then has the rest of it to end in."""
+"""The share of a try's timeout after which it starts no further item; the rest is for the item under way."""
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class CollectedTrials:
-    """What was collected of an experiment, by trial; those for which there was no time are counted."""
+    """The deleted garbage of an experiment by trial, and the count of trials that were skipped for lack of time."""
 
     trials: tuple[Collected, ...]
     skipped_count: int = 0
@@ -70,14 +70,14 @@ class PrunedTrials:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is read of an experiment; see `core.inspection`."""
+    """Which checkpoints of an experiment to read; see `core.inspection`."""
 
     begins_at: int = 0
-    """Where on the ring the last round ended."""
+    """The position on the ring of checkpoints where the last round ended."""
     share: float = 1.0
     max_bytes: int | None = None
     until: datetime | None = None
-    """When to read no further one."""
+    """The time after which no further checkpoint is read."""
 
 
 @task(name="verify-checkpoints", task_run_name="verify {experiment}", **RETRYING)
@@ -88,11 +88,11 @@ def verify_checkpoints(
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Inspection:
-    """Read live checkpoints of `experiment` and check every byte; nothing is written. See `core.inspection`.
+    """Read the sampled live checkpoints of `experiment` and check every byte; write nothing. See `core.inspection`.
 
     Raises:
         JournalCorrupt, UnknownVersion: the journal cannot be read.
-        StoreUnavailable: the retries are spent.
+        StoreUnavailable: all retries failed.
     """
     limits = Limits(sample.share, sample.max_bytes, _has_time(sample.until, timeout_seconds))
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
@@ -108,9 +108,9 @@ def quarantine_checkpoints(
     *,
     timeout_seconds: float = 120.0,
 ) -> Sequence[CheckpointKey]:
-    """Have damaged checkpoints not used any more, whoever runs the experiment; return those that are aside now.
+    """Quarantine damaged checkpoints, also while another process owns the journal; return those now quarantined.
 
-    See `core.aside`. Done twice it is done once. Raises as `verify_checkpoints`, and `CommitUnknown`.
+    Idempotent. See `core.aside`. Raises as `verify_checkpoints`, and `CommitUnknown`.
     """
     by_trial: dict[TrialKey, dict[CheckpointKey, str]] = {}
     for key, reason in damaged.items():
@@ -120,7 +120,7 @@ def quarantine_checkpoints(
         def aside(trial: TrialKey) -> Sequence[CheckpointKey]:
             return put_aside(store, trial, by_trial[trial], new_stamp(), side_by_side=transfers)
 
-        found, _ = _each(store, experiment, aside, by_trial)  # of what cannot be read nothing is aside
+        found, _ = _each(store, experiment, aside, by_trial)  # nothing is quarantined in an unreadable journal
         return [key for keys in found for key in keys]
 
 
@@ -133,10 +133,10 @@ def prune_checkpoints(
     dry_run: bool = False,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> PrunedTrials:
-    """Retire what `policy` does not keep of a finished experiment, or in a dry run only look what that would be.
+    """Retire the checkpoints of a finished experiment that `policy` does not keep; a dry run only counts them.
 
-    Of an experiment with a trial that has not ended none is retired, and none of its best trial. What is
-    retired is deleted by `collect_garbage`. Raises as `quarantine_checkpoints`.
+    Nothing is retired while any trial has not ended, and nothing of the best trial. `collect_garbage` deletes the
+    retired checkpoints. Raises as `quarantine_checkpoints`.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         state = load(store, experiment, side_by_side=transfers)
@@ -164,12 +164,12 @@ def collect_garbage(
     until: datetime | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> CollectedTrials:
-    """Delete what nobody needs any more, and return what that was; see `core.tidying`. A dry run only looks.
+    """Delete the objects of an experiment that nothing refers to, and return them by trial; see `core.tidying`.
 
     Args:
-        dry_run: whether nothing is deleted, nor written.
-        until: when to begin with no further trial.
-        timeout_seconds: for each try.
+        dry_run: only list them; delete and write nothing.
+        until: the time after which no further trial is started.
+        timeout_seconds: limit of each try.
 
     Raises as `quarantine_checkpoints`.
     """
@@ -198,7 +198,7 @@ def _each(
     trials: Iterable[TrialKey],
     transfers: Mapper = map,
 ) -> tuple[Sequence[_Result], tuple[Unreadable, ...]]:
-    """What was done with each trial, and those of which something cannot be read, which keep nobody from the others."""
+    """Run `act` for each trial; return the results, and the trials whose objects cannot be read, without failing."""
 
     def done(trial: TrialKey) -> _Result | Unreadable:
         place = JournalKey(experiment=experiment, trial=trial.trial)
@@ -210,10 +210,10 @@ def _each(
 
 
 def recall(target: StorageTarget, experiment: str) -> Remembered:
-    """Return what the last round of maintenance left; where that alone cannot be read, it is as if it were not there.
+    """Return the last maintenance round: its number and its record, or only the number if the record cannot be read.
 
     Raises:
-        StoreUnavailable, StoreRefused: the target cannot be had.
+        StoreUnavailable, StoreRefused: the target is unavailable or refuses access.
     """
 
     def look() -> Remembered:
@@ -227,12 +227,12 @@ def recall(target: StorageTarget, experiment: str) -> Remembered:
     try:
         return retrying(look)
     except (StoreUnavailable, StoreRefused) as error:
-        logging.getLogger("prefect_tune").warning("%s: what the last round left is not read: %s", experiment, error)
+        logging.getLogger("prefect_tune").warning("%s: the last round's record cannot be read: %s", experiment, error)
         return retrying(look_around)
 
 
 def is_there(target: StorageTarget, experiment: str) -> bool:
-    """Return whether the experiment has a first entry: it loses that first when it is deleted."""
+    """Return whether the experiment exists, that is, has a first entry: deletion removes that entry first."""
 
     def look() -> bool:
         with target.open(timeout=timedelta(minutes=2)) as store:
@@ -252,7 +252,7 @@ def names_on(target: StorageTarget) -> Sequence[str]:
 
 
 def remember(target: StorageTarget, experiment: str, known: Remembered, change: Change) -> Remembered:
-    """Leave to the next round what it has to know; see `core.rounds.leave_round`."""
+    """Write the record that the next maintenance round reads; see `core.rounds.leave_round`."""
 
     def write() -> Remembered:
         with target.open(timeout=timedelta(minutes=2)) as store:
@@ -266,6 +266,6 @@ def _key(state: Experiment, trial: Trial) -> TrialKey:
 
 
 def _has_time(until: datetime | None, timeout_seconds: float) -> Callable[[], bool]:
-    """Whether there is time to begin with another one: neither the budget is spent, nor most of this try's time."""
+    """Return a check whether another item may start: `until` is not reached, nor 80 % of this try's timeout."""
     latest = datetime.now(UTC) + timedelta(seconds=_SHARE_FOR_BEGINNING * timeout_seconds)
     return lambda: datetime.now(UTC) < (latest if until is None else min(latest, until))

@@ -1,4 +1,4 @@
-"""Delete a whole experiment: one retryable, timed act."""
+"""The task that deletes a whole experiment, with retries and a timeout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Removal", "remove_experiment"]
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """What is deleted, and who asks: the same for every try."""
+    """The arguments of a deletion. Every try has the same owner and stamp, so that a retry is the same deletion."""
 
     experiment: str
     owner: Owner = field(default_factory=this_owner)
@@ -29,16 +29,16 @@ class Removal:
 
 @task(name="remove-experiment", task_run_name="delete {removal.experiment}", **RETRYING)
 def remove_experiment(target: StorageTarget, removal: Removal, *, timeout_seconds: float = 1800.0) -> int:
-    """Delete an experiment, and return how many objects that were. Deleting twice is deleting once.
+    """Delete an experiment and return the count of deleted objects. Idempotent.
 
-    Whoever runs it, or a trial of it, is superseded, and nobody opens or forks it any more. What it needed of the
-    experiment that it is a fork of is let go of there.
+    Processes that run it or one of its trials are superseded, and it can no longer be opened or forked. If it is a
+    fork, its references to the origin's blobs are released.
 
     Raises:
         InvalidInput: other experiments need bytes of its checkpoints; nothing was deleted.
-        JournalCorrupt: it cannot be read, or a trial of it; nothing was deleted.
-        Superseded: somebody else deletes it, too.
-        StoreUnavailable, CommitUnknown: the retries are spent.
+        JournalCorrupt: its journal, or a trial's, cannot be read; nothing was deleted.
+        Superseded: another process deletes it at the same time.
+        StoreUnavailable, CommitUnknown: all retries failed.
     """
     name = valid_name(removal.experiment)
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:

@@ -1,4 +1,4 @@
-"""Publish what came out of an experiment, as files that anybody can read."""
+"""Publish the results of an experiment as Parquet files on its target, and read them back."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def publish_results(
 ) -> Mapping[Rows, str]:
     """Write the experiment's trials and reports as Parquet files on `target`, and return their paths.
 
-    Done twice it is done once. What was published of an earlier state is deleted: the newest tells all.
+    Idempotent. Files of an earlier state of the experiment are deleted: the new ones include their rows.
 
     Args:
-        curves: what the journal holds, where somebody has read it already.
+        curves: the learning curves, if the caller has read the journal already.
 
     Raises:
-        StoreUnavailable, CommitUnknown: the retries are spent.
+        StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         told = curves or read_curves(store, experiment)
@@ -64,14 +64,14 @@ def _publish(
     about = {"experiment": experiment.name, "entry": str(experiment.number), "digest": experiment.digest}
     if objective is not None:
         about["objective"] = objective.model_dump_json()
-    with suppress(AlreadyExists):  # named by the entry, whose digest decides what is in it
+    with suppress(AlreadyExists):  # the name holds the entry's number, and the entry decides the content
         store.create(path, as_parquet(table, about))
     delete_older_results(store, experiment.name, rows, experiment.number)
     return path
 
 
 def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
-    """Return the reports that count, one a row: as they were published of this very state, or from the journal."""
+    """Return the valid reports, one per row: the published file of exactly this state, or else from the journal."""
     path = results_path(experiment.name, "reports", experiment.number)
     try:
         found = from_parquet(store.read(path), experiment.digest)
