@@ -1,4 +1,4 @@
-"""Trials' processes that begin in milliseconds, and serve trial after trial where the trainable allows it."""
+"""The pool of trial processes: forked in milliseconds, and reused for further trials if the trainable allows it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefect_tune.tasks.trial_output import Log, TrialOutput
 
 __all__ = ["Nursery", "supervised_process"]
 
-# Read when an interpreter or the C library starts: a fork has what its parent was started with.
+# The interpreter and the C library read these at start, so a fork has the values of its fork server.
 _READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
 _TRIES = 3
 _MOMENT = timedelta(seconds=0.2)
@@ -27,18 +27,17 @@ _GOODBYE = timedelta(seconds=5)
 
 
 class Nursery:
-    """Processes for many trials. Enter it, then call `process`, from as many threads as you like.
+    """A pool of trial processes. Enter it, then call `process`, from any number of threads.
 
-    They are forked from one process that has imported what every trial needs; the first call starts it, or `prepare`.
-    Trials whose environment has other variables that are read at a process's start are forked from one of their own.
+    Processes are forked from a fork server that has imported what every trial needs; `prepare` or the first `process`
+    starts it. Trials with other values of variables that a process reads at its start get a fork server of their own.
     A class trainable whose `reset_config` accepts the next trial's configuration serves that trial too, in the same
     process and with the same object, without `cleanup` and `setup`; a function gets a new process each time. A
-    process that failed, was interrupted, or whose trainable has declined serves no other trial: the next one is
-    forked in its place before it is asked for.
+    process that failed, was interrupted or declined serves no other trial: a replacement is forked in advance.
 
     Args:
-        slots: no process is kept, or forked ahead, where there would then be more than so many, those in use among
-            them. With 0, each process serves one trial, and cleans up before it says that the trial has ended.
+        slots: the most processes, used and waiting together, up to which one is kept or forked in advance. With 0
+            each process serves one trial, and cleans up before it reports the trial's end.
     """
 
     def __init__(self, *, slots: int) -> None:
@@ -49,32 +48,32 @@ class Nursery:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what waits for a trial; what serves one goes on to its end."""
+        """End the waiting processes; those in use serve their trial to its end."""
         self._pool.close()
 
     def dismiss(self) -> None:
-        """End what waits for a trial, so that it holds nothing any more; the next trials get new processes."""
+        """End the waiting processes, to free what they hold; the next trials get new processes."""
         self._pool.dismiss_waiting()
         self._pool.forget_expected()
 
     def prepare(self) -> None:
-        """Start what the first trial will need, and do not wait for it."""
+        """Start the fork server, and do not wait for it."""
         if sys.platform == "linux":
             self._pool.forks(AS_IT_IS)
 
     @contextmanager
     def process(self, start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
-        """Train in a process that serves nothing else meanwhile. Leaving the block ends it, unless it is kept.
+        """Train in a process of the pool. Leaving the block ends the process, unless it is kept for another trial.
 
-        Whatever it has started ends with it, in whatever session, also where this process is killed, or the trial's
-        is. (Where there is no Linux: what has not left its session.)
+        All its descendants end with it, in any session, even if this process or the trial's is killed. (On systems
+        other than Linux: only those in its session.)
 
         Args:
-            log: where its output goes, in the caller's context.
-            environment: variables of this trial, beside or in place of this process's own.
+            log: the log that receives its output, in the caller's context.
+            environment: variables of this trial, added to this process's environment or replacing them.
 
         Raises:
-            OSError: the machine has no room for another process.
+            OSError: no process could be forked, for example for lack of memory or process ids.
         """
         if sys.platform != "linux":
             with trial_process(start, log, environment) as alone:
@@ -100,14 +99,14 @@ class Nursery:
 
 @contextmanager
 def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
-    """Train in a process that serves no other trial, as `Nursery.process` does; nothing of it outlives the block."""
+    """Train as `Nursery.process` does, in a process that serves no other trial and ends with the block."""
     with Nursery(slots=0) as nursery, nursery.process(start, log, environment) as channel:
         yield channel
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a process must have been made for to serve a trial without being made anew."""
+    """The properties that a trial and a kept process must share, for the process to serve the trial."""
 
     trainable: str
     import_path: tuple[str, ...]
@@ -122,7 +121,7 @@ class _Request:
 
 
 class _Pool:
-    """The processes of a nursery: who is in use, and who waits for a trial."""
+    """The fork servers, and the processes that wait for a trial; counts those in use."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -134,21 +133,21 @@ class _Pool:
         self._closed = False
 
     def forks(self, environment: Mapping[str, str]) -> Forks:
-        """Return what forks processes that can have this environment, started where it is not running."""
+        """Return the fork server for this environment; start it if it does not run."""
         read_at_start = frozenset(_read_at_start({**os.environ, **environment}).items())
         with self._guard:
             if self._closed:
-                raise RuntimeError("the nursery is closed")
+                raise RuntimeError("the pool of trial processes is closed")
             if (found := self._forks.pop(read_at_start, None)) is None:
                 found = Forks.start({**os.environ, **dict(read_at_start)})
-            self._forks[read_at_start] = found  # the one that was used last comes last
+            self._forks[read_at_start] = found  # ordered by last use
             if len(self._forks) > self._slots + 1:
                 self._forks.pop(next(iter(self._forks))).let_go()
             return found
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Count one process more in use."""
+        """Count one more process as in use."""
         with self._guard:
             self._used_count += 1
         try:
@@ -158,7 +157,7 @@ class _Pool:
                 self._used_count -= 1
 
     def waiting_child(self, kind: _Kind) -> Child | None:
-        """Return a process that has served such a trial before; None where none waits."""
+        """Return a waiting process of this kind; None if there is none."""
         with self._guard:
             mine = [each for each in self._waiting if each[0] == kind]
             self._waiting = [each for each in self._waiting if each not in mine[-1:]]
@@ -171,15 +170,15 @@ class _Pool:
         return self.waiting_child(kind)
 
     def expect(self, environment: Mapping[str, str]) -> None:
-        """Have a process forked in place of one that has ended: the next trial need not wait for it."""
-        with self._guard, suppress(OSError):  # no room: whoever needs one will be told
+        """Fork a process in advance, in place of one that has ended, so that the next trial need not wait."""
+        with self._guard, suppress(OSError):  # `new_child` raises it if a trial then needs a process
             in_sight = self._used_count + len(self._waiting) + len(self._expected)
             if self._forks and not self._closed and in_sight < self._slots:
                 forks = self.forks(environment)
                 self._expected.append((forks, forks.fork()))
 
     def new_child(self, environment: Mapping[str, str]) -> Child:
-        """Return a new process, in place of those that wait for another kind of trial where there are too many."""
+        """Return a new process, after ending waiting processes of other kinds if there are too many."""
         self.dismiss_waiting(slots=self._slots)
         while (expected := self._next_expected(environment)) is not None:
             if (child := self._child_of(*expected)) is not None:
@@ -189,7 +188,7 @@ class _Pool:
             if (child := forks.fork().child()) is not None:
                 return child
             self._lose(forks)
-        raise OSError(f"a trial's process cannot be had: {_TRIES} nurseries in a row did not answer")
+        raise OSError(f"cannot fork a trial's process: {_TRIES} fork servers in a row did not answer")
 
     def _next_expected(self, environment: Mapping[str, str]) -> tuple[Forks, Expected] | None:
         with self._guard:
@@ -199,7 +198,7 @@ class _Pool:
         return mine[0] if mine else None
 
     def _child_of(self, forks: Forks, expected: Expected) -> Child | None:
-        """Return a process that was forked ahead; None where it died meanwhile, or there was no room for it then."""
+        """Return a process that was forked in advance; None if that fork failed or the process has died since."""
         try:
             child = expected.child()
         except OSError:
@@ -213,7 +212,7 @@ class _Pool:
         return None
 
     def keep(self, kind: _Kind, child: Child) -> None:
-        """Take back a process that waits; where there are enough, it ends."""
+        """Keep a process for another trial; end it if there are enough."""
         with self._guard:
             is_kept = not self._closed and self._used_count + len(self._waiting) <= self._slots
             if is_kept:
@@ -232,7 +231,7 @@ class _Pool:
             each.let_go() if is_used else each.end()
 
     def dismiss_waiting(self, *, slots: int = 0) -> None:
-        """End those that have waited longest, down to as many as there are slots."""
+        """End the longest-waiting processes, until no more than `slots` are left, those in use included."""
         with self._guard:
             surplus = max(0, self._used_count + len(self._waiting) - slots)
             leaving, self._waiting = self._waiting[:surplus], self._waiting[surplus:]
@@ -248,14 +247,14 @@ class _Pool:
             each.end(timedelta(seconds=deadline.remaining_seconds))
 
     def _lose(self, forks: Forks) -> None:
-        """Forget a nursery that has died, or is stopped; what it has forked does not need it."""
+        """Kill and forget a fork server that has died or is stopped; its processes do not need it."""
         with self._guard:
             self._forks = {start: each for start, each in self._forks.items() if each is not forks}
         forks.kill()
 
 
 def _dismiss(children: list[Child]) -> None:
-    """All at once: each may take its time to clean up."""
+    """Let all exit at the same time, since each may take time to clean up; then end what is left after 5 s."""
     for child in children:
         child.dismiss()
     deadline = Deadline.after(_GOODBYE)
@@ -264,7 +263,7 @@ def _dismiss(children: list[Child]) -> None:
 
 
 class _Borrowed:
-    """A process for the time of an attempt: what it prints goes to the attempt's log."""
+    """A process that serves an attempt; its output goes to the attempt's log."""
 
     def __init__(self, child: Child, log: Log) -> None:
         self.child = child
@@ -284,26 +283,26 @@ class _Borrowed:
         return self._became
 
     def let_go(self) -> None:
-        """Have it go on, and hear no more of it."""
+        """Stop reading its output, and let the process go on."""
         self._output.stop()
 
 
 class _PooledChannel(TrialChannel):
-    """An attempt in a process of the pool; one that has served before is replaced where it cannot serve this one."""
+    """The channel of an attempt in a pooled process; a reused process that cannot serve it is replaced."""
 
     def __init__(self, pool: _Pool, request: _Request, borrowed: _Borrowed, *, has_served: bool) -> None:
         super().__init__(borrowed.child.connection, borrowed)
         self._pool = pool
         self._request = request
         self._borrowed = borrowed
-        self._is_on_trial = has_served  # until it has answered
-        self._told: list[ToTrial] = []  # meanwhile: a process that takes over is told too
+        self._is_on_trial = has_served  # until the reused process has answered
+        self._told: list[ToTrial] = []  # messages up to then, to be sent again to a replacement
         self._changing = threading.RLock()
         self._closed = False
         self.keeps = False
 
     def begin(self) -> None:
-        """Tell the process what it is to train, and where."""
+        """Send the process its environment and the trial's start message."""
         self._borrowed.begin()
         super().tell(_surroundings(self._borrowed.child, self._request.kind.environment))
         for message in (self._request.start, *self._told):
@@ -313,7 +312,7 @@ class _PooledChannel(TrialChannel):
         with self._changing:
             if self._is_on_trial:
                 self._told.append(message)
-            if not self._closed:  # what it serves next is none of the caller's
+            if not self._closed:  # the process may serve another trial by then
                 super().tell(message)
 
     def receive(self, patience: timedelta) -> FromTrial | None:
@@ -335,7 +334,7 @@ class _PooledChannel(TrialChannel):
         return "waits for another trial"
 
     def close(self) -> None:
-        """Give the process back, or end it."""
+        """Return the process to the pool, or end it."""
         self.end()
         with self._changing:
             self._closed = True
@@ -343,7 +342,7 @@ class _PooledChannel(TrialChannel):
             self._pool.keep(self._request.kind, self._borrowed.child)
 
     def _replace(self) -> None:
-        """Nothing has begun yet: its trainable has declined, or it was killed as it waited."""
+        """Take a new process: the reused one declined the trial or was killed, before it trained anything."""
         ended = self._borrowed.end()
         if not ended.startswith("exited with code 0"):
             self._request.log.warning("a process that was kept from an earlier trial %s; a new one is started", ended)
@@ -364,15 +363,15 @@ def _surroundings(child: Child, environment: frozenset[tuple[str, str]]) -> Surr
 
 
 def _here() -> str:
-    """Return the working directory; nothing where it has been removed: a fork is there as well."""
+    """Return the working directory; "" if it was removed: then a fork inherits it anyway."""
     try:
-        return os.getcwd()  # noqa: PTH109 - as the kernel has it: a Path would say "." in place of nothing
+        return os.getcwd()  # noqa: PTH109 - text is needed, not a Path
     except FileNotFoundError:
         return ""
 
 
 def _latin(text: str) -> str:
-    """A byte each character: a variable or a path may be no UTF-8."""
+    """Return the text's bytes as Latin-1, a character per byte: a variable or a path may not be UTF-8."""
     return os.fsencode(text).decode("latin-1")
 
 

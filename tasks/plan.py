@@ -1,4 +1,4 @@
-"""Everything that is fixed about training one trial, before its first attempt."""
+"""The specification of one trial (`TrialPlan`) and of one attempt of it (`Orders`)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["Orders", "TrialPlan", "import_path", "payload"]
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """How a trial is trained, and where its bytes go."""
+    """How a trial is trained and where its checkpoints are stored: the same for all its attempts."""
 
     target: StorageTarget
     trial: TrialKey
     trainable: str
-    """As `payload` gives it."""
+    """As `payload` returns it."""
     stopper: str
     needs_curve: bool
     """Whether the stopper looks back further than the last report."""
@@ -39,16 +39,16 @@ class TrialPlan:
     retention: Retention = field(default_factory=Retention)
     sync: SyncConfig = field(default_factory=SyncConfig)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    """The trainable's name: another one does not go on where this one was."""
+    """The trainable's name: another trainable may not resume this trial."""
     isolation: Literal["process", "thread"] = "process"
     grace: timedelta = timedelta(seconds=25)
     """How long a trial that is asked to stop may take to save."""
     silence: timedelta | None = None
     """How long a trial may train without a report before it is taken for hung."""
     tags: tuple[str, ...] = ()
-    """Of the task run of each attempt; Prefect's limits of tags apply to it."""
+    """Tags of the task run of each attempt; Prefect's tag-based concurrency limits apply to it."""
     concurrency_limits: tuple[str, ...] = ()
-    """Prefect's global concurrency limits in each of which an attempt takes a place."""
+    """Prefect's global concurrency limits; an attempt holds a slot in each of them."""
     apart: bool = False
     """Whether the trial has a journal of its own, beside the experiment's."""
 
@@ -60,49 +60,49 @@ class TrialPlan:
 
 @dataclass(frozen=True)
 class Orders:
-    """What is said to one attempt of a trial."""
+    """The request for one attempt of a trial."""
 
     epoch: int | None = None
-    """In which the caller owns the journal; None: the attempt opens the trial's own journal itself."""
+    """The epoch in which the caller owns the journal; None: the attempt opens the trial's own journal itself."""
     search_epoch: int = 0
-    """In which whoever gives them owns the experiment; 0 for a training alone."""
+    """The epoch in which the requesting search owns the experiment; 0 for a single training."""
     experiment_id: str = ""
-    """Which experiment of its name gives them; empty where that is not asked: in a process of the search itself."""
+    """The id of the requesting experiment; empty if it is not checked: in a process of the search itself."""
     attempt: int = 0
-    """Which attempt is ordered; one that is run again with the same orders makes another of it."""
+    """The number of the requested attempt; running the same request again makes a further attempt."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """For a trial that begins a journal of its own."""
+    """The trial's configuration, if the attempt creates the trial's own journal."""
     milestone: int | None = None
     """The step at which the trial asks whether to go on."""
     saves_first: bool = False
     """Whether it commits a checkpoint of that step before it asks."""
     exploit: Exploit | None = None
-    """Go on from a clone of another trial's newest checkpoint, with another configuration."""
+    """Resume from a clone of another trial's newest checkpoint, with another configuration."""
     puts_aside: tuple[Quarantined, ...] = ()
-    """Checkpoints that are not to be used, since they kill the trainable."""
+    """Checkpoints to quarantine first, since the trainable fails on them."""
     answers: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """What persons have answered the trial, by the keys of its questions."""
+    """People's answers to the trial's questions, by the question's key."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the trial's process, such as the devices it may use."""
 
 
 def import_path() -> tuple[str, ...]:
-    """Return where this process imports from, for another one that may stand in another directory."""
+    """Return this process's `sys.path` as absolute paths, for a process with another working directory."""
     return tuple(_absolute(entry) for entry in sys.path)
 
 
 def _absolute(entry: str) -> str:
-    """Return a path made absolute; what is none is the name of an import hook."""
-    with suppress(FileNotFoundError):  # the working directory has been removed: nothing is found there
+    """Return an existing path as an absolute one; other entries, such as names of import hooks, unchanged."""
+    with suppress(FileNotFoundError):  # the working directory was removed: nothing can be imported from it
         return os.path.abspath(entry) if not entry or Path(entry).exists() else entry  # noqa: PTH100  "" is the working directory
     return entry
 
 
 def payload(thing: object) -> str:
-    """Return `thing` as the trial's process can load it: its import path as given, or else a pickle.
+    """Return `thing` as text that the trial's process can load: an import path unchanged, else a pickle in hex.
 
     Raises:
-        InvalidInput: it cannot be taken to another process.
+        InvalidInput: it cannot be pickled.
     """
     if isinstance(thing, str):
         return thing

@@ -1,4 +1,4 @@
-"""Run a trial: one attempt, from its newest good checkpoint to its end, its failure, or the request to stop."""
+"""The task that runs one attempt of a trial, from its newest good checkpoint to its end, failure or stop."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ class AttemptResult:
 def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
-    It remembers nothing: state is read from the target, so a retry of the task is an attempt more.
-    Every checkpoint the trial hands over is persisted, then committed, then acknowledged to it.
+    All state is read from the target, so a retry of the task is a further attempt. Every checkpoint that the trial
+    hands over is persisted, then committed, then acknowledged to it.
 
     Args:
-        plan: what is fixed about the trial.
-        orders: what is said to this attempt.
-        line: to whoever runs the experiment; `line.stop` has the trial save and end within `plan.grace`.
+        plan: the specification of the trial.
+        orders: the request for this attempt.
+        line: the link to the search; `line.stop` makes the trial save and end within `plan.grace`.
 
     Raises:
-        Superseded: the journal belongs to somebody else, and the trial's process is gone; or the experiment that
-            gave the orders was deleted.
-        ResumeFailed: there are checkpoints, and none of them can be used.
+        Superseded: another process owns the journal, and the trial's process has been ended; or the requesting
+            experiment was deleted.
+        ResumeFailed: the trial has checkpoints, but none of them can be used.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
     with retrying_refusals(), closing(line), place_held(plan.concurrency_limits, line.stop):
@@ -105,27 +105,27 @@ def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptRe
         with trial_in_place(start, log) if alone else line.process(start, log, orders.environment) as channel:
             outcome = supervise(channel, ledger, plan, line)
             ending = events_of(plan.trial.trial, outcome)
-            if isinstance(outcome, Done):  # it leaves by itself, while its end is written
+            if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
                 ledger.end(ending)
                 channel.end()
             else:
                 channel.end()
                 ledger.end(ending)
-            # Before the channel closes: a save that is under way still tells the trial, dead or not.
+            # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
             ledger.close()
     return _as_journaled(AttemptResult(outcome, ledger.experiment), plan, log)
 
 
 def _as_journaled(result: AttemptResult, plan: TrialPlan, log: Log) -> AttemptResult:
-    """What becomes of a process whose trial is done, and committed, is its own affair (a `cleanup` that raises)."""
+    """Return the journaled end instead of a failure after the last commit, such as an exception in `cleanup`."""
     if not isinstance(result.outcome, Failed) or (ended := _ended(result.experiment, plan)) is None:
         return result
-    log.warning("the trial was done, and committed, when %s", result.outcome.message)
+    log.warning("the trial had finished, and its last checkpoint was committed, when %s", result.outcome.message)
     return ended
 
 
 def _book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResult:
-    """The journal as it stands, ours, with an attempt that nobody ended closed; or how the trial has ended before."""
+    """Return a journal writer, after closing an attempt without a journaled end; or the result of an ended trial."""
     if orders.epoch is None:
         return _own_book(plan, orders, line)
     experiment = read_experiment(plan.target, plan.trial.experiment)
@@ -141,7 +141,7 @@ def _book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResult:
 
 
 def _ended(experiment: Experiment, plan: TrialPlan) -> AttemptResult | None:
-    """How it ended in a run whose end was journaled, and is not known to whoever runs it again."""
+    """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
     trial = experiment.trial(plan.trial.trial)
     if trial.status is Status.FINISHED:
         return AttemptResult(Done(trial.reason, trial.returned, trial.left), experiment)
@@ -149,10 +149,10 @@ def _ended(experiment: Experiment, plan: TrialPlan) -> AttemptResult | None:
 
 
 def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResult:
-    """The trial's own journal, taken over from whoever wrote it before; a new one says as well that it begins.
+    """Open the trial's own journal, or create it, and take it over from an earlier writer.
 
-    Orders whose attempt has begun are carried out. A second run of them makes an attempt more if the trial has not
-    ended, and nothing else.
+    A request is carried out once its attempt has begun: running it again only makes a further attempt, if the trial
+    has not ended.
     """
     _require_same_experiment(plan, orders)
     trial = plan.trial.trial
@@ -169,7 +169,7 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResu
         return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
     owner = this_owner(search_epoch=orders.search_epoch, attempt=orders.attempt)
-    # Nothing was ordered before; but orders that wait elsewhere may be run twice, and outlive their experiment.
+    # A first attempt needs no read; but a request that waits in a queue may run twice, and outlive its experiment.
     known = Loaded(nothing_yet(plan.journal)) if orders.attempt == 1 and not orders.experiment_id else None
     opening = Opening(owner, new_stamp(), first, line.wrote, known)
     book = Book(plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote)
@@ -180,7 +180,11 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResu
 
 
 def _require_same_experiment(plan: TrialPlan, orders: Orders) -> None:
-    """One that was deleted while its orders waited in a pool has no trials, and another of its name has its own."""
+    """Refuse a request whose experiment was deleted, or replaced by one of the same name, while it was queued.
+
+    Raises:
+        Superseded: there is no such experiment any more.
+    """
     name = plan.trial.experiment
     if not orders.experiment_id or (found := experiment_id(plan.target, name)) == orders.experiment_id:
         return
@@ -192,13 +196,13 @@ def _require_same_experiment(plan: TrialPlan, orders: Orders) -> None:
 
 
 def _are_carried_out(orders: Orders, found: Experiment, trial: str) -> bool:
-    """Whether their attempt has begun; one that was begun by older orders is not theirs, whatever its number."""
+    """Whether the requested attempt has begun; one that an older request began does not count, whatever its number."""
     ordered = found.owner.attempt if found.owner else 0
     return trial in found.trials and 0 < orders.attempt <= min(ordered, found.trial(trial).attempt)
 
 
 def _carry_out(plan: TrialPlan, orders: Orders, book: Book) -> None:
-    """Do what comes before the attempt."""
+    """Apply the request's changes before the attempt: quarantine, requeue, exploit."""
     state = book.experiment.trial(plan.trial.trial)
     known = {each.sequence for each in state.checkpoints}
     events: list[Event] = [each for each in orders.puts_aside if each.sequence in known]
@@ -211,7 +215,7 @@ def _carry_out(plan: TrialPlan, orders: Orders, book: Book) -> None:
 
 
 def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:
-    """Clone the source's newest checkpoint; where it has none, the new configuration goes on from the trial's own."""
+    """Clone the source's newest checkpoint; if it has none, clone the trial's own for the new configuration."""
     trial = plan.trial.trial
     for source in (exploit.source, trial):
         key = TrialKey(experiment=plan.trial.experiment, trial=source)
@@ -233,7 +237,7 @@ def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:
 
 
 def _restore_newest(plan: TrialPlan, book: Book, destination: Path, log: Log) -> Path | None:
-    """Restore the newest checkpoint that verifies; those that do not are put aside, in the journal and aloud."""
+    """Restore the newest checkpoint that verifies; quarantine those that do not, in the journal and in the log."""
     name = plan.trial.trial
     _say_what_is_aside(book.experiment.trial(name), log)
     while (key := newest_key(plan.trial, book.experiment.trial(name))) is not None:
@@ -242,7 +246,7 @@ def _restore_newest(plan: TrialPlan, book: Book, destination: Path, log: Log) ->
             return restore_checkpoint(plan.target, key, destination, timeout_seconds=timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as bad:
             reason = f"{type(bad).__name__}: {bad}"
-            # Where somebody else owns the trial, that owner may have retired it: then this raises `Superseded`.
+            # If another process owns the trial, it may have retired the checkpoint: then this raises `Superseded`.
             book.write([Quarantined(trial=name, sequence=key.sequence, reason=reason)])
             log.error("step %d cannot be restored, and is put aside: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
     if lost := book.experiment.trial(name).lost_checkpoints:
@@ -255,7 +259,7 @@ def _restore_newest(plan: TrialPlan, book: Book, destination: Path, log: Log) ->
 
 
 def _say_what_is_aside(trial: Trial, log: Log) -> None:
-    """What is newer than the checkpoint that is gone on from, and was put aside meanwhile, is missed by nobody else."""
+    """Log the quarantined checkpoints newer than the one being resumed; nothing else reports them."""
     newest = newest_checkpoint(trial)
     for each in trial.aside:
         if each.checkpoint.sequence > (newest.sequence if newest else 0):
@@ -264,7 +268,7 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
 
 
 def _say_what_is_lost(trial: Trial, log: Log) -> None:
-    """A trainable that never saves begins at 0 whenever its trial goes on, and whoever wrote it may not know."""
+    """Warn that trained steps are lost, if the trainable has not committed any checkpoint."""
     if trial.attempt and trial.step and trial.status is not Status.RUNNING and newest_checkpoint(trial) is None:
         log.warning(
             "trial %s: no checkpoint was committed: its %s trained again; save%s",
@@ -310,7 +314,7 @@ def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored:
 
 
 def curve_up_to(plan: TrialPlan, start: CheckpointRef | None) -> Sequence[StepReport]:
-    """The reports that count so far, for a stopper that looks back; the whole journal is read only for such a one."""
+    """Return the valid reports up to `start`; the last one only, without reading the journal, if that is enough."""
     if start is None:
         return ()
     last = StepReport(step=start.step, metrics=start.metrics, trained_seconds=start.trained_seconds)

@@ -1,4 +1,4 @@
-"""The edge where time, chance and identity come in."""
+"""Read the clock, draw a random write id, and identify this process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["new_stamp", "this_owner"]
 
 
 def new_stamp() -> Stamp:
-    """Draw a write id, and look at the clock (which decides nothing: it is for people)."""
+    """Return a random write id with the current UTC time; the time is only shown to people and decides nothing."""
     return Stamp(write_id=uuid4().hex, at=datetime.now(UTC).isoformat(timespec="milliseconds"))
 
 
 def this_owner(*, search_epoch: int = 0, attempt: int = 0) -> Owner:
-    """Say who this process is, for the messages of whoever it supersedes, and what it was ordered if it was."""
+    """Return the identity of this process and its request, for the messages of owners that it supersedes."""
     return Owner(
         name=flow_run.name or "a script",
         host=socket.gethostname(),

@@ -1,4 +1,4 @@
-"""The line of a trial that trains elsewhere: its journal is what it says, and answers are found on the target."""
+"""The link of a trial on another machine: the search reads the trial's journal, and stores answers on the target."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _UNASKED_SECONDS = 2.0
 
 
 class StoreLine:
-    """A value until it is connected, so that it can be sent to another machine.
+    """A link through the target. It can be pickled and sent to another machine until it is connected.
 
-    The attempt writes a report at which it asks into its journal at once; the answer is an object
-    that whoever owns the experiment by then creates, be it the one who started this attempt or not.
+    The attempt journals a report that needs an answer at once; the owner of the experiment, which may have changed
+    since the attempt was started, creates the answer as an object.
     """
 
     reads_journal = True
@@ -62,7 +62,7 @@ class StoreLine:
         self._warned = ""
 
     def stopped_by(self, stop: threading.Event) -> StoreLine:
-        """Have this event, set by somebody here, stop the trial too."""
+        """Let this event of the local process stop the trial too."""
         self.stop = stop
         return self
 
@@ -70,7 +70,7 @@ class StoreLine:
         return supervised_process(start, log, environment)
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
-        """Begin to look for answers."""
+        """Start a thread that polls the target for answers."""
         watch = (self._watch, tell)
         threading.Thread(target=copy_context().run, args=watch, name="answers", daemon=True).start()
 
@@ -80,14 +80,14 @@ class StoreLine:
             self._asks.set()
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        """The journal lies where its reader looks, and answers what it says: it alone knows the attempt's number."""
+        """Take the attempt's number from the journal, since answers are named by it; the search reads the journal."""
         del experiment
         for event in events:
             if isinstance(event, Started):
                 self._attempt = event.attempt
 
     def close(self) -> None:
-        """Look for no more answers."""
+        """Stop polling for answers."""
         self._closed.set()
         self._asks.set()
 
@@ -102,9 +102,10 @@ class StoreLine:
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
     def _look(self, tell: Callable[[Answer], None]) -> bool:
-        """Whether there was an answer to what was asked. A target that is away, or refuses, is asked again.
+        """Return whether an answer was found and delivered. An unavailable or refusing target is polled again.
 
-        One that cannot be read can never be followed: the trial saves and ends, and its next attempt has others.
+        An answer that is damaged or of an unknown version stops the trial: it saves and ends, and its next attempt
+        has other answers.
         """
         try:
             with self._target.open(timeout=_REQUEST) as store:
@@ -117,7 +118,7 @@ class StoreLine:
             self._warn(unreadable)
             self.stop.set()
             return False
-        except TuneError as error:  # whoever replaces credentials replaces them here too, sooner or later
+        except TuneError as error:  # such as expired credentials, which may be replaced while the trial runs
             self._warn(error)
             return False
         if found is None or isinstance(found, StopAndSave):
@@ -131,7 +132,7 @@ class StoreLine:
         if (why := f"{type(error).__name__}: {error}") != self._warned:
             self._warned = why
             log = logging.getLogger("prefect_tune")
-            log.warning("trial %s cannot read what it is told: %s", self._trial.trial, why)
+            log.warning("trial %s cannot read its answers on the target: %s", self._trial.trial, why)
 
     def _look_for_unasked(self, store: ObjectStore, tell: Callable[[Answer], None]) -> None:
         if self.stop.is_set() or self._was_told:

@@ -1,4 +1,4 @@
-"""*Suspend* in the Prefect UI as a request to save and end, in place of an exception at whatever task comes next."""
+"""Detect *Suspend* of the flow run, so that it saves and ends before Prefect interrupts its next task."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["is_suspended", "undisturbed"]
 
 
 def is_suspended() -> bool:
-    """Whether somebody has suspended the flow run of this context. Costs nothing: Prefect has it watched."""
+    """Whether the flow run of this context was suspended. It makes no request: Prefect watches the run's state."""
     context = FlowRunContext.get()
     return context is not None and context.flow_run_suspension_request.is_requested()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run tasks in this context although the flow run is suspended.
+    """Let tasks in this context run although the flow run is suspended.
 
-    Otherwise the next one raises `Pause` in whatever thread submits it, which may be the one that is to save.
+    Otherwise Prefect raises `Pause` in the thread that submits the next task, which may be the one that saves.
     """
     context = FlowRunContext.get()
     if context is None:

@@ -181,7 +181,7 @@ def test_a_trial_that_is_done_and_committed_stays_so_whatever_its_cleanup_does(t
     trouble.config |= {"place": "cleanup", "fails": way, "at": 20}
     assert trouble.run().step == 20
     assert (trouble.trial.status, trouble.trial.attempt) == (Status.FINISHED, 1)
-    assert "the trial was done, and committed, when" in trouble.loudly()
+    assert "the trial had finished, and its last checkpoint was committed, when" in trouble.loudly()
 
 
 def test_a_trial_in_a_thread_fails_and_is_resumed_like_any_other(trouble: Trouble) -> None:

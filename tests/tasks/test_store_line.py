@@ -76,7 +76,7 @@ def test_who_is_refused_for_a_while_hears_the_answer_when_it_may_and_warns_once(
         until(lambda: ends.heard)
     assert ends.heard == [GO_ON]
     assert [each.getMessage() for each in caplog.records if each.name == "prefect_tune"] == [
-        "trial 00000 cannot read what it is told: StoreRefused: AccessDenied"
+        "trial 00000 cannot read its answers on the target: StoreRefused: AccessDenied"
     ]
 
 
