@@ -1,4 +1,4 @@
-"""`pt.Syncer`: how a trial's own files travel to the target and back; one may bring one's own."""
+"""`pt.Syncer`: the interface that copies a trial's own files to the target and back; users may subclass it."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, U
 
 
 class SyncTimedOut(DeadlineExceeded, TimeoutError):
-    """A sync did not end in time: retry, or raise the timeout."""
+    """A sync did not end in time: retry it, or increase the timeout."""
 
 
 class Direction(Enum):
-    """Which way files travel."""
+    """The direction of a sync."""
 
     UP = "up"
     DOWN = "down"
 
 
 class Syncer(ABC):
-    """Moves a directory to a target and back, at most once per period, and tries again what failed.
+    """Copies a directory to a target and back, at most once per period, and retries failed syncs.
 
-    A subclass needs the three abstract methods and nothing else, not even a constructor that calls this one.
-    Each attempt of each trial has one of its own, which it closes: an object that is given is copied (`copy.deepcopy`).
-    They may do their work at once, or begin it and have `wait` see to its end. A subclass that begins it should
-    override `wait`, so that it raises what went wrong, and `retry`.
+    A subclass needs only the three abstract methods, not even a constructor that calls this one. Each attempt of each
+    trial uses and closes its own syncer: a given object is copied with `copy.deepcopy`.
+    The three methods may do their work before they return, or in the background. A subclass that works in the
+    background should override `wait`, to raise the errors, and `retry`.
     """
 
     sync_period: timedelta = timedelta(seconds=300)
     """The least time between two syncs that `sync_up_if_needed` and `sync_down_if_needed` begin."""
     sync_timeout: timedelta = timedelta(seconds=1800)
-    """The most time that one sync may take; for `wait` to keep."""
+    """The most time that one sync may take; `wait` must enforce it."""
     last_sync_up_time: float = -math.inf
-    """When the last sync up that has not failed began, in seconds on this process's monotonic clock."""
+    """Start of the last sync up that has not failed, in seconds on this process's monotonic clock."""
     last_sync_down_time: float = -math.inf
-    """When the last sync down that has not failed began, likewise."""
+    """Start of the last sync down that has not failed, on the same clock."""
 
     _clock = staticmethod(time.monotonic)
     _sleep = staticmethod(time.sleep)
 
     def __init__(self, sync_period: timedelta | float = 300, sync_timeout: timedelta | float = 1800) -> None:
-        """Keep the settings.
+        """Store the settings.
 
         Args:
             sync_period: as a timedelta, or in seconds; 0 for no throttling.
@@ -83,37 +83,38 @@ class Syncer(ABC):
 
     @abstractmethod
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
-        """Make `remote_dir`, a URI, show `local_dir`, but for files that match a pattern in `exclude`.
+        """Make the URI `remote_dir` a mirror of `local_dir`, without files that match a pattern in `exclude`.
 
-        Returns whether that was done, or is being done.
+        Returns whether the sync is done or has begun.
         """
 
     @abstractmethod
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
-        """Make `local_dir` hold what `remote_dir`, a URI, shows, but for files that match a pattern in `exclude`.
+        """Copy the files of the URI `remote_dir` to `local_dir`, without those that match a pattern in `exclude`.
 
-        Returns whether that was done, or is being done.
+        Returns whether the sync is done or has begun.
         """
 
     @abstractmethod
     def delete(self, remote_dir: str) -> bool:
-        """Delete `remote_dir`, a URI, with everything below it. Returns whether that was, or is being, done."""
+        """Delete the URI `remote_dir` and everything below it. Returns whether that is done or has begun."""
 
-    def retry(self) -> None:  # noqa: B027  a subclass that works at once has nothing to retry
-        """Do again what failed. Nothing to do where the work is done at once."""
+    def retry(self) -> None:  # noqa: B027  a subclass without background work has nothing to retry
+        """Run the failed syncs again. Override it in a subclass that works in the background."""
 
     def wait(self) -> None:  # noqa: B027  nor to wait for
-        """Return once nothing is under way any more, or raise what went wrong. For subclasses that work later."""
+        """Wait for all background work, and raise its error. Override it in a subclass that works in the background."""
 
     def wait_or_retry(self, max_retries: int = 3, backoff_s: float = 5) -> None:
-        """Wait; where that fails, pause, retry and wait again, up to `max_retries` times.
+        """Wait; if that fails, pause, retry and wait again, up to `max_retries` times.
 
-        The pause doubles each time, from `backoff_s` seconds up to a minute, and is spread at random by half.
+        The pause doubles each time, from `backoff_s` seconds up to a minute, times a random factor of 0.5 to 1.
 
         Raises:
-            InvalidInput: `max_retries` is not positive, or `backoff_s` negative.
-            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, Superseded: retrying cannot help.
-            TuneError: it failed each time; the last failure is its cause.
+            InvalidInput: `max_retries` is not positive, or `backoff_s` is negative.
+            StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion, Superseded: a retry
+                cannot help.
+            TuneError: every try failed; its cause is the last error.
         """
         if max_retries < 1 or not backoff_s >= 0:
             raise InvalidInput(f"expected max_retries >= 1 and backoff_s >= 0, found {max_retries} and {backoff_s}")
@@ -136,9 +137,9 @@ class Syncer(ABC):
         self._sleep(min(seconds, _LONGEST_PAUSE_SECONDS) * spread)
 
     def sync_up_if_needed(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool | None:
-        """`sync_up` unless one began less than `sync_period` ago; None where it was not yet time.
+        """Call `sync_up`, unless one began less than `sync_period` ago: then return None.
 
-        A sync that was refused, or that is known to have failed, does not count.
+        A sync that returned False, or is known to have failed, does not count.
         """
         if not self._is_due(Direction.UP):
             return None
@@ -147,7 +148,7 @@ class Syncer(ABC):
         return self._noted(Direction.UP, now, is_begun=is_begun)
 
     def sync_down_if_needed(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool | None:
-        """`sync_down` unless one began less than `sync_period` ago; None where it was not yet time."""
+        """Call `sync_down`, unless one began less than `sync_period` ago: then return None."""
         if not self._is_due(Direction.DOWN):
             return None
         now = self._clock()
@@ -166,18 +167,18 @@ class Syncer(ABC):
         return is_begun
 
     def reset(self) -> None:
-        """Forget when the last syncs were: the next `..._if_needed` syncs."""
+        """Reset the times of the last syncs, so that the next `..._if_needed` call syncs."""
         self.last_sync_up_time = self.last_sync_down_time = -math.inf
 
-    def close(self) -> None:  # noqa: B027  nor to let go of
-        """Let go of what is held; nothing is begun afterwards."""
+    def close(self) -> None:  # noqa: B027  nor to close
+        """Release all resources; no sync begins afterwards."""
 
     @classmethod
     def validate_upload_dir(cls, upload_dir: str | None) -> bool:
-        """Return True if `upload_dir` can be synced to, as far as can be said without connecting.
+        """Return True if `upload_dir` is a valid target; checked without connecting to it.
 
         Raises:
-            InvalidInput: it cannot; the message says which package is missing, or what it may have meant.
+            InvalidInput: it is not; the message names the missing package, or the nearest valid value.
         """
         if upload_dir:
             validate_target(upload_dir)
@@ -185,10 +186,10 @@ class Syncer(ABC):
 
 
 def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
-    """Return who syncs artifacts to `target` under `config`, for one attempt to use and close; None if nobody is to.
+    """Return the syncer of artifacts for one attempt, which must close it; None if `config.syncer` is None.
 
     Raises:
-        InvalidInput: `config.syncer` names none, or an object that cannot be copied.
+        InvalidInput: `config.syncer` is not a syncer, cannot be imported, or cannot be copied.
     """
     from prefect_tune.tasks.target_syncer import TargetSyncer
 
@@ -218,23 +219,23 @@ def _named(name: str, config: SyncConfig) -> Syncer:
 
 
 def _copied(syncer: Syncer) -> Syncer:
-    """Return one like it: several attempts may be at work, and the first that ends closes its own."""
+    """Return a copy: several attempts may run at once, and each closes its own syncer."""
     try:
         return copy.deepcopy(syncer)
     except Exception as uncopied:
         kind = type(syncer).__name__
         raise InvalidInput(
-            f"syncer: this {kind} cannot be copied, and each attempt has one of its own ({uncopied}). Name the class, "
-            f"syncer='package.module:{kind}', have its methods make what cannot be copied, or define __deepcopy__"
+            f"syncer: each attempt needs its own copy, and this {kind} cannot be copied ({uncopied}). Name the class, "
+            f"syncer='package.module:{kind}', create what cannot be copied inside its methods, or define __deepcopy__"
         ) from uncopied
 
 
 def _made(kind: type[Syncer], name: str, config: SyncConfig) -> Syncer:
-    """Give the periods to a class that keeps this one's constructor, and set them on one that does not."""
+    """Create a syncer; the config's periods are passed only to a class that has the constructor of `Syncer`."""
     try:
         made = kind() if kind.__init__ is not Syncer.__init__ else kind(config.sync_period, config.sync_timeout)
     except TypeError as unmade:
-        raise InvalidInput(f"syncer {name!r}: cannot be made without arguments: {unmade}") from unmade
+        raise InvalidInput(f"syncer {name!r}: cannot be constructed without arguments: {unmade}") from unmade
     return made
 
 

@@ -1,4 +1,4 @@
-"""The syncer that is used unless one brings one's own: to any target, one command after the other."""
+"""The default syncer: syncs directories with any target in the background, one command after the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prefect_tune.tasks.syncer import HOPELESS, Direction, Syncer, SyncTimedOut
 
 __all__ = ["TargetSyncer"]
 
-_GRACE = timedelta(seconds=10)  # for a store to end what its deadline has ended, and to say so
+_GRACE = timedelta(seconds=10)  # for a store to end its work after the deadline and to raise
 _FIRST_PAUSE_SECONDS = 1.0
 
 
@@ -50,7 +50,7 @@ class _Command:
         return f"{self.act.value} of {places[self.act]}"
 
     def replaces(self, failed: _Command) -> bool:
-        """Whether nobody needs `failed` any more once this one is under way."""
+        """Whether this command makes a retry of `failed` unnecessary."""
         writes = (_Act.UP, _Act.DELETE)
         return self == failed or (self.remote == failed.remote and self.act in writes and failed.act in writes)
 
@@ -58,16 +58,16 @@ class _Command:
 class TargetSyncer(Syncer):
     """Syncs directories with a target, in the background, one command at a time and in the order given.
 
-    What is asked while something is under way is queued, never dropped; a queued sync of the same directories
-    is the same sync, since it takes what is there when it begins. Each command has `sync_timeout` and is really
-    ended then. No second one ever begins before the first has ended.
+    Commands are queued, never dropped, while another runs; a sync that equals the last queued one of the same remote
+    directory is not queued twice, since a sync copies the files that exist when it begins. Each command is ended
+    after `sync_timeout`, and the next one begins only after it has ended.
 
-    Only what changed is sent. What was deleted locally disappears from the target with the next sync up; a sync
-    down deletes nothing locally. A reader of the target sees a whole sync or the one before. For `exclude`, see
-    `prefect_tune.core.excludes`; what old trainables leave behind (`NEVER_ARTIFACTS`) never travels.
+    Only changed files are sent. Files deleted locally are removed from the target by the next sync up; a sync down
+    deletes nothing locally. A reader of the target sees a whole sync or the previous one. For `exclude`, see
+    `prefect_tune.core.excludes`; files that match `NEVER_ARTIFACTS` are never synced.
 
-    `remote_dir` is a URI, or a folder on `target` where one is given. Pickled, it keeps its settings and what
-    `retry` would do; what is under way stays here.
+    `remote_dir` is a URI, or a folder on `target` if one is given. A pickled copy keeps the settings and the commands
+    that `retry` runs again; running and queued commands stay with the original.
     """
 
     def __init__(
@@ -94,29 +94,29 @@ class TargetSyncer(Syncer):
         self._is_closed = False
 
     def write_as(self, writer: Writer) -> None:
-        """From now on sync up for this attempt, until a later one does; a copy of this syncer is nobody's again."""
+        """Let further syncs up write as this attempt, until a later attempt does; a pickled copy forgets it."""
         self._writer = writer
 
     # ------------------------------------------------------------------------------------------- what is asked
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
-        """Send what changed in `local_dir`; True, since it is begun or will be as soon as what is before it ends.
+        """Queue a sync of the changed files of `local_dir`, and return True.
 
         Raises:
-            InvalidInput: `remote_dir` names no place that can be synced to, or this syncer is closed.
+            InvalidInput: `remote_dir` is not a valid target or folder, or this syncer is closed.
         """
         return self._enqueue(_Command(_Act.UP, remote_dir, _absolute(local_dir), _patterns(exclude)))
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
-        """Fetch what differs into `local_dir`; otherwise as `sync_up`."""
+        """Queue a download of the files that differ into `local_dir`; otherwise as `sync_up`."""
         return self._enqueue(_Command(_Act.DOWN, remote_dir, _absolute(local_dir), _patterns(exclude)))
 
     def delete(self, remote_dir: str) -> bool:
-        """Delete everything below `remote_dir`, after what was asked before; otherwise as `sync_up`."""
+        """Queue the deletion of everything below `remote_dir`; otherwise as `sync_up`."""
         return self._enqueue(_Command(_Act.DELETE, remote_dir))
 
     def retry(self) -> None:
-        """Do again what has failed and nothing later has made superfluous; where nothing has, the last command.
+        """Queue all failed commands again that no later one has replaced; if there are none, the last command.
 
         Raises:
             TuneError: there was no command yet.
@@ -124,20 +124,20 @@ class TargetSyncer(Syncer):
         with self._state:
             again = list(self._failed) or ([self._last] if self._last else [])
         if not again:
-            raise TuneError("retry: no sync was asked for yet, so there is none to do again")
+            raise TuneError("retry: there was no sync yet, so there is none to retry")
         for command in again:
             self._enqueue(command)
 
     def wait(self, timeout: timedelta | float | None = None) -> None:
-        """Return once everything that was asked for is done, newest content included.
+        """Wait until all commands are done.
 
         Args:
-            timeout: how long to wait; 0 not at all. None: as long as the commands may take.
+            timeout: the longest wait; 0 for none. None: as long as the commands may take.
 
         Raises:
             SyncTimedOut: not done within `timeout`, or a command was ended by `sync_timeout`; a `TimeoutError` too.
-            TuneError: a command failed; of the class of its cause. It is raised until it is retried with success,
-                or a later command has made it superfluous; of a sync down that no retry can help, once.
+            TuneError: a command failed; the error has the class of its cause. Each `wait` raises it until a retry
+                succeeds or a later command replaces it; for a sync down that no retry can help, only once.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         until = None if seconds is None else self._clock() + seconds
@@ -146,37 +146,37 @@ class TargetSyncer(Syncer):
                 self._wait_a_while(until)
             for command, error in list(self._failed.items()):
                 if command.act is _Act.DOWN and isinstance(error, HOPELESS):
-                    del self._failed[command]  # nothing of ours is at stake, and a retry cannot help: told once
+                    del self._failed[command]  # no local file is unsaved, and a retry cannot help: raised once
                 raise _told(command, error)
 
     def _wait_a_while(self, until: float | None) -> None:
-        """Wait for the next change.
+        """Wait for the next change of the queue, for a second at most.
 
         Raises:
-            SyncTimedOut: there will be none in time.
+            SyncTimedOut: `until` is reached, or the running command exceeds its `sync_timeout`.
         """
         now = self._clock()
         ends = self._began_seconds + (self.sync_timeout + _GRACE).total_seconds() if self._running else now + 1
         remaining = min(ends, ends if until is None else until) - now
         if remaining <= 0:
             late = self._running or self._queue[0]
-            raise SyncTimedOut(f"{late}: not done in time; nothing else is begun before it has ended")
+            raise SyncTimedOut(f"{late}: not done in time; no other sync begins before it has ended")
         self._state.wait(min(remaining, 1.0))
 
     def close(self) -> None:
-        """Wait for what was asked for, then take no more. Closing twice is closing once."""
+        """Refuse further commands, and wait for the queued ones. Idempotent."""
         with self._state:
             self._is_closed = True
         self.wait()
 
     def reset(self) -> None:
-        """Let the next `..._if_needed` sync, however recent the last sync or failure."""
+        """Make the next `..._if_needed` call sync, however recent the last sync or failure is."""
         super().reset()
         with self._state:
             self._not_before_seconds = 0.0
 
     def _is_due(self, direction: Direction) -> bool:
-        """A sync under way counts as one; after failures the next is tried sooner than a period, but not at once."""
+        """Count a running sync as the last one; after a failure, wait 2, 4, 8 ... s, up to `sync_period`."""
         act = _Act.UP if direction is Direction.UP else _Act.DOWN
         with self._state:
             if self._queue or self._clock() < self._not_before_seconds:
@@ -208,7 +208,7 @@ class TargetSyncer(Syncer):
         return next((waiting for waiting in reversed(self._queue) if waiting.remote == remote), None)
 
     def _begin(self) -> None:
-        """Begin the next command, in a thread that the interpreter waits for: nothing is lost at its end."""
+        """Begin the next command in a non-daemon thread: the interpreter waits for it at exit."""
         self._running = self._queue.popleft()
         self._began_seconds = self._clock()
         threading.Thread(target=self._run, args=(self._running,), name=f"{self._running}").start()
@@ -218,7 +218,7 @@ class TargetSyncer(Syncer):
         try:
             self._do(command)
             error = None
-        except Exception as failure:  # noqa: BLE001  it is kept, and raised to whoever waits
+        except Exception as failure:  # noqa: BLE001  it is stored, and raised by `wait`
             error = failure
         finally:
             with self._state:
@@ -295,7 +295,7 @@ class TargetSyncer(Syncer):
 
 
 def _found(remote: str) -> tuple[StorageTarget, str]:
-    """Return the target around the folder that a URI or a path names; a block's slug names a target itself."""
+    """Return the parent of a URI or path as target, and its last folder; for a block's slug, the block and ""."""
     if "://" not in remote and not remote.startswith(("/", "./", "../", "~")):
         return resolve_target(remote), ""
     location = read_uri(remote)
@@ -304,7 +304,7 @@ def _found(remote: str) -> tuple[StorageTarget, str]:
 
 
 def _absolute(local_dir: str) -> str:
-    """Return the directory that is meant now: the command is carried out later, in another thread."""
+    """Return the absolute path now: the command runs later, when the working directory may be another."""
     return os.path.abspath(local_dir)  # noqa: PTH100  a removed directory's path need not be followed
 
 
@@ -313,9 +313,9 @@ def _patterns(exclude: list[str] | None) -> tuple[str, ...]:
 
 
 def _told(command: _Command, error: Exception | None) -> TuneError:
-    """Return what to raise for a failed command: what it was, of the class of what went wrong."""
+    """Return the exception for a failed command: its message names the command, its class is that of the cause."""
     if error is None:
-        return TuneError(f"{command}: was under way when this syncer was copied here, and may not be done: retry it")
+        return TuneError(f"{command}: was under way when this syncer was copied, and may not be done: retry it")
     told = TuneError(f"{command}: {error!r}")
     if isinstance(error, TuneError):
         told = (SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error))(f"{command}: {error}")

@@ -1,4 +1,4 @@
-"""Which failures of a task are worth another try, and how long to wait for it."""
+"""The retry policy of the tasks: which errors of a target are retried, how often and after which pauses."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ __all__ = [
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
-"""Between the tries: a minute and a half together, for what replaces expired credentials needs about one."""
+"""Pauses between tries: 91 s in total, since replacing expired credentials takes about a minute."""
 _UNSERVED_TRIES = 5
-"""How often what fails is tried again where the target has not served the run: half a minute, as somebody waits."""
+"""Retries of a target that has not served the run yet: 31 s in total, since a user may wait for the answer."""
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
 
@@ -51,7 +51,7 @@ _abandoned: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abando
 
 @contextmanager
 def retrying_until(abandoned: threading.Event) -> Iterator[None]:
-    """Retry nothing within this context once `abandoned` is set: the process is to end, and waits for its threads."""
+    """Retry nothing in this context once `abandoned` is set: the process is ending, and waits for its threads."""
     token = _abandoned.set(abandoned)
     try:
         yield
@@ -65,7 +65,7 @@ def _is_abandoned() -> bool:
 
 
 def _pause(seconds: float) -> None:
-    """Wait, and no longer than until the work of this context is abandoned."""
+    """Sleep; return at once when the work of this context is abandoned."""
     event = _abandoned.get()
     if event is None:
         time.sleep(seconds)
@@ -75,10 +75,10 @@ def _pause(seconds: float) -> None:
 
 @contextmanager
 def retrying_refusals() -> Iterator[None]:
-    """Retry what the target refuses too, within this context: for a run whose target has passed `check_target`.
+    """Retry `StoreRefused` too in this context: for a run whose target has passed `check_target`.
 
-    A target that has served a run refuses it later for what has changed meanwhile: credentials that expired, a policy,
-    a file system that was mounted again. Such a refusal passes, and the trial is not to blame for it.
+    A target that has served a run refuses it later because something changed: credentials expired, a policy changed,
+    a file system was remounted. Such a refusal is often temporary, and the trial did not cause it.
     """
     token = _retries_refusals.set(True)
     try:
@@ -88,7 +88,7 @@ def retrying_refusals() -> Iterator[None]:
 
 
 def may_pass(error: object) -> bool:
-    """Return whether `error` says that the target failed in a way that may pass, and somebody still waits for that."""
+    """Return whether to retry after `error`: it may be temporary, and the work of this context is not abandoned."""
     if _is_abandoned():
         return False
     refused = isinstance(error, StoreRefused) and _retries_refusals.get()
@@ -96,26 +96,26 @@ def may_pass(error: object) -> bool:
 
 
 def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """Say whether the target failed in a way that may pass; everything else fails at once.
+    """Retry condition of a Prefect task: retry temporary errors of the target, fail at once on all others.
 
-    A plain function on purpose: Prefect takes any other callable to mean "do not retry".
+    It must be a plain function: for any other callable Prefect does not retry.
     """
     return may_pass(state.result(raise_on_failure=False))
 
 
 def is_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """As `is_transient`, for the task that a run begins with: a target that refuses it has never served the run."""
+    """As `is_transient`, for the first task of a run, without `StoreRefused`: that target has never served the run."""
     return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not _is_abandoned()
 
 
 def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """As `is_transient`, for what is done later just as well: who may not do it now is not to be waited for."""
+    """As `is_transient`, without `StoreRefused`, for work that a later attempt can do: it does not wait for access."""
     error = state.result(raise_on_failure=False)
     return may_pass(error) and not isinstance(error, StoreRefused)
 
 
 def retrying(act: Callable[[], _Result]) -> _Result:
-    """Return `act()`, tried again as a task of its own would be: for what is too small to be one."""
+    """Return `act()`, retried as a task would be; for work too small for a task run."""
     for seconds in _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_UNSERVED_TRIES]:
         try:
             return act()
@@ -123,13 +123,13 @@ def retrying(act: Callable[[], _Result]) -> _Result:
             if not may_pass(error):
                 raise
             pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
-            _log().warning("tried again in %.1f s: %s", pause_seconds, error)
+            _log().warning("retrying in %.1f s: %s", pause_seconds, error)
             _pause(pause_seconds)
     return act()
 
 
 def _log() -> Log:
-    """Where it is looked for: in the log of the run whose doing it is."""
+    """Return the logger of the current run, or the package's if there is none."""
     try:
         return get_run_logger()
     except MissingContextError:
@@ -137,22 +137,22 @@ def _log() -> Log:
 
 
 def unseen(argument: _Argument) -> _Argument:
-    """Pass `argument` to a task without Prefect walking through all of it in search of futures."""
+    """Mark a task's argument so that Prefect does not search it for futures."""
     return cast("_Argument", quote(argument))
 
 
-# What every task that talks to a target is made with. What is read is never cached: the store is the truth.
+# Options of every task that uses a target. Results are never cached: only the store is authoritative.
 RETRYING: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
-    "refresh_cache": True,  # or Prefect asks its result storage all the same, a request for each run on a remote one
+    "refresh_cache": True,  # else Prefect still asks its result storage, one request per run if that is remote
     "retries": len(_PAUSES_SECONDS),
     "retry_delay_seconds": list(_PAUSES_SECONDS),
     "retry_jitter_factor": _JITTER,
     "retry_condition_fn": is_transient,
 }
 
-# For the task that a run begins with.
+# Options of the first task of a run.
 CHECKING: dict[str, Any] = {
     **RETRYING,
     "retries": _UNSERVED_TRIES,

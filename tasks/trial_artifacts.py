@@ -1,6 +1,6 @@
-"""The trial's own files (logs, plots) on their way to the target and, on a resume, back.
+"""Sync a trial's own files (logs, plots) to the target and, on a resume, back.
 
-They are not what a resume depends on: what goes wrong with them is said aloud and stops no training.
+A resume does not depend on them: errors are logged as warnings, and training goes on.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _BACKOFF_SECONDS = 1.0
 
 
 class TrialArtifacts:
-    """One attempt's artifact directory, and who syncs it, if anybody does.
+    """Syncs the artifact directory of one attempt; does nothing if the plan has no syncer.
 
     Raises:
-        InvalidInput: the syncer or the upload target that the plan names cannot be had.
+        InvalidInput: the plan's syncer or upload target is invalid.
     """
 
     def __init__(self, plan: TrialPlan, directory: Path, log: Log) -> None:
@@ -38,19 +38,19 @@ class TrialArtifacts:
         self._log = log
         target = resolve_target(plan.sync.upload_dir or plan.target)
         self._syncer = syncer_for(plan.sync, target) if plan.sync.sync_artifacts else None
-        # Who syncs by default was given the target; somebody's own syncer is given a whole URI.
+        # The default syncer has the target already; a user's syncer needs a whole URI.
         self._uri = None if plan.sync.syncer == "auto" else target.uri
         self._folder = plan.trial.artifacts
         self._remote = self._named(self._folder)
         self._excludes = list(plan.sync.excludes)
-        # Until `bring_back` says otherwise; but elsewhere an earlier experiment of this name may have left something.
+        # True until `bring_back`; an upload target may hold files of an earlier experiment of this name.
         self._shows_nothing = plan.sync.upload_dir is None
         self._write_as(1)
 
     def bring_back(self, attempt: int) -> None:
-        """Fetch what an earlier attempt left, so that logs are continued.
+        """Download the files of earlier attempts, so that logs are continued.
 
-        What could not be fetched must not be taken for deleted: this attempt's files then go beside it.
+        If that fails, this attempt uses a folder of its own: a sync to the same one would delete the files there.
         """
         self._shows_nothing = False
         self._write_as(attempt)
@@ -68,22 +68,22 @@ class TrialArtifacts:
         self._aloud(self._send_if_needed)
 
     def close(self) -> None:
-        """Sync what there is a last time, and wait for it."""
+        """Sync the files a last time, and wait for it."""
         self._aloud(self._send)
         self._aloud(self._wait)
 
     def settle(self) -> None:
-        """Let what is under way end: the directory is about to go, and a half-removed one must not be shown."""
+        """Wait for running syncs, before the directory is removed: a half-removed one must not be uploaded."""
         if self._syncer is not None:
             self._aloud(self._syncer.close)
 
     def _write_as(self, attempt: int) -> None:
-        """Have later attempts yielded to. Somebody's own syncer is told nothing: what it shows is its own doing."""
+        """Make syncs of this attempt give way to later attempts; only the default syncer can do so."""
         if isinstance(self._syncer, TargetSyncer):
             self._syncer.write_as(Writer(attempt, lambda: self._is_superseded(attempt)))
 
     def _is_superseded(self, attempt: int) -> bool:
-        """The journal decides; where the trial is not there any more, it is not this attempt's either."""
+        """Whether the journal has another attempt of the trial, or does not have the trial any more."""
         with self._plan.target.open(timeout=self._sync.sync_timeout) as store, side_by_side() as transfers:
             trials = load(store, self._plan.journal, side_by_side=transfers).trials
         newest = trials.get(self._plan.trial.trial)
@@ -106,7 +106,7 @@ class TrialArtifacts:
             self._syncer.sync_up_if_needed(self._directory, self._remote, self._excludes)
 
     def _has_something_to_show(self) -> bool:
-        """Most trials write no files. Somebody's own syncer decides for itself what is worth a sync."""
+        """Skip the default syncer while there are no files, as in most trials; a user's syncer is always called."""
         if isinstance(self._syncer, TargetSyncer) and self._shows_nothing:
             self._shows_nothing = not any(Path(self._directory).iterdir())
             return not self._shows_nothing
@@ -117,7 +117,7 @@ class TrialArtifacts:
             self._syncer.wait_or_retry(_RETRIES, _BACKOFF_SECONDS)
 
     def _aloud(self, act: Callable[[], None]) -> bool:
-        """Whether it went well."""
+        """Run `act`; on an error log a warning and return False."""
         try:
             act()
         except Exception as error:  # noqa: BLE001 - a user's syncer may raise anything, and stops no training

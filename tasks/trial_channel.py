@@ -1,4 +1,4 @@
-"""Start a trial's process, hear it, and end it: the supervisor's half of `prefect_tune.core.wire`."""
+"""Start a trial's process, exchange messages with it, and end it: the supervisor's side of `core.wire`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from prefect_tune.tasks.trial_output import Log, TrialOutput
 __all__ = ["AS_IT_IS", "Log", "TrialChannel", "became", "trial_in_place", "trial_process"]
 
 AS_IT_IS: Mapping[str, str] = MappingProxyType({})
-"""No variable but this process's own."""
+"""No variables besides this process's own."""
 _GOODBYE = timedelta(seconds=5)
 
 
 class _Body(Protocol):
-    """What trains: a process, or a thread of this one."""
+    """The process, or the thread of this process, that trains."""
 
     def is_alive(self) -> bool: ...
 
     def end(self) -> str:
-        """End it, now, and say what became of it."""
+        """End it now, and return a description of how it ended."""
         ...
 
 
 class TrialChannel:
-    """A running attempt. `receive` in one thread, `tell` in any."""
+    """The connection to a running attempt. Call `receive` from one thread, `tell` from any."""
 
     def __init__(self, connection: Connection, body: _Body) -> None:
         self._connection = connection
@@ -47,39 +47,39 @@ class TrialChannel:
         self._sending = threading.Lock()
 
     def go_over_to(self, connection: Connection, body: _Body) -> None:
-        """Speak with another process from now on."""
+        """Switch to another process."""
         with self._sending:
             self._connection, self._reader, self._body = connection, _reader_of(connection), body
 
     def tell(self, message: ToTrial) -> None:
-        """Say it; a trial that is gone need not hear it, since `receive` tells."""
-        with self._sending, suppress(OSError):  # it is gone, or its channel closed this moment
+        """Send a message; if the trial is gone the message is dropped, and `receive` raises."""
+        with self._sending, suppress(OSError):  # the trial is gone, or the channel was just closed
             self._connection.send_bytes(message.model_dump_json().encode())
 
     def receive(self, patience: timedelta) -> FromTrial | None:
-        """Return the next message; None when there is none yet.
+        """Return the next message; None if none arrives within `patience`.
 
         Raises:
-            EOFError: the trial is gone, and everything it said has been received.
-            MalformedMessage: its process, or one that it started, wrote what is no message; nothing more can be read.
+            EOFError: the trial is gone, and all its messages have been received.
+            MalformedMessage: its process, or a child of it, wrote invalid bytes; nothing more can be read.
         """
         try:
             if (message := self._reader.read(patience)) is not None or self._body.is_alive():
                 return message
-            # A process that it forked may hold its side open: then nothing but its death says that it is gone.
+            # A child of the trial may hold the socket open: then only the process's death shows that it is gone.
             if (message := self._reader.read(timedelta(0))) is not None:
                 return message
         except OSError as gone:  # it was killed in the middle of a message
             raise EOFError("the trial is gone") from gone
         except MalformedMessage as error:
             raise MalformedMessage(
-                f"the channel of the trial's process: {error}. Only that process and what it starts can write there: "
-                "look for code that writes to the number of a descriptor that it did not open (os.write, os.fdopen)"
+                f"the channel of the trial's process: {error}. Only that process and its children can write there: "
+                "look for code that writes to a file descriptor that it did not open (os.write, os.fdopen)"
             ) from None
         raise EOFError("the trial is gone")
 
     def end(self) -> str:
-        """End the trial, and everything that it has started; say what became of it."""
+        """End the trial and its descendants; return a description of how it ended."""
         return self._body.end()
 
 
@@ -89,13 +89,13 @@ def _reader_of(connection: Connection) -> MessageReader[FromTrial]:
 
 @contextmanager
 def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
-    """Train in a child process of its own session. Leaving the block kills what is left in that session.
+    """Train in a child process with its own session. Leaving the block kills all processes left in that session.
 
-    For systems that are not Linux, which have no child subreapers: what the trial has started in other sessions lives
-    on, and so does what is left of it where this process is killed. On Linux `Nursery.process` is used.
+    For systems other than Linux, which have no child subreapers: descendants in other sessions survive, also if this
+    process is killed. On Linux `Nursery.process` is used.
 
     Args:
-        environment: variables of this trial, beside or in place of this process's own.
+        environment: variables of this trial, added to this process's environment or replacing them.
     """
     Path(start.temporary).mkdir(exist_ok=True)
     ours, theirs = socket.socketpair()
@@ -106,7 +106,7 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # What it leaves in its temporary directory goes with the scratch directory, however it ends.
+        # Its temporary files are removed with the scratch directory, however it ends.
         env={**os.environ, **environment, "PYTHONUNBUFFERED": "1", "TMPDIR": start.temporary},
         pass_fds=(theirs.fileno(), lifeline),
         start_new_session=True,
@@ -128,7 +128,7 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
 
 @contextmanager
 def trial_in_place(start: Start, _log: Log) -> Iterator[TrialChannel]:
-    """Train in a thread of this process, for notebooks and debuggers. Nothing can end it but itself."""
+    """Train in a thread of this process, for notebooks and debuggers. The thread cannot be ended from outside."""
     from prefect_tune.trial_process import train
 
     ours, theirs = socket.socketpair()
@@ -164,7 +164,7 @@ class _Thread:
 
 
 class _Process:
-    """A child process, its output passed on to the log line by line."""
+    """A child process whose output is logged line by line."""
 
     def __init__(self, child: subprocess.Popen[bytes], log: Log) -> None:
         self._child = child
@@ -180,7 +180,7 @@ class _Process:
         return self._child.poll() is None
 
     def end(self) -> str:
-        """Give a process that is leaving by itself a moment, then kill its whole group."""
+        """Give the process 0.2 s to exit by itself, then kill its whole group."""
         if not self._became:
             with suppress(subprocess.TimeoutExpired):
                 self._child.wait(0.2)
@@ -191,11 +191,11 @@ class _Process:
 
 
 def became(code: int, last_words: str) -> str:
-    """Say how a process ended, from its exit code as Python has it, and what it said last."""
+    """Describe how a process ended, from its exit code (negative: a signal's number) and its last output."""
     how = f"ended by {_name_of_signal(-code)}" if code < 0 else f"exited with code {code}"
     return f"{how}; last output:\n{last_words}" if last_words else how
 
 
 def _name_of_signal(number: int) -> str:
-    """Those of real time have no names."""
+    """Return a signal's name; real-time signals have none, so they are shown by number."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -1,4 +1,4 @@
-"""What a trial's process prints, passed on to the log of its task."""
+"""Log the output of a trial's process, line by line, in the log of its task."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ _LAST_WORDS = 20
 _GOODBYE = timedelta(seconds=5)
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_LINE = 64 * 1024  # in characters; Prefect's server takes no log entry of more than a million bytes
-_LAST_CHARACTERS = 64 * 1024  # of the last words together: they are journaled
+_LAST_CHARACTERS = 64 * 1024  # of the last lines together: they are journaled
 
 
 class TrialOutput:
-    """Passes on, line by line, what arrives on a descriptor, until it is told to stop.
+    """Logs the lines that arrive on a descriptor, until `stop`.
 
-    Of a line only the first 65,536 characters are passed on, as soon as they are there: what never ends a line
-    takes no more memory than that.
+    Only the first 65,536 characters of a line are logged, as soon as they have arrived: a line without end takes no
+    more memory than that.
     """
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._begun: list[str] = []  # the pieces of a line whose end has not come yet
+        self._begun: list[str] = []  # the pieces of a line whose end has not arrived yet
         self._begun_count = 0  # their characters
         self._last: deque[str] = deque(maxlen=_LAST_WORDS)
         self._pump: threading.Thread | None = None
         self._stop: int | None = None
 
     def start(self, descriptor: int) -> None:
-        """Begin, in the caller's context: it says which server the log goes to."""
+        """Start a thread in the caller's context, which determines the log's server."""
         stopped, self._stop = os.pipe()
-        # The thread owns what it reads: if it ends late, that is not another's descriptor by then.
+        # The thread owns a duplicate: if it ends late, the number was not reused for another file.
         work = (self._pass_on, os.dup(descriptor), stopped)
         self._pump = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
         self._pump.start()
 
     def stop(self) -> str:
-        """Pass on what has been printed up to now, and no more; return the last lines."""
+        """Log the output up to now, and no more; return the last 20 lines."""
         if self._stop is not None and self._pump is not None:
             os.close(self._stop)
             self._stop = None
@@ -66,7 +66,7 @@ class TrialOutput:
                 data = os.read(output, _CHUNK_BYTES)
                 self._take(decoder.decode(data))
                 if not data:
-                    break  # nobody can print any more
+                    break  # every writer has closed its end
             self._take(decoder.decode(os.read(output, _waiting_bytes(output)), final=True))
         if self._begun:
             self._end_line()
@@ -79,7 +79,7 @@ class TrialOutput:
         self._add(rest)
 
     def _add(self, piece: str) -> None:
-        """Add to the line that has begun; what comes after its longest is left out, once that is said."""
+        """Append to the current line; log it when it reaches the limit, and drop the rest of it."""
         room = _LONGEST_LINE - self._begun_count
         if room < 0 or not piece:
             return

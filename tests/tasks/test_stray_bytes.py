@@ -60,7 +60,7 @@ def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable
     assert outcome.cause is Cause.USER
     assert outcome.message.startswith("the channel of the trial's process: ")
     assert said in outcome.message
-    assert "look for code that writes to the number of a descriptor" in outcome.message
+    assert "look for code that writes to a file descriptor" in outcome.message
     assert "pydantic" not in outcome.message
 
 

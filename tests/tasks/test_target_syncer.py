@@ -76,7 +76,7 @@ def test_even_a_store_that_cannot_be_ended_gets_no_second_writer(local: Path, mo
     (local / "plots/loss.svg").unlink()
     syncer = TargetSyncer(BucketTarget(name="deaf"), sync_timeout=0.2)
     syncer.sync_up(str(local), REMOTE)
-    with pytest.raises(SyncTimedOut, match="nothing else is begun"):
+    with pytest.raises(SyncTimedOut, match="no other sync begins"):
         syncer.wait()
     syncer.retry()
     with pytest.raises(SyncTimedOut):
