@@ -140,7 +140,7 @@ def test_a_trial_that_reads_what_is_no_message_says_that_its_supervisor_sent_it(
 
 def test_a_report_that_is_too_long_is_refused_before_it_is_sent(ends: tuple[Connection, socket.socket]) -> None:
     step = StepDone(report=StepReport(step=1, metrics={"x": "y" * 64 * 1024**2}, trained_seconds=0.0))
-    with pytest.raises(ValueError, match=r"expected at most 67108864 bytes .*save what is large in the checkpoint"):
+    with pytest.raises(ValueError, match=r"expected at most 67108864 bytes .*store large values in the checkpoint"):
         SupervisorConnection(ends[0]).send(step)
     ends[1].setblocking(False)
     with pytest.raises(BlockingIOError):

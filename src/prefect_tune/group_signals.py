@@ -1,4 +1,4 @@
-"""Signals to the whole process group: a trial's process ignores them, and what it forks does not."""
+"""Ignore SIGTERM and SIGINT in a trial's process, but not in the processes that it forks or executes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _forking = threading.local()  # the signal mask before the fork, of each thread 
 
 
 def ignore_group_signals() -> None:
-    """A group-wide SIGTERM (SLURM, a terminal) must not end training before the supervisor has asked for the state.
+    """Ignore SIGTERM and SIGINT, which SLURM and terminals send to the whole group, so that the trial can still save.
 
-    A handler, unlike SIG_IGN, is not inherited by what the trainable executes. What it forks has the handlers from
-    before: `Process.terminate()` must end it.
+    A handler, unlike SIG_IGN, is not inherited by programs that the trainable executes. Forked children get the
+    earlier handlers back, so that `Process.terminate()` ends them.
     """
-    global _handlers_before  # noqa: PLW0603 - of this process, as the handlers are; nothing is passed to those at a fork
+    global _handlers_before  # noqa: PLW0603 - handlers are global too, and functions called at a fork take no arguments
     if not _handlers_before:
         _handlers_before = {number: signal.signal(number, _ignore) for number in _GROUP_SIGNALS}
         os.register_at_fork(
@@ -32,11 +32,11 @@ def ignore_group_signals() -> None:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Handle a signal to the group in a trial's process."""
+    """Ignore a signal to the group: the supervisor asks the trial to save and end."""
 
 
 def _block_ignored_signals() -> None:
-    """One that reaches the child before it has its handlers back would be lost: it waits until then."""
+    """Block the signals around the fork: one that reaches the child before it has its handlers back would be lost."""
     ignored = [number for number in _GROUP_SIGNALS if signal.getsignal(number) is _ignore]
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
 
@@ -46,7 +46,7 @@ def _unblock_signals() -> None:
 
 
 def _restore_handlers() -> None:
-    """Handlers that the trainable has installed since are its own, and inherited like any others."""
+    """Restore the earlier handlers in a forked child; those that the trainable installed are inherited."""
     for number, handler in _handlers_before.items():
         if signal.getsignal(number) is _ignore:
             signal.signal(number, handler)

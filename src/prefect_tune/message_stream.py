@@ -1,4 +1,4 @@
-"""Messages that arrive on a socket: whole, of bounded size, and checked.
+"""Read whole, validated messages of bounded size from a socket.
 
 Frames are those of `multiprocessing.connection`: four bytes of length (or -1 and eight bytes more), then the message,
 which is one JSON object of `prefect_tune.core.wire`.
@@ -27,14 +27,14 @@ _Message = TypeVar("_Message")
 
 
 class MalformedMessage(Exception):
-    """Bytes arrived that are no message. Nothing can be read from that socket any more."""
+    """Invalid bytes arrived. Nothing more can be read from that socket."""
 
 
 class MessageReader(Generic[_Message]):
-    """The reading half of a connection; for one thread at a time.
+    """The reading half of a connection; not thread-safe.
 
-    Nothing is read beyond a message, so another reader can take over after it. A message that does not arrive whole
-    holds up nobody for longer than `patience`: the next call goes on with it.
+    It never reads beyond a message, so another reader can take over after one. If only a part of a message arrives,
+    `read` returns after `patience`, and the next call continues with it.
     """
 
     def __init__(self, connection: Connection, kind: TypeAdapter[_Message], *, limit_bytes: int) -> None:
@@ -46,12 +46,12 @@ class MessageReader(Generic[_Message]):
         self._poll.register(connection.fileno(), select.POLLIN)
 
     def read(self, patience: timedelta | None = None) -> _Message | None:
-        """Return the next message; None when it is not there, whole, after `patience` (None: however long it takes).
+        """Return the next message; None if it has not arrived completely after `patience` (None: no limit).
 
         Raises:
             EOFError: the other side has closed the connection.
             OSError: the connection is broken, or closed on this side.
-            MalformedMessage: what has arrived is no message.
+            MalformedMessage: the bytes that arrived are not a valid message.
         """
         ends = None if patience is None else time.monotonic() + patience.total_seconds()
         while missing := self._missing_bytes():

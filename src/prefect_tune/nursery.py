@@ -1,15 +1,16 @@
-"""The process that trials' processes are forked from: `python -m prefect_tune.nursery`, without Prefect.
+"""The fork server that trial processes are forked from: `python -m prefect_tune.nursery`, without Prefect.
 
-It has imported what every trial needs and nothing of the user's, and it has one thread, so that a fork of it is
-whole whatever the supervisor is doing. Between it and each trial's process stands a nanny:
+It has imported what every trial needs and no user code, and it has one thread, so a fork of it is safe whatever the
+supervisor is doing. Between it and each trial's process is a subreaper process:
 
-    supervisor <- nursery <- nanny <- trial's process <- whatever that starts
+    supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
-The nanny is a child subreaper: what the trial starts stays below her, in whatever session. When the supervisor says so
-or is gone, and when the trial's process has ended, she ends all of it, and says how the trial ended. Then she may look
-after another one. The nursery is a child subreaper too, in a session of its own: it ends what a nanny leaves who was
-killed. A nursery that is killed takes nothing along; its nannies finish their work. Only `kill -9` of both leaves
-processes alive, those of the trial that are not the trial's own: Linux kills that one with its nanny.
+The subreaper sets `PR_SET_CHILD_SUBREAPER`, so orphaned descendants of the trial become its children, in any session.
+When the supervisor requests it or is gone, and when the trial's process has ended, it ends all of them and reports
+the trial's wait status. Then it may serve another trial. The fork server is a child subreaper too, in a session of its
+own: it ends what a killed subreaper leaves. If the fork server is killed, its subreapers finish their work. Only
+`kill -9` of both leaves processes alive: descendants of the trial's process, while Linux kills that process itself
+together with its subreaper (`PR_SET_PDEATHSIG`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from prefect_tune.trial_process import flush_output, rehearse, serve
 __all__ = ["live", "nursery"]
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
-# Sent to all processes of a job by schedulers and terminals, to tell the training something: not these two.
+# Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -49,10 +50,10 @@ _NOT_FOR_US = (
     signal.SIGUSR2,
     signal.SIGXCPU,
 )
-_STRAYS_LEAVE_WITHIN = timedelta(seconds=0.5)  # resource trackers clear away in milliseconds
+_STRAYS_LEAVE_WITHIN = timedelta(seconds=0.5)  # multiprocessing's resource trackers clean up in milliseconds
 _STRAYS_DIE_WITHIN = timedelta(seconds=2)
 _LOOK_AGAIN = timedelta(seconds=0.05)
-_NANNIES_STAY = timedelta(seconds=0.2)  # where another trial follows, its process is asked for at once
+_NANNIES_STAY = timedelta(seconds=0.2)  # if another trial follows, its process is requested at once
 _FREE = b"free"
 _libc = ctypes.CDLL(None)
 _Handlers = Mapping[signal.Signals, Any]
@@ -61,12 +62,12 @@ _Life: TypeAlias = "Callable[[], _Life | None]"
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a supervisor sends along with its wish for a process."""
+    """The descriptors that the supervisor sends with a fork request."""
 
     channel: int
     output: int
     status: int
-    """A socket on which the nanny says `born <nanny> <trial>`, then `ended <wait status>`; or else `failed <errno>`."""
+    """Socket for `born <subreaper pid> <trial pid>`, then `ended <wait status>`; or `failed <errno>` alone."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -78,13 +79,16 @@ class _Asked:
 
 
 def live(life: _Life | None) -> NoReturn:
-    """A process's life, and after it the next: a fork does not stand on the stack of what its parent was doing."""
+    """Run a process's main function, then the one that it returns, and so on; then exit.
+
+    A forked child returns its own main function, so that it does not run on the stack of its parent's.
+    """
     code = 1
     try:
         while life is not None:
             life = life()
         code = 0
-    except BaseException:  # noqa: BLE001 - the process's edge: its last words, and its exit code
+    except BaseException:  # noqa: BLE001 - the process's edge: a traceback, and exit code 1
         traceback.print_exc()
     finally:
         flush_output()
@@ -92,17 +96,17 @@ def live(life: _Life | None) -> NoReturn:
 
 
 def nursery(control_fd: int, supervisor: int) -> _Life | None:
-    """Fork a nanny for each message on `control_fd`, until its other side is closed or the supervisor is gone."""
+    """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
     _be_called(b"trial-nursery")
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # of what a killed nanny was to look after
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of a killed subreaper
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
     deaths, alive = _bell_for_deaths(), _while_alive(supervisor)
     if os.getppid() != supervisor:
-        return None  # it died before the line above
+        return None  # the supervisor died before the pidfd was opened
     control = socket.socket(fileno=control_fd)
     nannies: dict[int, socket.socket] = {}
     copy_context().run(rehearse)
-    gc.freeze()  # what all children share is not touched, and so not copied, by their collections
+    gc.freeze()  # the children's collections then do not touch, and so do not copy, shared memory pages
     while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
         if deaths in rung:
             _bury(deaths, nannies)
@@ -124,15 +128,15 @@ def _close(sockets: Collection[socket.socket]) -> None:
 
 
 def _next_asked(control: socket.socket) -> _Asked | None:
-    """Return what is asked for next; None when nothing will be."""
+    """Return the next request; None at end of file."""
     message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
     return _Asked(*descriptors) if message else None
 
 
 def _is_given(nannies: Collection[socket.socket], asked: _Asked) -> bool:
-    """Whether a nanny who has said that she is free has it."""
+    """Pass the request to a subreaper that has reported that it is free; return whether there was one."""
     for nanny in nannies:
-        with suppress(OSError):  # she is busy, or has just left
+        with suppress(OSError):  # it is busy, or has just exited
             if nanny.recv(16, socket.MSG_DONTWAIT) == _FREE:
                 socket.send_fds(nanny, [b"fork"], asked.descriptors)
                 return True
@@ -140,7 +144,7 @@ def _is_given(nannies: Collection[socket.socket], asked: _Asked) -> bool:
 
 
 def _new_nannys_line(nannies: dict[int, socket.socket], asked: _Asked) -> socket.socket | None:
-    """Fork a nanny; return, in her process, what she hears the nursery on."""
+    """Fork a subreaper. In the new process, return its socket to the fork server; in the fork server, None."""
     hers, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (nanny := _fork(asked)) == 0:
         ours.close()
@@ -154,7 +158,7 @@ def _new_nannys_line(nannies: dict[int, socket.socket], asked: _Asked) -> socket
 
 
 def _bury(deaths: int, nannies: dict[int, socket.socket]) -> bool:
-    """Forget the nannies that have ended, and kill what one who was killed has left; return whether a child lives."""
+    """Reap ended children, and kill what a killed subreaper has left; return whether a child is alive."""
     _silence(deaths)
     with suppress(ChildProcessError):
         while (death := os.waitpid(-1, os.WNOHANG))[0]:
@@ -167,20 +171,20 @@ def _bury(deaths: int, nannies: dict[int, socket.socket]) -> bool:
 
 
 def _outlive(nannies: dict[int, socket.socket], deaths: int) -> None:
-    """Stay until the last nanny has left: what one leaves who is killed meanwhile is not to live on."""
+    """Wait until the last subreaper has exited: if one is killed meanwhile, this process ends what it leaves."""
     for line in nannies.values():
-        line.close()  # who is free leaves at once
+        line.close()  # a free subreaper exits at once
     while _bury(deaths, nannies) and nannies:
         _rung([deaths])
     _end_strays(deaths)
 
 
-# ---------------------------------------------------------------------------------------------------- the nanny
+# ------------------------------------------------------------------------------------------------ the subreaper
 
 
 def _nanny(nursery: socket.socket, first: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
-    """Look after one trial's process, and then after the next that she is asked for."""
-    os.setsid()  # a kill of the nursery's group is none of hers
+    """Supervise one trial process, then take the next request."""
+    os.setsid()  # a kill of the fork server's process group must not reach the subreaper
     _keep_only(nursery.fileno(), *first.descriptors, *alive)
     _be_called(b"trial-nanny")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -200,9 +204,9 @@ def _nanny(nursery: socket.socket, first: _Asked, alive: Collection[int], before
 
 
 def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) -> bool:
-    """See to it that the trial's process and all it has started end, and say how; return whether by itself.
+    """Wait for the trial's end, end its descendants, and report its wait status; return whether it ended by itself.
 
-    Who was told to end it may be killed for not having done so in time, and then must have nobody else.
+    If it did not, the supervisor may kill this subreaper for being late, so it must not serve another trial.
     """
     _say(status, f"born {os.getpid()} {trial}")
     by_itself = _ends_by_itself(trial, deaths, [status, *alive])
@@ -211,7 +215,7 @@ def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) ->
 
 
 def _has_nobody_left() -> bool:
-    """What could not be killed must not be taken for what the next trial has started."""
+    """Whether no child is left: one that could not be killed must not be confused with the next trial's children."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -220,22 +224,22 @@ def _has_nobody_left() -> bool:
 
 
 def _next_when_free(nursery: socket.socket, alive: Collection[int]) -> _Asked | None:
-    """Be free for a moment; return what is asked for meanwhile."""
-    with suppress(OSError):  # nothing is, or the nursery has gone
+    """Report to be free for 0.2 s; return a request that arrives in that time, else None."""
+    with suppress(OSError):  # no request, or the fork server is gone
         nursery.send(_FREE)
         rung = _rung([nursery.fileno(), *alive], _NANNIES_STAY)
         if not rung:
-            nursery.shutdown(socket.SHUT_RD)  # nothing is sent from here on; it may have been just before
+            nursery.shutdown(socket.SHUT_RD)  # no request can be sent any more; one may have been sent just before
         if not rung.intersection(alive):
             return _next_asked(nursery)
     return None
 
 
 def _ends_by_itself(trial: int, deaths: int, ends: Collection[int]) -> bool:
-    """Return when the trial's process is dead, or one of `ends` rings: no word ever comes on them."""
+    """Return True when the trial's process is dead; False when a descriptor of `ends` is readable: end of file."""
     while (dead := _first_dead()) != trial:
         if dead is not None:
-            os.waitpid(dead, 0)  # an orphan of the trial's
+            os.waitpid(dead, 0)  # an orphaned descendant of the trial
         elif _rung([deaths, *ends]).intersection(ends):
             return False
         else:
@@ -244,26 +248,29 @@ def _ends_by_itself(trial: int, deaths: int, ends: Collection[int]) -> bool:
 
 
 def _first_dead() -> int | None:
-    """Return a child that has died, and leave it: as long as it is not buried, its number is nobody else's."""
+    """Return the pid of a dead child without reaping it: until it is reaped, the pid is not reused."""
     found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     return found.si_pid if found else None
 
 
 def _end(trial: int, deaths: int) -> int:
-    """Kill the trial's process, end all that it has left; return the trial's wait status."""
-    os.kill(trial, signal.SIGKILL)  # changes nothing about one that is dead already
+    """Kill the trial's process and end its descendants; return the trial's wait status."""
+    os.kill(trial, signal.SIGKILL)  # does nothing to a process that is dead already
     _, status = os.waitpid(trial, 0)
     _end_strays(deaths)
     return status
 
 
 def _end_strays(deaths: int) -> None:
-    """End what the trial has left: by SIGTERM first, for what clears away after the others ignores that, and leaves."""
+    """End all children: SIGTERM at once, SIGKILL after 0.5 s, give up after 2.5 s.
+
+    Resource trackers ignore SIGTERM, clean up after the other processes, and exit: they need the time before SIGKILL.
+    """
     kill_at = time.monotonic() + _STRAYS_LEAVE_WITHIN.total_seconds()
     give_up_at = kill_at + _STRAYS_DIE_WITHIN.total_seconds()
     asked: set[int] = set()
     while _has_children() and (now := time.monotonic()) < give_up_at:
-        left = _children()  # those whose parent has died since are among them
+        left = _children()  # includes descendants whose parent has just died
         _send(signal.SIGTERM, left - asked) if now < kill_at else _send(signal.SIGKILL, left)
         asked |= left
         if _rung([deaths], _LOOK_AGAIN):
@@ -271,7 +278,7 @@ def _end_strays(deaths: int) -> None:
 
 
 def _has_children() -> bool:
-    """Bury the dead; return whether another child lives."""
+    """Reap dead children; return whether another child is alive."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -283,16 +290,16 @@ def _has_children() -> bool:
 
 
 def _trial(asked: _Asked, nanny: int, before: _Handlers) -> None:
-    """Become a process like one that was started by itself, and serve."""
+    """Set the process up as if it had been started by exec, and serve trials."""
     os.setsid()
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != nanny:
-        return  # it died before the line above
+        return  # the subreaper died before prctl was called
     _be_called(b"trial")
     os.dup2(asked.output, 1)
     os.dup2(asked.output, 2)
     _keep_only(asked.channel)
-    os.set_inheritable(asked.channel, False)  # noqa: FBT003 - its only way to be called
+    os.set_inheritable(asked.channel, False)  # noqa: FBT003 - takes no keyword arguments
     signal.set_wakeup_fd(-1)
     for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
@@ -303,12 +310,12 @@ def _trial(asked: _Asked, nanny: int, before: _Handlers) -> None:
 
 
 def _be_called(name: bytes) -> None:
-    """What `ps` and `top` show, cut to 15 bytes."""
+    """Set the process name that `ps` and `top` show, cut to 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name)
 
 
 def _bell_for_deaths() -> int:
-    """Return a descriptor that rings when a child dies."""
+    """Return a descriptor that becomes readable when a child dies (SIGCHLD)."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
@@ -318,14 +325,14 @@ def _bell_for_deaths() -> int:
 
 
 def _silence(bell: int) -> None:
-    with suppress(BlockingIOError):  # it has not rung
+    with suppress(BlockingIOError):  # it is empty
         os.read(bell, 4096)
 
 
 def _while_alive(pid: int) -> list[int]:
-    """Return a descriptor that rings when the process dies; none where Linux is older than 5.3.
+    """Return a pidfd, which becomes readable when the process dies; none on Linux older than 5.3.
 
-    A socket's end says the same, unless a fork of that process holds it open.
+    End of file on a socket shows the same, unless a fork of that process holds it open.
     """
     try:
         return [os.pidfd_open(pid)]
@@ -334,7 +341,7 @@ def _while_alive(pid: int) -> list[int]:
 
 
 def _rung(bells: Collection[int], patience: timedelta | None = None) -> set[int]:
-    """Wait until one rings, or `patience` is over; return those that do."""
+    """Wait up to `patience` (None: without limit) until one is readable; return all that are."""
     poll = select.poll()
     for bell in bells:
         poll.register(bell, select.POLLIN)
@@ -350,13 +357,13 @@ def _keep_only(*descriptors: int) -> None:
 
 
 def _children() -> set[int]:
-    """Return the processes whose parent this one is, be it because theirs has died."""
+    """Return the pids of this process's children, adopted ones included."""
     me = str(os.getpid()).encode()
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError):  # it has ended
-                # pid (name) state parent ...; the name may hold anything, and be no text
+                # pid (name) state parent ...; the name may hold any bytes, parentheses too
                 _, parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
                 if parent == me:
                     found.add(int(entry.name))
@@ -370,7 +377,7 @@ def _send(number: signal.Signals, pids: Collection[int]) -> None:
 
 
 def _fork(asked: _Asked) -> int:
-    """Fork; where that cannot be, say so, and return -1."""
+    """Fork; on failure report it on the request's socket, and return -1."""
     try:
         return os.fork()
     except OSError as error:
@@ -379,7 +386,7 @@ def _fork(asked: _Asked) -> int:
 
 
 def _say(status: int, words: str) -> None:
-    with suppress(OSError):  # whoever asked has gone
+    with suppress(OSError):  # the supervisor is gone
         os.write(status, words.encode())
 
 

@@ -1,4 +1,4 @@
-"""The trial's own side of an attempt: it counts steps, hands checkpoints over, and asks whether to go on."""
+"""The trial's side of an attempt: counts steps, sends reports and checkpoints, and waits for decisions."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 __all__ = ["TrialOver", "TrialSession"]
 
 _RETURN_WITHIN = timedelta(seconds=20)
-"""How long a trainable has to return when only a thread that it started was told of the trial's end."""
+"""How long a trainable has to return after `TrialOver` was raised only in a thread that it started."""
 
 
 class TrialSession:
-    """One attempt as seen from inside: the connection to the supervisor, and what has been reported.
+    """The state of one attempt in the trial's process: its connection to the supervisor, and its reports.
 
-    It belongs to the process and the thread that make it. Other threads of the process may report too: each call is
-    complete before the next one begins. A forked child may look at it, and nothing else.
+    It belongs to the process and the thread that create it. Other threads of the process may report too: each call is
+    complete before the next one begins. A forked child may only read it.
     """
 
     def __init__(self, connection: SupervisorEnd, start: Start, stopper: Stopper) -> None:
@@ -89,7 +89,7 @@ class TrialSession:
 
     def is_asked_to_stop(self) -> bool:
         self._require_own_process("pt.get_trial().should_checkpoint")
-        if self._reports.acquire(blocking=False):  # else another thread reports, and takes in what is said
+        if self._reports.acquire(blocking=False):  # else another thread reports, and reads the messages
             try:
                 self.listen()
             finally:
@@ -100,7 +100,7 @@ class TrialSession:
         return Path(self._start.restored) if self._start.restored else None
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
-        """The function API's step: report, hand over, and leave by `TrialOver` when the trial is to end."""
+        """Report a step of the function API with its checkpoint; raise `TrialOver` when the trial must end."""
         with self._reporting("pt.report"):
             directory = local_directory(checkpoint) if checkpoint is not None else None
             told = self.count(metrics)
@@ -117,7 +117,7 @@ class TrialSession:
             self.end_if_due(saved=directory is not None)
 
     def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
-        """The class API's step: report, have the state saved when that is due, and leave as `report` does."""
+        """Report a step of the class API, and save the state if that is due; raise `TrialOver` as `report` does."""
         with self._reporting("pt.report_step"):
             told = self.count(metrics)
             if saves := self._is_save_due():
@@ -126,14 +126,14 @@ class TrialSession:
             else:
                 self.tell(told)
             self.heed_milestone()
-            self.listen()  # and not again before the end: who is told to save and leave after this does so a step later
+            self.listen()  # the last time in this step: a later request to save and end is served after the next step
             wants = self.wants_state
             if wants and not saves:
                 self.hand_over_state(told, self._written_by(save))
             self._end(saved=saves or wants)
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
-        """Have the state after the last step saved, where that has not been done and the trial has not ended."""
+        """Save the state after the last step, unless it is saved already or the trial has ended."""
         self._require_own_process("save_last_step")
         with self._reports:
             if self._over is None and self.step > self._saved_step:
@@ -147,7 +147,7 @@ class TrialSession:
         key: str | None,
         save: Callable[[str], None] | None,
     ) -> dict[str, Scalar]:
-        """Return what a person has answered; where nobody has yet, leave by `TrialOver` until somebody does."""
+        """Return a person's answer; raise `TrialOver` if there is none yet: the next attempt asks again."""
         with self._reporting("pt.ask"):
             wanted = valid_fields(GO_ON if fields is None else fields)
             asked = Question(key=key or f"step {self.step}: {question}", question=question, fields=wanted)
@@ -159,7 +159,7 @@ class TrialSession:
             raise self._leaving(TrialOver(f"asks a person: {question}", interrupted=True, question=asked))
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
-        """Report what a function has returned, if it has, as the last report; return how the attempt ended."""
+        """Report the metrics that the function returned, if any, as the last step; return how the attempt ended."""
         self._require_own_process("the end of the trainable")
         with self._reports:
             if self._over is None:
@@ -168,15 +168,15 @@ class TrialSession:
                 self.settle()
                 self._over = TrialOver("the trainable returned")
                 return TrialEnded(reason=self._over.reason, returned=True)
-            return self._over.ended()  # another thread was told, or a broad except has caught it
+            return self._over.ended()  # TrialOver was raised in another thread, or a broad except has caught it
 
     @contextmanager
     def _reporting(self, call: str) -> Iterator[None]:
-        """Take calls one after another, whichever thread they come from: each is complete before the next begins.
+        """Serialize calls from all threads: each is complete before the next begins.
 
         Raises:
-            TrialOver: the trial has ended. A framework may end its loop in order, and report once more.
-            InvalidInput: this is not the process that reports.
+            TrialOver: the trial has ended: a framework may report once more while it ends its loop.
+            InvalidInput: this is not the trial's own process, or not its first rank.
         """
         self._require_own_process(call)
         require_first_rank(call)
@@ -189,12 +189,12 @@ class TrialSession:
         if (here := os.getpid()) != self._process:
             raise InvalidInput(
                 f"{call}: expected process {self._process}, which trains trial {self._start.trial!r}, found "
-                f"process {here}, a forked child of it. One process trains a trial: return results from there to it "
-                "(through a queue, a pipe or a pool) and report them there"
+                f"process {here}, a forked child of it. One process trains a trial: return results to that "
+                "process (through a queue, a pipe or a pool) and report them there"
             )
 
     def _leaving(self, over: TrialOver) -> TrialOver:
-        """Note how the trial ends. Where the trainable's own thread is not told, its time to return is limited."""
+        """Record how the trial ends; if this is not the trainable's own thread, limit its time to return."""
         self._over = over
         if threading.get_ident() != self._thread and self._overdue is None:
             self._overdue = threading.Timer(_RETURN_WITHIN.total_seconds(), self.end, [over.ended()])
@@ -209,7 +209,7 @@ class TrialSession:
 
     def _written_by(self, save: Callable[[str], None]) -> Path:
         directory = self.new_directory()
-        returned = cast("Callable[[str], object]", save)(str(directory))  # whatever it is typed
+        returned = cast("Callable[[str], object]", save)(str(directory))  # users return other types than declared
         require_written(returned, directory, self.step)
         return directory
 
@@ -224,14 +224,14 @@ class TrialSession:
         return told
 
     def wants_save(self) -> bool:
-        """Say whether the last step asked to be saved, or somebody asked the trial to stop."""
+        """Return whether the last step requested a save, the trial is asked to stop, or its milestone needs one."""
         self.listen()
         return self._want_save or self.asked_to_stop or (self._asking and self._start.saves_first)
 
     def why_stop(self) -> str | None:
-        """Return why the trial is over after the last step, be it one before a resume; None to go on.
+        """Return why the trial is over after the last step, which may precede a resume; None to go on.
 
-        The stopper is asked once a step: what it said may have been journaled.
+        The stopper is called once per step, since its result may have been journaled.
         """
         if self._judged_count != len(self._curve):
             self._judged, self._judged_count = self._judgement(), len(self._curve)
@@ -245,7 +245,7 @@ class TrialSession:
         return self._stopper.why_stop(self._curve)
 
     def _over_already(self) -> str:
-        """Why the trial is over whatever becomes of it; a stopper that fails does so once the state is saved."""
+        """Return why this step finishes the trial, or ""; an error of the stopper is raised later, after the save."""
         with suppress(Exception):
             return "" if self._asking else self.why_stop() or ""
         return ""
@@ -254,7 +254,7 @@ class TrialSession:
         self._send(StepDone(report=report, asks=self._asking))
 
     def hand_over(self, report: StepReport, directory: Path, how: Literal["moved", "lent"], over: str = "") -> None:
-        """Have `directory` committed. A lent one is waited for; a moved one is the supervisor's from now on."""
+        """Send `directory` to be committed. "lent": wait for the commit; "moved": the supervisor now owns it."""
         self._wait_for_upload()
         moved = how == "moved"
         handed = StepDone(report=report, checkpoint=str(directory), handed_over=moved, asks=self._asking, over=over)
@@ -264,16 +264,17 @@ class TrialSession:
             self._wait_for_upload()
 
     def hand_over_state(self, report: StepReport, directory: Path) -> None:
-        """Have the state after a step that was told already committed, and wait for it."""
+        """Send the state after a step that was reported already, and wait for its commit."""
         self._wait_for_upload()
         self._send(StateSaved(report=report, checkpoint=str(directory)))
         self._uploading = report.step
         self._wait_for_upload()
 
     def ask_first(self) -> None:
-        """Where the checkpoint stands at a milestone already, ask before the first step; leave as `report` does.
+        """If the restored checkpoint is at a milestone, wait for the decision before the first step.
 
-        Whoever trained there saved it and died before that was journaled: nobody has decided yet.
+        An earlier attempt saved it and crashed before the milestone was journaled, so it is not decided yet. Raises
+        `TrialOver` as `report` does.
         """
         if self._curve and self._milestone is not None and self.step >= self._milestone:
             self._asking = True
@@ -282,7 +283,7 @@ class TrialSession:
             self.end_if_due(saved=True)
 
     def heed_milestone(self) -> None:
-        """Where the last step is a milestone, wait until it is decided, or until the trial is asked to stop."""
+        """If the last step is a milestone, wait for its decision, or until the trial is asked to stop."""
         began = time.monotonic()
         while self._asking and not self.asked_to_stop:
             self._take_in()
@@ -291,20 +292,20 @@ class TrialSession:
 
     @property
     def wants_state(self) -> bool:
-        """Whether whoever ends the trial now wants its state."""
+        """Whether the request to end the trial needs its state."""
         return self.asked_to_stop or (self._leave is not None and self._leave.save)
 
     def new_directory(self) -> Path:
-        """Return a new empty directory to hand over."""
+        """Return a new empty directory for a checkpoint."""
         directory = Path(self._start.staging) / f"{self.step:010d}-{time.monotonic_ns()}"
         directory.mkdir(parents=True)
         return directory
 
     def end_if_due(self, *, saved: bool) -> None:
-        """Leave when a stop criterion is met, or when the state is saved and somebody asked to stop.
+        """End the trial if a stop criterion is met, or if the state is saved and the trial is asked to stop.
 
         Raises:
-            TrialOver: always, where it does not return.
+            TrialOver: the trial ends.
         """
         self.listen()
         self._end(saved=saved)
@@ -324,11 +325,11 @@ class TrialSession:
         return TrialOver("saved, as asked", interrupted=True) if saved and self.asked_to_stop else None
 
     def loaded(self, code: str) -> None:
-        """Say that the trainable is set up."""
+        """Report that the trainable is loaded."""
         self._send(Loaded(pid=self._process, code=code))
 
     def end(self, message: TrialEnded | Broke) -> None:
-        """Say how the attempt ended. Only the first such message is sent, and none of any kind after it."""
+        """Send the end of the attempt. Only the first such message is sent, and no message after it."""
         with self._sending:
             if not self._ended:
                 self._ended = True
@@ -343,15 +344,15 @@ class TrialSession:
             self._connection.send(message)
 
     def begin(self) -> None:
-        """Start the clock: everything is set up, and the checkpoint is loaded."""
+        """Start the training clock, once the trainable is set up and the checkpoint is loaded."""
         self._resumed_at = self._saved_at = time.monotonic()
 
     def settle(self) -> None:
-        """Return once nothing is being uploaded any more."""
+        """Wait until no upload is in flight."""
         self._wait_for_upload()
 
     def listen(self) -> None:
-        """Take in what the supervisor has said meanwhile."""
+        """Process the supervisor's messages that have arrived."""
         while self._connection.has_message():
             self._take_in()
 

@@ -1,4 +1,4 @@
-"""The trial's end of its connection to the supervisor. It belongs to the trial's process alone."""
+"""The trial's end of its connection to the supervisor; closed in processes that the trial forks or executes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from prefect_tune.message_stream import FROM_TRIAL_BYTES, MalformedMessage, Mess
 
 __all__ = ["SupervisorConnection", "SupervisorEnd"]
 
-_TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start of a trial holds its pickled trainable, with what that refers to
+_TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message holds the pickled trainable, with all that it refers to
 
 
 class SupervisorEnd(Protocol):
-    """What a session needs of its connection."""
+    """The methods of a connection that a session uses."""
 
     def has_message(self) -> bool: ...
 
@@ -27,20 +27,20 @@ class SupervisorEnd(Protocol):
 
 
 class SupervisorConnection:
-    """Whole messages to and from the supervisor.
+    """Sends and receives whole messages.
 
-    No process that the trainable starts has it: a forked child finds its copy closed, and a program that is executed
-    does not inherit the descriptor.
+    Processes that the trainable starts cannot use it: a forked child closes its copy, and an executed program does not
+    inherit the descriptor.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._reader = MessageReader(connection, to_trial, limit_bytes=_TO_TRIAL_BYTES)
-        os.set_inheritable(connection.fileno(), False)  # noqa: FBT003 - its only way to be called
+        os.set_inheritable(connection.fileno(), False)  # noqa: FBT003 - takes no keyword arguments
         _open_connections.add(self)
 
     def has_message(self) -> bool:
-        """Say whether the next message, or the end of the connection, has begun to arrive."""
+        """Return whether a part of the next message, or end of file, has arrived."""
         return self._connection.poll()
 
     def receive(self) -> ToTrial:
@@ -48,8 +48,8 @@ class SupervisorConnection:
 
         Raises:
             EOFError: the supervisor is gone.
-            OSError: likewise, or the connection was closed.
-            MalformedMessage: what has arrived is no message.
+            OSError: the supervisor is gone, or the connection was closed on this side.
+            MalformedMessage: the bytes that arrived are not a valid message.
         """
         try:
             while (message := self._reader.read()) is None:
@@ -62,13 +62,13 @@ class SupervisorConnection:
         """Send a message.
 
         Raises:
-            InvalidInput: it is too long to be sent.
+            InvalidInput: it is longer than 64 MiB.
         """
         data = message.model_dump_json().encode()
         if len(data) > FROM_TRIAL_BYTES:
             raise InvalidInput(
                 f"a trial's {message.type} message: expected at most {FROM_TRIAL_BYTES} bytes of metrics or text, "
-                f"found {len(data)}; save what is large in the checkpoint, or as a file in pt.get_trial().directory"
+                f"found {len(data)}; store large values in the checkpoint, or in a file in pt.get_trial().directory"
             )
         self._connection.send_bytes(data)
 

@@ -1,4 +1,4 @@
-"""Make a process that was forked, or has served another trial, like one that was started for this one."""
+"""Reset a forked or reused process to the state of one that was newly started for its trial."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from prefect_tune.core.wire import Surroundings
 
 __all__ = ["settle_in"]
 
-_TORCH_SEED = 67280421310721  # what every process begins with
+_TORCH_SEED = 67280421310721  # torch's default seed
 
 
 def settle_in(surroundings: Surroundings) -> None:
-    """Take on environment, working directory and temporary directory, and forget what was drawn at random.
+    """Set the environment, working directory and temporary directory, and seed the random generators anew.
 
-    What the trainable itself remembers (its object, its modules) is its own affair: `reset_config` sees to it.
+    The state of the trainable itself (its object, its modules) is not reset: that is the task of `reset_config`.
     """
     _take_on({_bytes(name): _bytes(value) for name, value in surroundings.environment.items()})
     if surroundings.working_directory:
         os.chdir(_bytes(surroundings.working_directory))
-    tempfile.tempdir = None  # decided anew, from the environment
+    tempfile.tempdir = None  # so that it is read from the environment again
     time.tzset()
     _forget_what_was_drawn()
 
@@ -35,7 +35,7 @@ def _take_on(environment: dict[bytes, bytes]) -> None:
 
 
 def _forget_what_was_drawn() -> None:
-    """Only of what is imported: what is imported later begins afresh anyway."""
+    """Seed the generators of imported libraries; one that is imported later is new anyway."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()

@@ -311,7 +311,7 @@ def _session(caller: str) -> Session:
         raise InvalidInput(
             f"{caller}(): expected process {trial.process}, which trains trial {trial.name!r}, found process "
             f"{os.getpid()}, which that one, or a launcher that it called, has started. One process trains a trial: "
-            "return results from there to it (through a queue, a pipe or a pool) and report them there"
+            "return results to that process (through a queue, a pipe or a pool) and report them there"
         )
     hint = (
         ""

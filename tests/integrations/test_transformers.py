@@ -56,4 +56,4 @@ def test_ranks_that_accelerate_starts_are_told_where_to_report(tmp_path: Path) -
             (*_, ended) = heard(channel, seconds=300)
     assert isinstance(ended, Broke)
     assert ended.cause is Cause.USER
-    assert "One process trains a trial: return results from there to it" in ended.message
+    assert "One process trains a trial: return results to that process" in ended.message

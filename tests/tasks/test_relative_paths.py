@@ -74,7 +74,7 @@ def test_a_checkpoint_on_a_target_is_not_mistaken_for_a_directory_of_the_same_na
     with nursery.process(start_of(reporters.hands_over_what_is_on_a_target, tmp_path, config), LOG) as channel:
         *_, broke = heard(channel)
     assert isinstance(broke, Broke)
-    assert "what is on a target already need not be reported" in broke.message
+    assert "a checkpoint that is on a target already need not be reported" in broke.message
 
 
 def test_a_trial_imports_from_where_its_supervisor_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
