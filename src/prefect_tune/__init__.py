@@ -1,7 +1,7 @@
 """Durable training and hyperparameter search as Prefect flows.
 
-The public names, each imported when it is first used: neither a child process that trains nor
-`prefect-tune --help` waits for Prefect.
+This module exports the public names. Each is imported when it is first used, so that a trial's process and
+`prefect-tune --help` do not wait for the import of Prefect.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = _version() if name == "__version__" else getattr(import_module(_home(name)), name)
-    globals()[name] = value  # from now on found without asking here
+    globals()[name] = value  # later uses do not call this function
     return value
 
 

@@ -1,6 +1,6 @@
-"""`pt.Callback`: hear what becomes of the trials of a search, in the process that runs it. No Prefect is needed.
+"""`pt.Callback`: hooks that observe the trials of a search, in the process that runs it. Needs no Prefect.
 
-It has no say: whatever a callback does, raises or takes its time for, no trial waits for it.
+A callback cannot influence the search: if it raises, or is slow, no trial waits for it.
 """
 
 from __future__ import annotations
@@ -18,80 +18,80 @@ __all__ = ["Callback", "SearchInfo"]
 
 @dataclass(frozen=True)
 class SearchInfo:
-    """What a callback is set up for."""
+    """The search that a callback observes."""
 
     experiment: str
-    """Its name on the target."""
+    """The experiment's name on the target."""
     target_uri: str
-    """Where it lives, without secrets."""
+    """The target's URI, without secrets."""
     objective: Objective | None
-    """What trials are compared by."""
+    """The metric by which trials are compared."""
 
 
 class Callback:
-    """Hears of a search. Override what you need; every hook may be left out.
+    """Observes a search. Override the hooks that you need.
 
-    **When.** The hooks of one callback are called one after the other, in one thread that is its own, in the
-    order in which things happened: for each trial in the order of its history, over all trials in the order in
-    which the search heard of them. Reports come as soon as they are made, everything else once it is in the
-    journal of its trial or is about to be in the experiment's.
+    **When.** The hooks of one callback are called one after the other, in a thread of its own: for each trial in the
+    order of its history, across trials in the order in which the search received the events. `on_trial_result` is
+    called as soon as a report arrives, every other hook once its event is in the trial's journal, or about to be
+    written to the experiment's.
 
-    **How often.** A callback is told of everything in the experiment, from the first trial on, also where it
-    joins later, or where things happened while no search was running. How far it was told is kept on the target,
-    with its `get_state`, every few seconds and at the end. So after a run that ended in order nothing is told
-    twice; after a crash what came since the last such moment is told again, to a callback that has forgotten it
-    just as well: its state is the one of that moment. What is counted in the state is therefore counted exactly
-    once; what goes elsewhere (a message, a file) at least once, and `trial`, `attempt` and `step` tell a
-    repetition. Steps that are trained again after a failure are reported again; `on_trial_start` says from where.
+    **How often.** A callback receives all events of the experiment, from the first trial on, even if it was added
+    later, or if they happened while no search was running. Its position and its `get_state` are stored on the target
+    every few seconds and at the end. After an orderly end no event is delivered twice; after a crash, events since the
+    last stored position are delivered again, to a callback whose state was restored to the same position. So counts
+    that are kept in the state are exact, while effects outside it (a message, a file) happen at least once; use
+    `trial`, `attempt` and `step` to recognize a repetition. Steps that are trained again after a failure are reported
+    again; `on_trial_start` has the step from which.
 
-    **Failures.** What a hook raises is logged, with its trace, and counts as told. A hook that hangs is left
-    behind when the search ends; what it has missed it is told by the next run.
+    **Failures.** An exception of a hook is logged with its traceback, and the event counts as delivered. A hook that
+    hangs is abandoned when the search ends; the next run delivers the events that it has missed.
 
-    `trial` is the trial as the journal has it by then. It may be further than the news.
+    `trial` is the trial's current state in the journal. It may be newer than the event.
     """
 
     @property
     def name(self) -> str:
-        """What its state is kept under; of two callbacks with one name in a search the second is `<name>-2`."""
+        """The key of its stored state; of two callbacks with one name in a search the second is `<name>-2`."""
         return type(self).__name__
 
     def setup(self, search: SearchInfo) -> None:
-        """Get ready, before anything is told. Where it raises, nothing is told in this run."""
+        """Called before all other hooks. If it raises, this run calls no other hook."""
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
-        """An attempt begins, after step `started.from_step`: what was reported beyond it does not count any more."""
+        """An attempt begins after step `started.from_step`: earlier reports of later steps are no longer valid."""
 
     def on_trial_restore(self, trial: Trial, started: Started) -> None:
-        """As `on_trial_start`, and before it, for an attempt that goes on from a checkpoint."""
+        """An attempt begins from a checkpoint; called before `on_trial_start`."""
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         """A step was reported."""
 
     def on_trial_save(self, trial: Trial, checkpoint: CheckpointRef) -> None:
-        """A checkpoint was committed; called before `on_checkpoint`, which is the same."""
+        """A checkpoint was committed; called before `on_checkpoint`, with the same arguments."""
 
     def on_checkpoint(self, trial: Trial, checkpoint: CheckpointRef) -> None:
         """A checkpoint was committed: `results.checkpoint` and `pt.Checkpoint` can read it."""
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        """An attempt ended, and the trial has not: it is tried again, unless `on_trial_error` follows."""
+        """An attempt ended and the trial has not: it is retried, unless `on_trial_error` follows."""
 
     def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
         """The trial is done."""
 
     def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
-        """The trial errored, and is not tried again."""
+        """The trial errored, and is not retried."""
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
-        """This run of the search ends; resumed, it may go on."""
+        """This run of the search ends; a resume may continue it."""
 
     def get_state(self) -> Mapping[str, object] | None:
-        """Return what `set_state` needs, as JSON. What was told up to now must survive a crash when this returns."""
+        """Return the state for `set_state`, as JSON. All effects of the hooks so far must be durable on return."""
         return None
 
     def set_state(self, state: Mapping[str, object]) -> bool | None:
-        """Take up what `get_state` gave in an earlier run, after `setup`.
+        """Restore the result of `get_state` of an earlier run; called after `setup`.
 
-        Return False if that is of no use here, such as on a machine that has none of its files: then everything is
-        told from the beginning.
+        Return False if it cannot be used here, for example on a machine without the callback's files: then all events
+        are delivered from the beginning.
         """

@@ -1,6 +1,6 @@
-"""`pt.Checkpoint`: a directory of files, wherever it lies.
+"""`pt.Checkpoint`: a directory of files, local or on a storage target.
 
-Imported where training happens, and therefore light: what a method needs is imported when it is called.
+Trial processes import this module, so it imports little: each method imports its dependencies when it is called.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _METADATA_TIMEOUT = timedelta(minutes=1)
 
 
 class _Advising(type):
-    """Says on the class, as its instances do, what became of the names that older APIs had."""
+    """Makes unknown class attributes raise an error that advises on names of older APIs, as instances do."""
 
-    if not TYPE_CHECKING:  # a type checker would take every name for known
+    if not TYPE_CHECKING:  # else a type checker would accept every name
 
         def __getattr__(cls, name: str) -> NoReturn:
             raise _no_attribute(name)
 
 
 class Checkpoint(metaclass=_Advising):
-    """A directory of files that belong together: on this machine, on a target, or in anybody's bucket.
+    """A directory of files that belong together: on this machine, on a target, or in any other bucket.
 
-    What prefect-tune committed is verified, byte by byte, when it is read. A plain directory (Ray's,
-    Lightning's, anybody's) is read as it is. Making one, printing it and pickling it opens and reads nothing.
+    A checkpoint that prefect-tune committed is verified, byte by byte, when it is read. A plain directory (Ray's,
+    Lightning's, your own) is read without verification. Creating, printing and pickling the object reads nothing.
 
     Example:
         ```python
@@ -57,13 +57,13 @@ class Checkpoint(metaclass=_Advising):
 
         Args:
             path: a path of this machine, or a URI; with `filesystem`, a path on it, without a scheme.
-            filesystem: one of pyarrow's, or of fsspec's, for what a URI cannot say.
+            filesystem: a file system of pyarrow or fsspec, if a URI is not enough.
 
         Raises:
-            InvalidInput: it names nothing that could be opened.
+            InvalidInput: `path` is not a valid path or URI.
         """
         self._place: LocalPlace | TargetPlace = place_of(path, filesystem)
-        self._token = uuid.uuid4().hex  # names what this object, and its copies elsewhere, make on a machine
+        self._token = uuid.uuid4().hex  # names the temporary directories of this object and its pickled copies
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -90,14 +90,14 @@ class Checkpoint(metaclass=_Advising):
 
     @property
     def path(self) -> str:
-        """The path on `filesystem`: without a scheme; the bucket stands in front."""
+        """The path on `filesystem`, without a scheme; it begins with the bucket."""
         return self._place.path
 
     @property
     def filesystem(self) -> FileSystem:
-        """The file system of pyarrow on which `path` lies.
+        """The pyarrow file system that contains `path`.
 
-        For a committed checkpoint it shows the committed files, read-only; every read is verified.
+        For a committed checkpoint it contains the committed files, read-only; every read is verified.
         """
         return self._place.now().filesystem()
 
@@ -106,15 +106,15 @@ class Checkpoint(metaclass=_Advising):
     def to_directory(
         self, path: str | os.PathLike[str] | None = None, *, timeout: timedelta = _DOWNLOAD_TIMEOUT
     ) -> str:
-        """Make a local directory of the files and return its path. It is the caller's, and stays.
+        """Copy the files to a local directory and return its path. The caller owns it; it is not removed.
 
-        Without `path` it is a temporary one, which no other user can write to, and the same one each time for this
-        object and its copies in other processes, until somebody writes to it. Of several processes that ask for one
-        directory one downloads and the others wait. A directory appears whole or not at all. What lies there already
-        is not downloaded again.
+        Without `path` it is a temporary directory that other users cannot write to. It is the same one for each call
+        on this object and its copies in other processes, until its files are changed. If several processes request one
+        directory, one downloads and the others wait. A directory appears complete or not at all. Files that are there
+        already are not downloaded again.
 
         Raises:
-            InvalidInput: something else lies at `path`; it is left alone.
+            InvalidInput: `path` exists with other content, which is not touched.
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not done within `timeout`.
@@ -138,21 +138,21 @@ class Checkpoint(metaclass=_Advising):
             try:
                 fill(destination, filling, deadline)
             except Occupied:
-                continue  # its owner has written to it: it is theirs, and this is another
+                continue  # the caller has changed its files: leave it, and use the next name
             return str(destination)
         raise AssertionError
 
     @contextmanager
     def as_directory(self, *, timeout: timedelta = _DOWNLOAD_TIMEOUT) -> Iterator[str]:
-        """Lend a local directory of the files, to be read only, for the time of a `with` block.
+        """Yield a local directory of the files for a `with` block; do not write to it.
 
-        A local directory is lent as it is, and stays. Anything else is downloaded once per machine, however
-        many processes and threads ask, and removed when the last of them has left, or has died.
+        A local directory is yielded itself, and is not removed. Any other checkpoint is downloaded once per machine,
+        however many processes and threads use it, and removed when the last of them has left the block or died.
 
         Raises:
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: committed bytes are missing or altered.
-            DeadlineExceeded: not there within `timeout`.
+            DeadlineExceeded: not downloaded within `timeout`.
         """
         with self._place.now().lent(self._token, Deadline.after(timeout)) as directory:
             yield directory
@@ -160,24 +160,24 @@ class Checkpoint(metaclass=_Advising):
     # ----------------------------------------------------------------------------------------- the metadata
 
     def get_metadata(self) -> dict[str, object]:
-        """Return what is said of the checkpoint; an empty dict where nothing was.
+        """Return the checkpoint's metadata; an empty dict if none was set.
 
         Raises:
             CheckpointNotFound: there is no checkpoint.
-            CheckpointCorrupt: what was said cannot be read.
+            CheckpointCorrupt: the metadata cannot be read.
         """
         return self._place.now().metadata(Deadline.after(_METADATA_TIMEOUT))
 
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
-        """Say this of the checkpoint, and nothing else any more.
+        """Replace the checkpoint's metadata.
 
-        On a target it is a new version beside the commit, and no object is written over; in a local
-        directory it is the file `.metadata.json`, replaced whole.
+        On a target this writes a new version beside the commit, and overwrites no object; in a local directory it
+        replaces the file `.metadata.json`.
 
         Raises:
-            InvalidInput: JSON cannot say it.
+            InvalidInput: `metadata` cannot be stored as JSON.
             CheckpointNotFound: there is no checkpoint.
-            CommitUnknown: the target did not tell whether it wrote: read it back.
+            CommitUnknown: the target did not confirm the write: read the metadata back.
         """
         from prefect_tune.core.metadata import plain_metadata
 
@@ -185,7 +185,7 @@ class Checkpoint(metaclass=_Advising):
         self._place.now().revise_metadata(lambda _: wanted, Deadline.after(_METADATA_TIMEOUT))
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
-        """Say this too, as `set_metadata` says it; of updates at the same time none is lost."""
+        """Add these entries to the metadata, as `set_metadata` writes it; concurrent updates are not lost."""
         from prefect_tune.core.metadata import plain_metadata
 
         more = plain_metadata(metadata)
@@ -198,10 +198,10 @@ class Checkpoint(metaclass=_Advising):
 
     def __fspath__(self) -> NoReturn:
         raise TypeError(
-            "a Checkpoint is not a path, since its files may lie elsewhere. Borrow a local directory of them:\n\n"
+            "a Checkpoint is not a path: its files may not be on this machine. For a temporary local directory, use\n\n"
             "    with checkpoint.as_directory() as directory:\n"
             "        ...\n\n"
-            "or have one that stays: directory = checkpoint.to_directory()"
+            "and for one that stays: directory = checkpoint.to_directory()"
         )
 
     if not TYPE_CHECKING:  # as above

@@ -1,4 +1,4 @@
-"""A Prefect server as a process that ends with whoever started it, however that ends."""
+"""Start a Prefect server as a child process that ends with its parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _RECORDER = "prefect.server.services.task_run_recorder"
 
 @dataclass(frozen=True)
 class PrefectServer:
-    """A server that has been started, and may not be ready yet. It listens on the loopback."""
+    """A started Prefect server, which may not be ready yet. It listens on the loopback interface."""
 
     url: str
-    """Of its API: `http://127.0.0.1:41234/api`."""
+    """The URL of its API, such as `http://127.0.0.1:41234/api`."""
     process: subprocess.Popen[bytes]
 
     def answers(self) -> bool:
-        """Wait until it does; return False when it has ended, or three minutes have gone by."""
+        """Wait until the server is healthy; return False if it has ended, or is not after three minutes."""
         until = time.monotonic() + _PATIENCE.total_seconds()
         while self.process.poll() is None and time.monotonic() < until:
             if _is_healthy(self.url):
@@ -50,17 +50,17 @@ class PrefectServer:
         return False
 
     def end(self) -> None:
-        """Ask it to end, and see to it that it does: it records what it has heard of, for some seconds at most."""
+        """Terminate the server: it has 5 s to store the events that it has received, then it is killed."""
         self.process.terminate()
         try:
             self.process.wait(_GOODBYE.total_seconds())
         except subprocess.TimeoutExpired:
             self.process.kill()
-        self.process.communicate()  # buries it, and closes its standard input: not before, or it would leave at once
+        self.process.communicate()  # reaps it and closes its stdin; not before, since that would end it at once
 
 
 def start_prefect_server(environment: Mapping[str, str], log: IO[bytes] | None = None) -> PrefectServer:
-    """Start one on a free port, with `environment` for its settings; what it prints goes to `log`, or here."""
+    """Start a server on a free port, with its settings in `environment`; its output goes to `log`, or is inherited."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
         process = subprocess.Popen(
@@ -68,9 +68,9 @@ def start_prefect_server(environment: Mapping[str, str], log: IO[bytes] | None =
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
-            env={**environment, "PREFECT_SERVER_UI_API_URL": url},  # its UI would look for the API at port 4200
+            env={**environment, "PREFECT_SERVER_UI_API_URL": url},  # its UI would call the API at port 4200
             pass_fds=(listening.fileno(),),
-            start_new_session=True,  # Ctrl-C is for who started it, who still needs it to end in order
+            start_new_session=True,  # Ctrl-C must not end it before its parent, which needs it to end in order
         )
         return PrefectServer(url, process)
 
@@ -84,11 +84,11 @@ def _is_healthy(url: str) -> bool:
 
 
 def _serve(descriptor: int) -> None:
-    """Serve on the inherited socket until asked to end, or until whoever started this is gone."""
+    """Serve on the inherited socket until a signal arrives or the parent process is gone."""
     import uvicorn
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    gc.disable()  # a fifth of the start goes into looking for garbage among what stays
+    gc.disable()  # garbage collection takes a fifth of the start, among objects that all stay
     create_app = import_module("prefect.server.api.server").create_app
     gc.freeze()
     gc.enable()
@@ -99,16 +99,16 @@ def _serve(descriptor: int) -> None:
 
 
 def is_cut_short(record: logging.LogRecord) -> bool:
-    """Whether it tells of a batch that a cancellation has met. At the end it is written a moment later."""
+    """Whether the log record is about a batch that was cancelled: at shutdown it is written a moment later."""
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 class Patient:
-    """An ASGI application that does a request again which was refused at once, by 503, before its client hears of it.
+    """ASGI middleware that retries a request if the application answers 503 within a second.
 
-    SQLite refuses at once who has read before somebody else wrote, and wants to write now: at a start, while old
-    events are being deleted, every fourth flow run. Nothing of the request has been done. Prefect's client would ask
-    again too, but 2 s later.
+    SQLite rejects a write at once if the transaction has read before another one wrote. After a start, while old
+    events are deleted, this happens to every fourth flow run. The request has had no effect. Prefect's client would
+    retry it too, but 2 s later.
     """
 
     def __init__(self, app: ASGIApp, pauses_seconds: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.4)) -> None:
@@ -129,7 +129,7 @@ class Patient:
         for message in answer.messages:
             await send(message)
         if answer.error:
-            raise answer.error  # for the log
+            raise answer.error  # so that the server logs it
 
     async def _answer(self, scope: Scope, asked: Sequence[Message], receive: Receive) -> _Answer:
         left, began = list(asked), time.monotonic()
@@ -144,7 +144,7 @@ class Patient:
         error = None
         try:
             await self._app(dict(scope), heard, told)
-        except Exception as raised:  # noqa: BLE001  Starlette answers, and raises all the same
+        except Exception as raised:  # noqa: BLE001  Starlette sends an error response and raises too
             error = raised
         return _Answer(messages, error, time.monotonic() - began)
 
@@ -162,7 +162,7 @@ class _Answer:
 
 
 async def _whole(receive: Receive) -> Sequence[Message]:
-    """Read a request to its end; small ones only are sent to this server."""
+    """Read a whole request into memory; requests to this server are small."""
     messages = [await receive()]
     while messages[-1].get("more_body"):
         messages.append(await receive())
@@ -170,11 +170,11 @@ async def _whole(receive: Receive) -> Sequence[Message]:
 
 
 def _end_with_parent() -> None:
-    """Nobody ever writes to the standard input: reading it ends when the other side is closed."""
-    os.read(sys.stdin.fileno(), 1)  # not through `sys.stdin`: Python cannot end in order while it is being read
-    os.kill(os.getpid(), signal.SIGTERM)  # what it has heard of is recorded first
+    """End the server when its parent is gone: reading stdin then gives end of file, since nothing is written to it."""
+    os.read(sys.stdin.fileno(), 1)  # not `sys.stdin.read`: Python cannot exit in order during that
+    os.kill(os.getpid(), signal.SIGTERM)  # received events are stored first
     time.sleep(_GOODBYE.total_seconds())
-    os._exit(0)  # a server that is still starting would hear the signal only when it has started
+    os._exit(0)  # a server that is still starting would handle the signal only after its start
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes that a trial starts, and ranks of distributed training: only the trial's own, first process reports."""
+"""Detect ranks of distributed training and child processes: only the trial's own process, of rank 0, may report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE_PROCESS: Final = (
     "One process trains a trial: use one device (Lightning: Trainer(devices=1); Hugging Face, accelerate and torchrun: "
     "one process), and run more trials side by side instead"
 )
-"""What to do where a framework is asked for several processes."""
+"""Advice for errors of frameworks that are configured for several processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +26,19 @@ class TrialProcess:
     """The process that trains a trial."""
 
     process: int
+    """Its process id."""
     name: str
-    """The trial's."""
+    """The trial's name."""
 
 
 def claim_process(trial: str) -> None:
-    """Make this process the trial's own: what it starts can tell, and cannot be a second copy of it."""
+    """Mark this process as the trial's own, in its environment; refuse to start a second copy of it."""
     os.environ[_VARIABLE] = f"{os.getpid()} {trial}"
     _refuse_relaunch()
 
 
 def started_by() -> TrialProcess | None:
-    """Return the trial's process that has started this one, directly or not; None where none has."""
+    """Return the trial's process that is an ancestor of this one; None if there is none."""
     process, _, name = os.environ.get(_VARIABLE, "").partition(" ")
     return TrialProcess(int(process), name) if process.isdecimal() and int(process) != os.getpid() else None
 
@@ -57,7 +58,7 @@ def require_first_rank(call: str) -> None:
 
 
 def _rank() -> tuple[int, int]:
-    """Return the rank of this process, and how many there are."""
+    """Return the rank of this process and the number of ranks."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -75,13 +76,13 @@ _refuses_relaunch = False
 
 
 def _refuse_relaunch() -> None:
-    """From now on refuse to start the program of this process once more.
+    """From now on refuse to start the program of this process again.
 
-    Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again, expecting the user's script. Here that is the
-    program that serves one trial, which cannot be served twice. An audit hook is the only place that all ways of
-    starting a process pass; it cannot be removed, so it is added once.
+    Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again, expecting the user's script. Here it is the
+    program that serves one trial, which cannot run twice. Only an audit hook sees all ways of starting a process; it
+    cannot be removed, so it is added once.
     """
-    global _refuses_relaunch  # noqa: PLW0603 - one hook a process
+    global _refuses_relaunch  # noqa: PLW0603 - one hook per process
     if not _refuses_relaunch:
         _refuses_relaunch = True
         sys.addaudithook(_audit)
@@ -98,7 +99,7 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def _is_this_program(command: Sequence[object]) -> bool:
-    """Whether it runs this process's main module with its arguments; a search inside a trial has others."""
+    """Whether it runs this process's main module with the same arguments; a search inside a trial has others."""
     words = _words(command)
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)

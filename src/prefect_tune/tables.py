@@ -1,4 +1,4 @@
-"""An experiment as Arrow tables: a row for each trial, or a row for each report. No Prefect, and no target."""
+"""Convert an experiment to Arrow tables: one row per trial, or one row per report. Needs no Prefect and no target."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _INT64 = 2**63
 
 
 def trials_table(experiment: Experiment) -> pa.Table:
-    """Return one row for each trial, in the order in which they were added.
+    """Return one row per trial, in the order in which they were added.
 
-    After the columns that every experiment has come `config/...`, then the metrics of the last report
-    that counts. A metric named like another column is `metrics/...`.
+    The columns that every experiment has come first, then `config/...`, then the metrics of the last valid report.
+    A metric with the name of another column becomes `metrics/...`.
     """
     import pyarrow as pa
 
@@ -36,7 +36,7 @@ def trials_table(experiment: Experiment) -> pa.Table:
 
 
 def reports_table(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
-    """Return one row for each report that counts: trial, step, training time up to it, and its metrics."""
+    """Return one row per valid report: trial, step, training time up to it in seconds, and its metrics."""
     import pyarrow as pa
 
     rows = [(trial, report) for trial, curve in curves for report in curve]
@@ -51,7 +51,7 @@ def reports_table(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Tabl
 
 
 def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
-    """Return `table` as a Parquet file; `about` stands in its metadata, under `prefect-tune/` names."""
+    """Return `table` as a Parquet file; its schema metadata holds `about`, with keys prefixed `prefect-tune/`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -62,9 +62,9 @@ def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
 
 
 def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
-    """Return the table in a Parquet file; None where it was made of another history than that which ends with `digest`.
+    """Return the table in a Parquet file; None if it was made from a journal state with another digest.
 
-    Nothing in such a file is executed. What is no Parquet file raises as pyarrow does.
+    Nothing in such a file is executed. Raises pyarrow's errors if `data` is not a Parquet file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -98,7 +98,7 @@ def _newest_path(experiment: str, trial: Trial) -> str | None:
 
 
 def _spread(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:
-    """The columns that any of the rows has; null where one has it not."""
+    """Return a column for each name in any of the rows; null in rows without it."""
     found: dict[str, list[Any]] = {}
     for index, row in enumerate(rows):
         for name, value in row.items():
@@ -110,14 +110,14 @@ def _spread(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[
 
 
 def _fixed(columns: Mapping[str, list[Any]]) -> dict[str, pa.Array]:
-    """Columns that are of the same type in every experiment, an empty one too."""
+    """Return the columns that have the same type in every experiment, even in an empty one."""
     import pyarrow as pa
 
     return {name: pa.array(column, _TYPES.get(name, "string")) for name, column in columns.items()}
 
 
 def _inferred(column: list[Any]) -> pa.Array:
-    """As one type; values of several, and what no column holds, become their JSON."""
+    """Return a column of one type; mixed types, and integers beyond 64 bits, become JSON text."""
     import pyarrow as pa
 
     kinds = {type(value) for value in column if value is not None}

@@ -1,4 +1,4 @@
-"""What users write against: the class API, and the functions of the function API."""
+"""The API for training code: `pt.Trainable`, and the functions `pt.report`, `pt.ask`, `pt.get_checkpoint` and so on."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = [
 class Trainable:
     """A model that trains step by step. Override `setup`, `step`, `save_checkpoint` and `load_checkpoint`.
 
-    Each attempt makes one object in a process of its own: `setup`, then `load_checkpoint` where
-    there is something to go on from, then `step` until a stop criterion is met.
-    Whatever the next step depends on (weights, optimizer, random state, place in the data)
-    belongs into the checkpoint: then a resumed run ends with the very weights of an undisturbed one.
+    Each attempt runs in a process: `setup` (or `reset_config` of an object that served another trial), then
+    `load_checkpoint` if there is a checkpoint to resume from, then `step` until a stop criterion is met.
+    Save all state that the next step depends on (weights, optimizer, random state, position in the data): then a
+    resumed run ends with exactly the weights of an uninterrupted one.
     """
 
     def setup(self, config: Mapping[str, object]) -> None:
@@ -53,30 +53,30 @@ class Trainable:
         raise NotImplementedError(f"{type(self).__name__}.step: train one step and return its metrics")
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the whole state into the empty directory `checkpoint_dir`. Nothing else may go on writing there."""
+        """Write the whole state into the empty directory `checkpoint_dir`; no write may continue after this returns."""
         raise NotImplementedError(f"{type(self).__name__}.save_checkpoint: write the state into checkpoint_dir")
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Read back what `save_checkpoint` wrote. The directory is gone later: copy what will still be needed."""
+        """Read the files that `save_checkpoint` wrote. The directory is removed later: copy what you still need."""
         raise NotImplementedError(f"{type(self).__name__}.load_checkpoint: read the state from checkpoint_dir")
 
     def reset_config(self, config: Mapping[str, object]) -> bool:
-        """Become another trial with this configuration and return True; False (the default) where that cannot be."""
+        """Reset this object for another trial with this configuration and return True; return False if it cannot be."""
         del config
         return False
 
     def cleanup(self) -> None:
-        """Let go of what `setup` took. Called when the trial ends in order, not when its process dies.
+        """Release the resources of `setup`. Called when the trial ends in order, not when its process dies.
 
-        What it raises once the trial is done, and its last checkpoint committed, is only said in the log.
+        If it raises after the trial has finished and its last checkpoint was committed, the error is only logged.
         """
 
 
 def require_trainable(kind: type) -> type[Trainable]:
-    """Return a class, seen to be one that can be trained.
+    """Return `kind`, checked to be a trainable class.
 
     Raises:
-        InvalidInput: it is no subclass of `Trainable`, or trains nothing.
+        InvalidInput: it is not a subclass of `Trainable`, or does not override `step`.
     """
     if not issubclass(kind, Trainable):
         raise InvalidInput(
@@ -90,10 +90,10 @@ def require_trainable(kind: type) -> type[Trainable]:
 
 @dataclass(frozen=True)
 class TrialInfo:
-    """The trial that is being trained here. What changes while it trains is as it is when it is read."""
+    """The trial that this process trains. `step` and `should_checkpoint` are current whenever they are read."""
 
     id: str
-    """Its name in the experiment."""
+    """The trial's name in the experiment."""
     experiment: str
     """The experiment's name."""
     attempt: int
@@ -106,7 +106,7 @@ class TrialInfo:
 
     @property
     def step(self) -> int:
-        """Steps trained so far, those before a resume among them."""
+        """Steps trained so far, including those before a resume."""
         return self._session.step
 
     @property
@@ -115,15 +115,15 @@ class TrialInfo:
         return self._session.is_asked_to_stop()
 
     def new_checkpoint_dir(self) -> Path:
-        """Return a new empty directory for one checkpoint, taken over when it is reported.
+        """Return a new empty directory for one checkpoint; after `pt.report` it belongs to prefect-tune.
 
-        A directory of one's own is copied by `commit="async"` before `pt.report` returns; this one is not.
+        With `commit="async"`, `pt.report` copies any other directory before it returns, but not this one.
         """
         return self._session.new_directory()
 
 
 class TrialOver(BaseException):
-    """Unwinds the user's function when the trial is to end; not an Exception, so that no broad except stops it."""
+    """Ends the user's function when the trial must end; a BaseException, which `except Exception` does not catch."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class TrialOver(BaseException):
 
 
 class Session(Protocol):
-    """The trial that runs in this process, as these functions see it."""
+    """The methods of the running trial that this module uses."""
 
     step: int
 
@@ -181,43 +181,42 @@ class Session(Protocol):
     def info(self) -> TrialInfo: ...
 
 
-# A thread started by the trainable sees no context variable of its starter: `_in_process` is for those.
+# A thread started by the trainable does not inherit context variables: `_in_process` is for such threads.
 _in_context: ContextVar[Session] = ContextVar("prefect_tune_session")
 _in_process: list[Session] = []
-# In a process that serves trial after trial: threads that earlier ones have left running.
+# In a process that serves several trials: threads that earlier trials have left running.
 _of_earlier_trials: WeakSet[threading.Thread] = WeakSet()
 
 
 def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
-    """Tell the metrics of one step, and hand over a checkpoint of the state after it.
+    """Report the metrics of one step, and optionally a checkpoint of the state after it.
 
     Without a checkpoint it returns at once. With one it returns when the checkpoint is committed
     on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time);
-    a directory from `pt.get_trial().new_checkpoint_dir()` is taken over without a copy.
+    a directory from `pt.get_trial().new_checkpoint_dir()` is used without a copy.
 
     Args:
         metrics: finite numbers, text, or JSON made of these.
         checkpoint: a local directory, as `pt.Checkpoint.from_directory(path)`.
 
-    Threads of the trainable may report too: their reports are taken one after another, each as a step of its own. When
-    the trial ends, each of them leaves by `TrialOver` at its next report; the trainable itself has 20 seconds to return
-    where only such a thread was told. A thread that lives on cannot report to the next trial of its process. Other
-    processes return what they have to the trial's own, which reports it.
+    Threads of the trainable may report too: each report is one step, one after another. When the trial ends,
+    `TrialOver` is raised in each thread at its next report; if it was raised only in such a thread, the trainable has
+    20 seconds to return. A thread that keeps running cannot report to the next trial of its process. Other processes
+    must return their results to the trial's own process, which reports them.
 
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
-        InvalidInput: no trial runs here, this is another process than the trial's own or not its first rank, this
-            thread is an earlier trial's, or the checkpoint is not a local directory.
+        InvalidInput: no trial runs here, this is not the trial's own process or not rank 0, this thread belongs to an
+            earlier trial, or the checkpoint is not a local directory.
     """
     _reporting_session("pt.report").report(metrics, checkpoint)
 
 
 def report_step(metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
-    """Tell the metrics of one step, and have `save` write the state after it when that is due.
+    """Report the metrics of one step, and call `save` to write the state after it if a checkpoint is due.
 
-    It is due when the `Cadence` of the flow says so, at the last step, when somebody asks the trial to stop, and when
-    a scheduler wants the state: a function that reports like this is saved as a class trainable is. `save` is called
-    with an empty directory, before this returns.
+    It is due by the flow's `Cadence`, at the last step, when the trial is asked to stop, and when a scheduler needs
+    the state: as for a class trainable. `save` is called with an empty directory, before this returns.
 
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
@@ -227,9 +226,9 @@ def report_step(metrics: Mapping[str, object], save: Callable[[str], None]) -> N
 
 
 def save_last_step(save: Callable[[str], None]) -> None:
-    """Have `save` write the state after the last step told by `report_step`, where it has not been saved.
+    """Call `save` to write the state after the last step of `report_step`, unless it is saved already.
 
-    For a loop that ends by itself: nobody knew at its last step that there would be no other.
+    For a loop that ends by itself: at its last step it was not known to be the last.
     """
     _session("prefect_tune.trainable.save_last_step").save_last_step(save)
 
@@ -241,30 +240,30 @@ def ask(
     key: str | None = None,
     save: Callable[[str], None] | None = None,
 ) -> dict[str, Scalar]:
-    """Ask a person, and return the answer: from the journal where it was given before, however often it is asked.
+    """Ask a person and return the answer; an answer that was given before is read from the journal.
 
-    Where there is no answer yet, it does not return: everything of the experiment saves and ends, and the flow run is
-    Suspended, with a form. After *Resume* the trial goes on from its newest checkpoint, and what comes between that and
-    the question is trained again; then this returns. So save first: a function reports a checkpoint, a class passes
-    `save`. A flow run without a deployment waits, Paused with the same form, or asks in the terminal.
+    Without an answer it does not return: all trials of the experiment save and end, and the flow run is Suspended,
+    with a form. After *Resume* the trial resumes from its newest checkpoint, trains the steps between that and the
+    question again, and this call returns. So save first: a function reports a checkpoint, a class passes `save`. A
+    flow run without a deployment waits, Paused with the same form, or asks in the terminal.
 
     Args:
-        question: what the person reads.
-        fields: by name the default (a truth value, a number, a text), or a list of texts to choose from. Default:
-            `{"go_on": True}`.
-        key: which question it is: the same key has the same answer. Default: its text and the step that was reported
-            last.
-        save: writes the state after the last step told, such as `self.save_checkpoint`; for use where nothing has
-            changed since, at the beginning of `step`.
+        question: the text that the person reads.
+        fields: a mapping of each field's name to its default (a bool, a number, a text), or to a list of texts to
+            choose from. Default: `{"go_on": True}`.
+        key: identifies the question: the same key has the same answer. Default: the number of the last reported step
+            and the question's text.
+        save: writes the state after the last reported step, such as `self.save_checkpoint`; use it only while that
+            state is unchanged, at the beginning of `step`.
 
     Raises:
-        InvalidInput: no trial runs here, or a field is none that a form could show.
+        InvalidInput: no trial runs here, or a form cannot show a field.
     """
     return _reporting_session("pt.ask").ask(question, fields, key, save)
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the checkpoint to go on from, as a local directory; None on a fresh start.
+    """Return the checkpoint to resume from, as a local directory; None on a fresh start.
 
     Raises:
         InvalidInput: no trial runs here.
@@ -276,7 +275,7 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def get_trial() -> TrialInfo:
-    """Return the trial that is being trained here.
+    """Return the trial that this process trains.
 
     Raises:
         InvalidInput: no trial runs here.
@@ -285,7 +284,7 @@ def get_trial() -> TrialInfo:
 
 
 def enter(session: Session, *, whole_process: bool) -> None:
-    """Make `session` the trial of this context, and of every thread of this process where it has one to itself."""
+    """Make `session` the trial of this context; with `whole_process`, of every thread of this process."""
     _in_context.set(session)
     if whole_process:
         _of_earlier_trials.update(each for each in threading.enumerate() if each is not threading.current_thread())
@@ -293,12 +292,16 @@ def enter(session: Session, *, whole_process: bool) -> None:
 
 
 def _reporting_session(caller: str) -> Session:
-    """Return the trial whose step is told; what a thread of an earlier trial has to say is not this one's."""
+    """Return the session of this trial.
+
+    Raises:
+        InvalidInput: no trial runs here, or this thread belongs to an earlier trial of the process.
+    """
     if threading.current_thread() in _of_earlier_trials:
         raise InvalidInput(
             f"{caller}(): expected a thread that this trial has started, found {threading.current_thread().name!r}, "
-            "which runs since an earlier trial of this process. Have cleanup end the threads that report, or "
-            "reset_config start them anew"
+            "which belongs to an earlier trial of this process. End the threads that report in cleanup, or restart "
+            "them in reset_config"
         )
     return _session(caller)
 
@@ -310,7 +313,7 @@ def _session(caller: str) -> Session:
     if (trial := started_by()) is not None:
         raise InvalidInput(
             f"{caller}(): expected process {trial.process}, which trains trial {trial.name!r}, found process "
-            f"{os.getpid()}, which that one, or a launcher that it called, has started. One process trains a trial: "
+            f"{os.getpid()}, which it or its launcher has started. One process trains a trial: "
             "return results to that process (through a queue, a pipe or a pool) and report them there"
         )
     hint = (

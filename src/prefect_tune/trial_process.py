@@ -1,8 +1,8 @@
-"""What runs in the process that a trial is trained in, without Prefect.
+"""The main program of a trial's process, without Prefect.
 
-It reads a `Start` from its channel, trains, and says how it ended. It writes to no target. On Linux the process is
-forked and looked after by `prefect_tune.nursery`. Elsewhere it is `python -m prefect_tune.trial_process`: when its
-supervisor is gone it ends, and so does every process of its session.
+It reads a `Start` message from its channel, trains, and sends the end of the attempt. It writes to no target. On Linux
+the process is forked and supervised by the fork server (`prefect_tune.nursery`). Elsewhere it is
+`python -m prefect_tune.trial_process`, which kills its whole process group when its supervisor is gone.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
 
 class _NotLoaded(Exception):
-    """The trainable could not be imported: another attempt would fare no better."""
+    """The trainable could not be imported: another attempt would fail too."""
 
 
 class _Declined(Exception):
-    """The trainable of the trial before cannot become this one."""
+    """The trainable of the previous trial refused this trial's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SetUp:
-    """A class trainable, ready for a checkpoint or its first step."""
+    """A class trainable after `setup`, ready for a checkpoint or its first step."""
 
     trainable: Trainable
     code: str
-    """As it was when it was imported."""
+    """The digest of its source when it was imported."""
 
     def can_become_another(self) -> bool:
         return type(self.trainable).reset_config is not Trainable.reset_config
@@ -70,16 +70,16 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
 
 
 def train(channel: Connection, *, whole_process: bool) -> None:
-    """Run the attempt that the channel's first message describes, and say on the channel how it ended."""
+    """Run the attempt that the channel's first message describes, and send its end on the channel."""
     connection = SupervisorConnection(channel)
     start = cast("Start", connection.receive())
     _Attempts(connection, whole_process=whole_process).run(start.model_copy(update={"waits": False}))
 
 
 def serve(channel: Connection) -> None:
-    """Run one attempt after the other, as long as the trainable of the last can become the next trial.
+    """Run one attempt after the other, as long as the last one's trainable can be reused.
 
-    Returns as well, without a word, when it declines the next one, and when nobody needs it any more.
+    It returns without a message when the trainable declines the next trial, and when the channel is closed.
     """
     ignore_group_signals()
     connection = SupervisorConnection(channel)
@@ -91,7 +91,7 @@ def serve(channel: Connection) -> None:
 
 
 def rehearse() -> None:
-    """Run an attempt here, so that what is made when it is first needed need not be made in every fork."""
+    """Run a trivial attempt in this process, so that lazy imports and caches are done once and not in every fork."""
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as near, Connection(theirs.detach()) as far:
         near.send_bytes(_rehearsal().model_dump_json().encode())
@@ -99,10 +99,10 @@ def rehearse() -> None:
 
 
 def load_trainable(name: str) -> object:
-    """Return what `package.module:Name` names, or what a pickle in hexadecimal holds.
+    """Return the object at `package.module:Name`, or, if there is no colon, unpickle the hexadecimal text.
 
     Raises:
-        InvalidInput: it is not of that form, the module cannot be imported, or has no such name.
+        InvalidInput: the module cannot be imported or has no such name.
     """
     module, _, attribute = name.partition(":")
     if not attribute:
@@ -149,7 +149,7 @@ def _rehearsal() -> Start:
 
 
 def _next_start(connection: SupervisorConnection) -> Start | None:
-    """Return the next trial to serve; None when there will be none."""
+    """Return the start message of the next trial; None when the channel is closed."""
     while True:
         try:
             message = connection.receive()
@@ -161,11 +161,11 @@ def _next_start(connection: SupervisorConnection) -> Start | None:
             case Surroundings():
                 settle_in(message)
             case _:
-                pass  # said to the trial before, that had ended meanwhile
+                pass  # a message to the previous trial, which had ended meanwhile
 
 
 class _Attempts:
-    """The attempts of one process, and the trainable that goes from one to the next."""
+    """Runs the attempts of one process, and keeps the trainable for the next one."""
 
     def __init__(self, connection: SupervisorConnection, *, whole_process: bool) -> None:
         self._connection = connection
@@ -176,10 +176,10 @@ class _Attempts:
             _be_quiet_when_a_thread_leaves()
 
     def run(self, start: Start) -> bool:
-        """Run an attempt, and say how it ended; return whether another may follow.
+        """Run an attempt and send its end; return whether the process waits for another.
 
         Raises:
-            _Declined: the trainable cannot become this trial; nothing was said.
+            _Declined: the trainable refused this trial; nothing was sent.
         """
         self._session = None
         try:
@@ -192,13 +192,13 @@ class _Attempts:
         return isinstance(ended, TrialEnded) and ended.waits
 
     def _say_end(self, ended: TrialEnded | Broke) -> None:
-        if self._session is None:  # it was not even prepared
+        if self._session is None:  # the trainable or the stopper could not be loaded
             self._connection.send(ended)
         else:
             self._session.end(ended)
 
     def clean_up(self) -> None:
-        """Let the trainable let go, where it waits for a trial that does not come."""
+        """Call `cleanup` of a trainable that was kept for another trial."""
         if self._kept is not None:
             self._kept.trainable.cleanup()
 
@@ -210,7 +210,7 @@ class _Attempts:
         if self._whole_process:
             claim_process(start.trial)
         if why := session.why_stop():
-            return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, and its end was not
+            return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
         try:
             session.ask_first()
             with _forks_end():
@@ -234,7 +234,7 @@ class _Attempts:
         if start.restored:
             trainable.load_checkpoint(start.restored)
         try:
-            with _forks_end():  # `cleanup` is for the trial's process, not for each fork of it
+            with _forks_end():  # a forked child must not run `cleanup`
                 _train_until_over(session, trainable)
         except TrialOver as over:
             if start.waits and not over.interrupted and ready.can_become_another():
@@ -269,7 +269,7 @@ def _reset(kept: _SetUp, start: Start) -> _SetUp:
 
 @contextmanager
 def _forks_end() -> Iterator[None]:
-    """End a fork of the trial's process that leaves the trainable: how the trial ends is not its to say."""
+    """Exit a forked child that returns from the trainable, so that it does not send the trial's end."""
     trial, code = os.getpid(), 1
     try:
         yield
@@ -288,9 +288,9 @@ def _forks_end() -> Iterator[None]:
 
 
 def flush_output() -> None:
-    """Write what was printed; before `os._exit`, which does not."""
+    """Flush stdout and stderr before `os._exit`, which does not."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads any more
+        with suppress(OSError, ValueError):  # closed, or its reader is gone
             stream.flush()
 
 
@@ -301,7 +301,7 @@ def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
 
 
 def _code(trainable: type | TrainFunction) -> str:
-    """What comes from a pickle may have no source to look at; then nothing is claimed about it."""
+    """Return a digest of the trainable's source; "" if there is none, as for some pickled objects."""
     try:
         return digest_of(inspect.getsource(trainable).encode())[:16]
     except (TypeError, OSError):
@@ -317,12 +317,12 @@ def _broke(error: BaseException) -> Broke:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as unsayable:  # noqa: BLE001 - whatever the user's class raises, the failure itself arrives
-        return f"(its text cannot be had: {type(unsayable).__name__})"
+    except Exception as unsayable:  # noqa: BLE001 - a user's `__str__` may raise; the failure is reported anyway
+        return f"(its text is not available: str() raised {type(unsayable).__name__})"
 
 
 def _be_quiet_when_a_thread_leaves() -> None:
-    """Print no traceback where the trial's end ends a thread: the trainable's own thread, or the log, says it."""
+    """Print no traceback when `TrialOver` ends a thread: the attempt's end is reported already."""
     before = threading.excepthook
 
     def hook(arguments: threading.ExceptHookArgs) -> None:
@@ -347,13 +347,13 @@ def _cause(error: BaseException) -> Cause:
 
 
 def _die_with_supervisor(lifeline_fd: int) -> None:
-    """Nobody ever writes to the lifeline: reading ends when the supervisor does, however it dies."""
+    """Kill the process group when the supervisor ends, however it dies: reading the lifeline then gives end of file."""
     os.read(lifeline_fd, 1)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
-    # Threads and children that the trainable left behind must not keep a finished trial alive.
+    # Threads and children that the trainable has left must not keep a finished trial alive.
     flush_output()
     os._exit(0)
