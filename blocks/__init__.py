@@ -1,7 +1,7 @@
-"""Where bytes live: configuration and credentials; decides nothing.
+"""The Prefect blocks: storage targets with their credentials, and the sync configuration.
 
-Importing this registers every block, so that they appear in the Prefect UI (`prefect.collections`). No client
-of any storage is imported before a target is opened.
+Importing this package registers every block, so that they appear in the Prefect UI (`prefect.collections`). No storage
+client is imported before a target is opened.
 """
 
 from __future__ import annotations

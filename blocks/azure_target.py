@@ -1,4 +1,4 @@
-"""Azure Blob Storage."""
+"""The block of a container in Azure Blob Storage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AzureTarget"]
 class AzureTarget(ObjectTarget):
     """A container of Azure Blob Storage, or of its emulator.
 
-    Without credentials it uses what is there where it runs: the environment, a workload or managed identity.
+    Without credentials it uses those of the environment where it runs: variables, a workload or managed identity.
 
     Example:
         ```python
@@ -32,18 +32,18 @@ class AzureTarget(ObjectTarget):
     _block_type_slug: ClassVar[str | None] = "azure-target"
     _logo_url: ClassVar[HttpUrl | None] = AZURE_LOGO
 
-    container: str = Field(description="Its name alone.")
+    container: str = Field(description="The container's name.")
     account_name: str | None = Field(
         default=None,
-        description="The storage account; empty: what the environment or the connection string says.",
+        description="The storage account. Empty: from the connection string or the environment.",
     )
-    account_key: SecretStr | None = Field(default=None, description="A key of the account.")
+    account_key: SecretStr | None = Field(default=None, description="An access key of the storage account.")
     sas_token: SecretStr | None = Field(default=None, description="A shared access signature.")
     connection_string: SecretStr | None = Field(
-        default=None, description="A connection string, which names the account too."
+        default=None, description="A connection string, which includes the account's name."
     )
     credentials: AzureBlock = Field(
-        default=None, description="An AzureBlobStorageCredentials block of prefect-azure, instead."
+        default=None, description="An AzureBlobStorageCredentials block of prefect-azure, instead of the fields above."
     )
 
     @field_validator("container")

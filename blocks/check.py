@@ -1,4 +1,4 @@
-"""Whether a target can be trusted with a checkpoint, found out by using it."""
+"""Check by writing and reading probe objects whether a target can store checkpoints."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from prefect_tune.core.store import ObjectStore
 
 __all__ = ["TargetCheck", "check_target"]
 
-_FOLDER = ".check"  # no experiment is called like this: a probe is never taken for a checkpoint
+_FOLDER = ".check"  # not a valid experiment name, so a probe is never read as a checkpoint
 _RACERS = 4
-_SHORTEST_SECRET = 6  # "s" would blacken half of the message, and keeps nobody out anyway
+_SHORTEST_SECRET = 6  # a secret such as "s" would mask half of the message
 
 
 @dataclass(frozen=True, slots=True)
 class TargetCheck:
-    """What `check()` found.
+    """The result of `check()`.
 
-    `ok` says that checkpoints can be committed there. `message` says in one line what is wrong, or what was
-    done. Without `conditional_create` two runners could both commit: the target serves one runner only.
+    `ok` is whether checkpoints can be committed there. `message` describes in one line the error, or the probes that
+    succeeded. Without `conditional_create` two runners could both commit, so the target serves one runner only.
     """
 
     ok: bool
     message: str
     conditional_create: bool
     may_pass: bool = False
-    """Whether what is wrong may be over soon: the target did not answer, or not in time."""
+    """Whether the error may be temporary: the target did not answer, or not in time."""
 
 
 class _Target(Protocol):
@@ -52,7 +52,7 @@ class _ProbeFailed(Exception):
 
 
 def check_target(target: _Target, *, timeout: timedelta) -> TargetCheck:
-    """Try everything the protocol asks of a store, below a unique name, and say what came of it."""
+    """Try every operation that checkpoints need, in a folder with a unique name, and return the result."""
     try:
         with _step("open"), target.open(timeout=timeout) as store:
             claims, refuses = store.conditional_create, _refuses_a_second_create(store)
@@ -93,7 +93,7 @@ def _refuses_a_second_create(store: ObjectStore) -> bool:
     try:
         refuses = _round_trip(store, folder, written[0]) and _race(store, written[1])
     except _ProbeFailed:
-        with suppress(TuneError):  # what went wrong first is the news
+        with suppress(TuneError):  # the first error is the one to report
             store.delete(written)
         raise
     with _step("delete"):
@@ -104,7 +104,7 @@ def _refuses_a_second_create(store: ObjectStore) -> bool:
 
 def _round_trip(store: ObjectStore, folder: str, path: str) -> bool:
     data = os.urandom(64)
-    with _step("list"):  # before anything is written: what fails here does not depend on the permission to write
+    with _step("list"):  # before any write, so that an error here is not one of the permission to write
         _same([found.path for found in store.list(folder)], [], "listed, before writing")
     with _step("write"):
         store.create(path, data)
@@ -118,7 +118,7 @@ def _round_trip(store: ObjectStore, folder: str, path: str) -> bool:
 
 
 def _race(store: ObjectStore, path: str) -> bool:
-    """Whether exactly one of a few simultaneous creates won."""
+    """Return whether exactly one of several simultaneous creates succeeded."""
     start = Barrier(_RACERS)
 
     def create(data: bytes) -> bool:

@@ -1,7 +1,7 @@
-"""Credential blocks of prefect-aws, prefect-gcp and prefect-azure as fields, where those are installed.
+"""Optional fields for the credential blocks of prefect-aws, prefect-gcp and prefect-azure.
 
-Importing them costs over a second of CPU each, which only who installed them pays. Without them the field
-exists, takes nothing, and says what to install.
+Each of these packages takes over a second of CPU to import, so it is imported only if it is installed. If it is not,
+the field accepts no value, and its error names the package to install.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _refusal(package: str) -> Callable[[object], None]:
 
 
 def _blocks(package: str, *names: str) -> Any:
-    """Return the type of an optional field that takes these blocks, if `package` is installed."""
+    """Return the type of an optional field for these blocks; a type that refuses all values without `package`."""
     module = package.replace("-", "_")
     if find_spec(module) is None:
         return Annotated[None, BeforeValidator(_refusal(package))]
@@ -62,7 +62,7 @@ else:
 
 
 def s3_access(block: Any) -> S3Access:
-    """Read a `AwsCredentials` or `MinIOCredentials` block."""
+    """Return the keys, region and endpoint of an `AwsCredentials` or `MinIOCredentials` block."""
     endpoint = block.aws_client_parameters.endpoint_url
     user = getattr(block, "minio_root_user", None) or getattr(block, "aws_access_key_id", None)
     secret = getattr(block, "minio_root_password", None) or getattr(block, "aws_secret_access_key", None)
@@ -73,13 +73,13 @@ def s3_access(block: Any) -> S3Access:
 
 
 def endpoint_in(block: Any) -> str | None:
-    """Return the address of the server that an AWS or MinIO credentials block names, if nothing else is in it."""
+    """Return the endpoint of an AWS or MinIO credentials block; None if it has none, or one with '@', '?' or '#'."""
     url = getattr(getattr(block, "aws_client_parameters", None), "endpoint_url", None)
     return url if url and not set(url) & set("@?#") else None
 
 
 def static_keys(access_key_id: str, secret_access_key: str, session_token: str | None) -> Callable[[], S3Keys]:
-    """Return a provider of these keys alone: without one, obstore mixes in the environment's token."""
+    """Return a provider of exactly these keys: without one, obstore adds a session token from the environment."""
     keys = {
         "access_key_id": access_key_id,
         "secret_access_key": secret_access_key,
@@ -90,7 +90,7 @@ def static_keys(access_key_id: str, secret_access_key: str, session_token: str |
 
 
 def gcp_key(block: Any) -> str | None:
-    """Return the service account key of a `GcpCredentials` block as JSON; None means the machine's own."""
+    """Return the service account key of a `GcpCredentials` block as JSON; None for the machine's own credentials."""
     if block.service_account_info is not None:
         return json.dumps(block.service_account_info.get_secret_value())
     if block.service_account_file is not None:
@@ -102,7 +102,7 @@ def gcp_key(block: Any) -> str | None:
 
 
 def azure_access(block: Any) -> Mapping[str, str]:
-    """Read an `AzureBlobStorageCredentials` block into options of the client."""
+    """Return the client options of an `AzureBlobStorageCredentials` block."""
     if block.connection_string is not None:
         return connection_options(block.connection_string.get_secret_value())
     found = {"endpoint": block.account_url.rstrip("/"), "account_name": account_in(block.account_url)}
@@ -113,15 +113,15 @@ def azure_access(block: Any) -> Mapping[str, str]:
 
 
 def account_in(url: str) -> str:
-    """Return the account in 'https://account.blob.core.windows.net'."""
+    """Return the account name of a URL such as 'https://account.blob.core.windows.net'."""
     return url.partition("://")[2].partition(".")[0]
 
 
 def connection_options(text: str) -> Mapping[str, str]:
-    """Read an Azure connection string into options of the client.
+    """Return the client options of an Azure connection string.
 
     Raises:
-        ValueError: it is not one; its text is not repeated, for it is a secret.
+        ValueError: it is not a connection string; the error does not repeat its text, which is secret.
     """
     parts = dict(part.partition("=")[::2] for part in text.strip().split(";") if part)
     if parts.get("UseDevelopmentStorage", "").lower() == "true":

@@ -1,4 +1,4 @@
-"""What an error of a storage service means to the person who configured it."""
+"""Translate errors of storage services into one sentence that says what to correct in the configuration."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NOISE = re.compile(
 )
 _REGION = re.compile(r"expecting '([\w-]+)'")
 
-# In this order: a message that names the region also says 403, a missing bucket also says 404.
+# The order matters: a message that names the region also contains 403, one of a missing bucket also 404.
 _CAUSES: Mapping[str, str] = {
     r"169\.254\.\d+\.\d+|metadata\.google|/latest/api/token|/computeMetadata/|no credentials were given": (
         "no credentials: none in the block, environment or profile, and this machine has none of its own"
     ),
     r"another region|AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint": (
-        "wrong region: the bucket lives elsewhere; set region to the bucket's own, and correct the endpoint"
+        "wrong region: the bucket is in another one; set region to the bucket's own, and correct the endpoint"
     ),
     r"no such bucket|no such container|NoSuchBucket|ContainerNotFound|bucket does not exist": (
         "no such bucket or container: create it, or correct its name"
@@ -37,16 +37,16 @@ _CAUSES: Mapping[str, str] = {
     ): "wrong credentials: the service does not accept them",
     r"has no TLS": "no TLS: the endpoint is plain http, which the block does not allow",
     r"certificate|UnknownIssuer|tls handshake": (
-        "no trust in the server's certificate: set ca_certificate, or correct the endpoint"
+        "the server's certificate is not trusted: set ca_certificate, or correct the endpoint"
     ),
-    r"mounted read-only|Read-only file system": "read-only: the file system takes no writes",
+    r"mounted read-only|Read-only file system": "read-only: the file system refuses writes",
     r"no space left|disk is full|quota": "full: no space is left",
     (
         r"dns error|failed to lookup|Name or service not known|Connection refused|connect error|getaddrinfo"
         r"|error sending request|No route to host|Network is unreachable|Unable to connect"
     ): "unreachable: nothing answers at the endpoint; correct its address, or start the server",
     r"status code: (429|5\d\d)": "failing: the service answers, but with errors; look at its log, or try again",
-    r"root itself is not there": "missing: the folder is not there; mount what holds it, or create it",
+    r"root itself is not there": "missing: the folder does not exist; mount its file system, or create it",
     r"this file system (has no|cannot|does not)": (
         "unsuitable: this file system lacks what a store needs; use a local disk, NFS, S3, GCS or Azure"
     ),
@@ -60,7 +60,7 @@ _FORBIDDEN = re.compile(
 
 
 def diagnosis(step: str, error: TuneError, timeout: timedelta) -> str:
-    """Say in one sentence what is wrong, and then what the service said."""
+    """Return one line: the cause with its remedy, then the failed step and the service's own message."""
     said = "\n".join(_said(error))
     region = _REGION.search(said)
     hint = f" ({region[1]})" if region else ""

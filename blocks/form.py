@@ -1,4 +1,4 @@
-"""What every block here has in common: it refuses what it does not know, and then never changes."""
+"""The base class of the blocks: immutable, and strict about unknown fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefect_tune.core.hints import did_you_mean_or_has
 
 __all__ = ["Form", "unknown_field"]
 
-# Prefect writes these beside the fields, in documents as in dumps.
+# Prefect adds these keys to the fields, in block documents and in dumps.
 _BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})
 
 
@@ -29,10 +29,9 @@ def _required_first(schema: dict[str, Any], model: type[Block]) -> None:
 
 
 class Form(Block, ABC):
-    """A frozen Prefect block without unknown fields.
+    """A frozen Prefect block that refuses unknown fields.
 
-    Called with fields that do not fit, it raises one `InvalidInput` of one line. Values never appear in an
-    error: they may be secrets.
+    Invalid fields raise one `InvalidInput` of one line. It contains no values of fields, since they may be secrets.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_required_first)
@@ -61,11 +60,11 @@ class Form(Block, ABC):
 
     @classmethod
     def _left_empty(cls, name: str, value: object) -> bool:
-        """Whether somebody left a form's field for text empty: that means "not given", not "given as ''"."""
+        """Whether an optional text field was left empty in a form: Prefect then sends "", which here means None."""
         return isinstance(value, str) and not value and cls.model_fields[name].default is None
 
     def secret_values(self) -> Iterator[str]:
-        """Yield every secret that this block holds itself, to keep it out of messages."""
+        """Yield every secret value in this block's own fields, so that messages can mask it."""
         for name in type(self).model_fields:
             yield from _secrets_in(getattr(self, name))
 
@@ -81,7 +80,7 @@ def _secrets_in(value: object) -> Iterator[str]:
 
 
 def unknown_field(cls: type[Form], name: str) -> str:
-    """Say that it has no field of this name, and which was meant."""
+    """Return the error for an unknown field name, with the nearest field or the list of fields."""
     fields = sorted(cls.model_fields, key=lambda field: field in getattr(cls, "_shown_last", ()))
     return f"no field {name!r}: {did_you_mean_or_has(name, fields)}"
 

@@ -1,4 +1,4 @@
-"""Everything else that fsspec can reach: hdfs, sftp, ftp, webdav, smb, memory, ..."""
+"""The block of any other location that fsspec can open: hdfs, sftp, ftp, webdav, smb, memory and more."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["FsspecTarget", "known_schemes"]
 
 _FACTORY = "prefect_tune.stores.arrow:open_fsspec"
 _ON_THIS_MACHINE = frozenset({"file", "local"})
-_IN_PROCESS = frozenset({"memory"})  # it would be gone with the process that may be killed
+_IN_PROCESS = frozenset({"memory"})  # in a child process it would be lost when that is killed
 
 
 class FsspecTarget(StorageTarget):
     """Any URI that fsspec can open: hdfs (by pyarrow), sftp, ftp, webdav, smb, memory and more.
 
-    Its client works in a process of its own, which is ended at the deadline. There is no atomic create-if-absent, so
-    such a target serves one runner only: PBT, forks, trials on other machines and whatever else would write to a
-    journal beside its owner are refused.
+    Its client runs in a child process, which is killed at the deadline. There is no atomic create-if-absent, so the
+    target serves one runner only: PBT, forks, trials on other machines and every other second writer of a journal are
+    refused.
 
     Example:
         ```python
@@ -46,13 +46,13 @@ class FsspecTarget(StorageTarget):
 
     location: str = Field(
         title="URI",
-        description="Where, e.g. 'sftp://host/folder'; without a password or token: those are secret options.",
+        description="The location, e.g. 'sftp://host/folder', without a password or token: those are secret options.",
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the fsspec implementation, e.g. {'port': 2222}."
     )
     secret_options: SecretDict | None = Field(
-        default=None, description="Options that are secret, e.g. {'password': '...'}."
+        default=None, description="Secret options of the fsspec implementation, e.g. {'password': '...'}."
     )
 
     @field_validator("location")
@@ -63,15 +63,15 @@ class FsspecTarget(StorageTarget):
             raise ValueError("expected 'scheme://...'")
         parts = urlsplit(uri)
         if parts.password:
-            raise ValueError("it carries a password, which everybody could read: use secret_options={'password': ...}")
+            raise ValueError("it contains a password in plain text: use secret_options={'password': ...}")
         if parts.query or parts.fragment:
             raise ValueError(
-                "it carries more than a place, behind a '?' or '#', which everybody could read: put options into "
+                "expected a location without '?' and '#', whose options would be in plain text: put options into "
                 "storage_options, and keys and tokens into secret_options"
             )
         if scheme in _ON_THIS_MACHINE and not uri.partition("://")[2].startswith("/"):
             raise ValueError(
-                f"expected an absolute path, as in {scheme}:///folder: another directory is meant elsewhere"
+                f"expected an absolute path, as in {scheme}:///folder: a relative one depends on the process"
             )
         if scheme not in known_schemes():
             raise ValueError(f"fsspec does not know the scheme {scheme!r}")
@@ -103,13 +103,13 @@ class FsspecTarget(StorageTarget):
     def _arguments(self) -> dict[str, Any]:
         scheme = self.location.partition("://")[0]
         kind = implementation(scheme)
-        root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's way for those who hold a URI
-        given = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  fsspec's way, too
+        root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's own way to read a URI
+        given = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  fsspec's own way, too
         return {"scheme": scheme, "root": root, "options": {**given, **self.options()}}
 
 
 def known_schemes() -> frozenset[str]:
-    """Return every scheme that fsspec has heard of, whether its package is installed or not."""
+    """Return every scheme that fsspec knows, even if its package is not installed."""
     import fsspec
 
     return frozenset(fsspec.available_protocols())

@@ -1,4 +1,4 @@
-"""Google Cloud Storage."""
+"""The block of a bucket in Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_mo
 
 __all__ = ["GcsTarget"]
 
-# The client's skip_signature holds for reads alone; a key file that says so holds for writes too.
+# The client's skip_signature applies to reads only; a key file with disable_oauth applies to writes too.
 _NO_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})
 
 
 class GcsTarget(ObjectTarget):
     """A bucket of Google Cloud Storage.
 
-    Without credentials it uses the application default ones of the machine it runs on.
+    Without credentials it uses the application default credentials of the machine that it runs on.
 
     Example:
         ```python
@@ -36,11 +36,13 @@ class GcsTarget(ObjectTarget):
     _block_type_slug: ClassVar[str | None] = "gcs-target"
     _logo_url: ClassVar[HttpUrl | None] = GCP_LOGO
 
-    bucket: str = Field(description="Its name alone, without 'gs://'.")
+    bucket: str = Field(description="The bucket's name, without 'gs://'.")
     service_account_json: SecretStr | None = Field(
         default=None, description="The content of a service account's key file."
     )
-    credentials: GcpBlock = Field(default=None, description="A GcpCredentials block of prefect-gcp, instead.")
+    credentials: GcpBlock = Field(
+        default=None, description="A GcpCredentials block of prefect-gcp, instead of service_account_json."
+    )
 
     @field_validator("bucket")
     @classmethod

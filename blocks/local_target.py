@@ -1,4 +1,4 @@
-"""A folder of this machine, or one that all machines mount."""
+"""The block of a folder on this machine, or on a file system that all machines mount."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _sweeps = Sweeps()
 
 
 class LocalTarget(StorageTarget):
-    """A folder of this machine, or a file system that every machine mounts at the same place.
+    """A folder of this machine, or of a file system that every machine mounts at the same path.
 
-    It is made when it is first used. Creating a file there only if it is absent needs hard links.
+    It is created when it is first used. Its file system must support hard links, for atomic create-if-absent.
 
     Example:
         ```python
@@ -41,18 +41,18 @@ class LocalTarget(StorageTarget):
     _block_type_slug: ClassVar[str | None] = "local-target"
     _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
 
-    path: str = Field(description="The folder: an absolute path, or one that starts with '~'.")
+    path: str = Field(description="The folder's path: absolute, or starting with '~'.")
 
     must_exist: bool = Field(
         default=False,
-        description="Whether a missing folder is an error instead of being made: for mounts, where missing "
-        "means not mounted.",
+        description="Whether a missing folder is an error, instead of being created: for mounts, where a missing "
+        "folder means that nothing is mounted.",
     )
 
     may_hang: bool = Field(
         default=False,
-        description="Whether it is a network mount that may stop answering: the work is then done in processes "
-        "that are killed at the deadline, which costs a copy of the bytes.",
+        description="Whether it is a network mount that may hang: all operations then run in child processes "
+        "that are killed at the deadline, which costs an additional copy of the bytes.",
     )
 
     @field_validator("path", mode="before")
@@ -67,7 +67,7 @@ class LocalTarget(StorageTarget):
         if not expanded.is_absolute():
             raise ValueError(
                 f"expected an absolute path or one that starts with '~', found {text!r}: "
-                "a relative one would mean another folder in each process"
+                "a relative path would be another folder in each process"
             )
         return os.path.normpath(expanded)
 

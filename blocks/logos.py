@@ -1,4 +1,4 @@
-"""Pictures for the catalogue of blocks: those that the Prefect UI shows for the same services anyway."""
+"""Logos for Prefect's catalogue of blocks: the ones that the Prefect UI already shows for the same services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the three object storages have in common: a prefix, an endpoint, a client of the same library."""
+"""The base class of the S3, Google Cloud Storage and Azure blocks: prefix, endpoint, TLS, and the obstore client."""
 
 from __future__ import annotations
 
@@ -23,34 +23,35 @@ __all__ = ["ObjectTarget", "bare_name", "http_endpoint", "one_at_most"]
 class ObjectTarget(StorageTarget, ABC):
     """A prefix in a bucket (or container) that is reached over HTTP."""
 
-    prefix: str = Field(default="", description="The folder within it; empty for all of it.")
+    prefix: str = Field(default="", description="The folder within the bucket or container. Empty: its root.")
     endpoint_url: str | None = Field(
         default=None,
-        description="The server's address, for anything but the cloud's own, e.g. 'https://minio:9000'.",
+        description="The server's URL, if it is not the cloud's own, e.g. 'https://minio:9000'.",
     )
     allow_http: bool = Field(
-        default=False, description="Whether an endpoint without TLS is fine; bytes then travel readable."
+        default=False, description="Whether an endpoint without TLS is allowed; data is then sent unencrypted."
     )
     verify_tls: bool = Field(
-        default=True, description="Whether the server must prove who it is; without it anybody can answer."
+        default=True,
+        description="Whether the server's certificate is verified; without it another server could answer.",
     )
     ca_certificate: str | None = Field(
-        default=None, description="A certificate authority to trust besides the system's, as PEM text."
+        default=None, description="A certificate authority to trust in addition to the system's, as PEM text."
     )
     request_timeout_seconds: float = Field(
         default=60,
         gt=0,
         allow_inf_nan=False,
-        description="Most time in seconds for one request and its answer.",
+        description="Most time in seconds for one request and its response.",
     )
 
     anonymous: bool = Field(
-        default=False, description="Whether requests go unsigned, for public buckets and emulators."
+        default=False, description="Whether requests are not signed, for public buckets and emulators."
     )
     conditional_writes: bool = Field(
         default=True,
-        description="Whether the server refuses a second create of an object, which check() finds out. "
-        "Without it the target serves one runner only.",
+        description="Whether the server refuses a second create of the same object; check() tests this. "
+        "If not, the target serves one runner only.",
     )
 
     @field_validator("prefix")
@@ -69,18 +70,18 @@ class ObjectTarget(StorageTarget, ABC):
     @model_validator(mode="after")
     def _plain_http_is_said_aloud(self) -> Self:
         if (self.endpoint_url or "").startswith("http:") and not self.allow_http:
-            raise ValueError(f"endpoint_url {self.endpoint_url!r} has no TLS: set allow_http=True if that is meant")
+            raise ValueError(f"endpoint_url {self.endpoint_url!r} has no TLS: set allow_http=True if that is intended")
         return self
 
     def _uri(self, place: str, *, endpoint: str | None, region: str | None = None) -> str:
-        """Return `place` with what else tells where it is, and how to go there; keys are left out."""
+        """Return `place` with endpoint, region and `anonymous` as query options; credentials are left out."""
         said = {"endpoint_url": endpoint, "region": region, "anonymous": "true" if self.anonymous else None}
         options = urlencode({name: value for name, value in said.items() if value}, safe=":/")
         return f"{place.rstrip('/')}{'?' if options else ''}{options}"
 
     @abstractmethod
     def _connector(self) -> Callable[..., Any]:
-        """Find the credentials, and return the client's constructor without its times and TLS settings."""
+        """Find the credentials, and return the client's constructor, which still needs its timeouts and TLS options."""
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
@@ -110,7 +111,7 @@ class ObjectTarget(StorageTarget, ABC):
             return connector(client_options=options, retry_config=times["retry_config"])
         except (BaseError, ValueError) as error:
             said = str(error).partition("\n")[0]
-            raise StoreRefused(f"{self.uri}: the client does not accept these settings: {said}") from error
+            raise StoreRefused(f"{self.uri}: the storage client refuses these settings: {said}") from error
 
     def _transport(self) -> dict[str, Any]:
         options: dict[str, Any] = {"allow_http": self.allow_http}
@@ -122,25 +123,37 @@ class ObjectTarget(StorageTarget, ABC):
 
 
 def one_at_most(ways: Mapping[str, object]) -> None:
-    """Refuse several ways to say the same."""
+    """Refuse more than one of several alternative fields.
+
+    Raises:
+        ValueError: more than one is set.
+    """
     given = [name for name, value in ways.items() if value]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} contradict each other: keep one")
 
 
 def bare_name(kind: str, name: str, pattern: str) -> str:
-    """Return `name` if it is one; the error says what else it looks like."""
+    """Return `name` if it is a valid name of a bucket or container.
+
+    Raises:
+        ValueError: it is a URI, a path, or does not match `pattern`.
+    """
     if "://" in name:
         raise ValueError(f"expected the {kind}'s name alone, found the URI {name!r}: use resolve_target for URIs")
     if "/" in name:
-        raise ValueError(f"expected the {kind}'s name alone, found {name!r}: what follows the '/' is the prefix")
+        raise ValueError(f"expected the {kind}'s name alone, found {name!r}: put the part after the '/' into prefix")
     if not re.fullmatch(pattern, name):
-        raise ValueError(f"{name!r} cannot be the name of a {kind}")
+        raise ValueError(f"{name!r} is not a valid name of a {kind}")
     return name
 
 
 def http_endpoint(url: str) -> str:
-    """Return `url` without a closing slash if it can be an endpoint."""
+    """Return `url` without a trailing slash.
+
+    Raises:
+        ValueError: it is not an http or https URL of a host alone.
+    """
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -149,7 +162,7 @@ def http_endpoint(url: str) -> str:
     if not usable:
         raise ValueError("expected 'https://host' or 'https://host:port'")
     if parts.username or parts.password:
-        raise ValueError("it carries a user name or password: credentials have fields of their own")
+        raise ValueError("it contains a user name or password: use the credential fields instead")
     if parts.query or parts.fragment:
         raise ValueError("expected 'https://host' or 'https://host:port', without '?' and '#'")
     return url.rstrip("/")

@@ -1,4 +1,4 @@
-"""One rule for what people write where a target is asked for."""
+"""Resolve a target that a user gave as a block, a 'block-type/name' slug, a URI or a path."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = ["SET_UP", "resolve_existing", "resolve_target", "target_from_fields",
 SET_UP = (
     "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
 )
-"""What to do where no Prefect server is set up."""
+"""Advice for errors when no Prefect server is configured."""
 _SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
-    """Return the target that `value` means; only a slug asks the server, and nothing asks the target.
+    """Return the target that `value` names. Only a slug needs the Prefect server; the target is not contacted.
 
-    A string is read as the first of these that it looks like: a URI when it has a scheme, as in
-    `s3://bucket/folder`; a path when it starts with `/`, `./`, `../` or `~`, or has not exactly one `/`; else a
-    `block-type/name` slug, whose type must be one of a target. A relative path of two parts is therefore
-    written `./runs/first`. A `PathLike` is always a path. Relative paths start here and now.
+    A string is a URI if it has a scheme, as in `s3://bucket/folder`; else a path if it starts with `/`, `./`, `../` or
+    `~`, or does not have exactly one `/`; else a `block-type/name` slug, whose type must be a target block. So a
+    relative path of two parts is written `./runs/first`. A `PathLike` is always a path. Relative paths are resolved
+    against the current working directory.
 
     Raises:
         InvalidInput: it is none of these, or the block is not saved on the server.
@@ -53,16 +53,16 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
 
 
 def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
-    """Return the target that `value` means, to be looked at: a folder that is not there is not made when it is opened.
+    """Return the target that `value` names, for read-only use: opening it does not create a missing local folder.
 
-    Raises what `resolve_target` raises.
+    Raises as `resolve_target`.
     """
     target = resolve_target(value)
     return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
 
 
 def validate_target(value: StorageTarget | str | os.PathLike[str]) -> None:
-    """Raise what `resolve_target` would, as far as can be said without asking the server."""
+    """Raise as `resolve_target` would, except for errors that need the Prefect server."""
     _read(value)
 
 
@@ -70,7 +70,7 @@ def target_reference(target: StorageTarget) -> str:
     """Return a string without secrets that `resolve_target` turns into an equal target in any process.
 
     Raises:
-        InvalidInput: the target is not saved and says more than its URI.
+        InvalidInput: the target is not saved and has settings that its URI does not contain.
     """
     name = target._block_document_name  # noqa: SLF001  Prefect has no public name for it
     if name is not None:
@@ -84,10 +84,13 @@ def target_reference(target: StorageTarget) -> str:
 
 
 def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
-    """Return the target that these fields of a saved block mean.
+    """Return the target with these fields of a saved block.
 
-    Their `block_type_slug` says which kind it is; Prefect leaves it out of a block within a block, and then the
-    fields have to fit one kind alone.
+    Its type is given by `block_type_slug`. Prefect leaves that out of a block within a block; then the fields must fit
+    exactly one type of target.
+
+    Raises:
+        InvalidInput: they fit no type of target, or several.
     """
     kinds = _target_types()
     slug = fields.get("block_type_slug")
@@ -104,9 +107,11 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
         path = Path(value)
         return LocalTarget(path=str(path if path.parts[:1] and path.parts[0][0] == "~" else Path.cwd() / path))
     if not isinstance(value, str):
-        raise InvalidInput(f"a target is a block, a 'block-type/name' slug or a URI, not a {type(value).__name__}")
+        raise InvalidInput(
+            f"target: expected a block, a 'block-type/name' slug, a URI or a path, found a {type(value).__name__}"
+        )
     if not value.strip():
-        raise InvalidInput("a target is a block, a 'block-type/name' slug or a URI; found an empty string")
+        raise InvalidInput("target: expected a block, a 'block-type/name' slug, a URI or a path, found an empty string")
     if _SCHEME.match(value):
         return _from_uri(value)
     slug = _SLUG.fullmatch(value)
@@ -120,12 +125,12 @@ def _is_target_type(block_type: str, value: str) -> bool:
     near = nearest(block_type, known)
     meant = f"the block {near + value[len(block_type) :]!r}" if near else f"one of {', '.join(sorted(known))}"
     raise InvalidInput(
-        f"{value!r}: {block_type!r} is no type of target block; write './{value}' for a folder, or {meant}"
+        f"{value!r}: {block_type!r} is not a type of target block; write './{value}' for a folder, or {meant}"
     )
 
 
 def _target_types(base: type[StorageTarget] = StorageTarget) -> dict[str, type[StorageTarget]]:
-    """Return all kinds of target that this process has defined, a user's own included, by their slugs."""
+    """Return all target classes that this process has defined, including a user's own, by their slugs."""
     kinds: dict[str, type[StorageTarget]] = {}
     for kind in base.__subclasses__():
         if not inspect.isabstract(kind):
@@ -143,7 +148,7 @@ def _load(block_type: str, name: str) -> StorageTarget:
     except ValueError as error:
         raise InvalidInput(f"{slug!r}: {_not_saved(error)}") from error
     except RuntimeError as error:
-        raise InvalidInput(f"{slug!r}: what is saved does not fit: {_complaints(error)}") from error
+        raise InvalidInput(f"{slug!r}: the saved block is not valid: {_complaints(error)}") from error
     except httpx.HTTPError as error:
         raise StoreUnavailable(f"{slug!r}: the Prefect server did not answer: {error}") from error
     if not isinstance(block, StorageTarget):
@@ -154,7 +159,7 @@ def _load(block_type: str, name: str) -> StorageTarget:
 def _not_saved(error: ValueError) -> str:
     if get_current_settings().api.url:
         return f"no such block is saved on the Prefect server: {error}"
-    return f"no Prefect server is set up, and a saved block lives on one: {SET_UP}"
+    return f"no Prefect server is set up, and a saved block is stored on one: {SET_UP}"
 
 
 def _complaints(error: RuntimeError) -> str:
@@ -180,18 +185,18 @@ def _from_uri(uri: str) -> StorageTarget:
             account = location.account.partition(".")[0] or None
             return AzureTarget(container=location.container, prefix=location.path, account_name=account)
         case Client.OTHER:
-            implementation(location.scheme)  # the missing package is named now, not in the middle of a run
+            implementation(location.scheme)  # to report a missing package now, not in the middle of a run
             return FsspecTarget(location=uri)
 
 
 def _endpoint(options: Mapping[str, str]) -> dict[str, str | bool]:
-    """Name the options of a URI as the blocks do; pyarrow writes host:port and the scheme apart."""
+    """Return a URI's options as fields of a block; in pyarrow's URIs host:port and scheme are separate options."""
     fields: dict[str, str | bool] = dict(options)
     scheme = fields.pop("scheme", "https")
     endpoint = fields.pop("endpoint_override", None) or fields.pop("endpoint_url", None)
     if isinstance(endpoint, str):
         fields["endpoint_url"] = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
-        fields.setdefault("allow_http", str(fields["endpoint_url"]).startswith("http:"))  # who writes it means it
+        fields.setdefault("allow_http", str(fields["endpoint_url"]).startswith("http:"))  # explicit in the URI
     return fields
 
 

@@ -1,4 +1,4 @@
-"""Amazon S3, and everything that speaks its protocol."""
+"""The block of a bucket in Amazon S3 or a compatible server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["S3Target"]
 
 
 class S3Target(ObjectTarget):
-    """A bucket of Amazon S3, MinIO, Ceph, R2 or another server that speaks S3.
+    """A bucket of Amazon S3, MinIO, Ceph, R2 or another S3-compatible server.
 
-    Without credentials it uses what it finds where it runs: the environment, a profile in ~/.aws (with boto3
-    installed), a web identity, the container or the instance.
+    Without credentials it uses those of the machine that it runs on: from the environment, a profile in ~/.aws (with
+    boto3 installed), a web identity, the container or the instance.
 
     Example:
         ```python
@@ -36,24 +36,24 @@ class S3Target(ObjectTarget):
     _block_type_slug: ClassVar[str | None] = "s3-target"
     _logo_url: ClassVar[HttpUrl | None] = AWS_LOGO
 
-    bucket: str = Field(description="Its name alone, without 's3://'.")
+    bucket: str = Field(description="The bucket's name, without 's3://'.")
     region: str | None = Field(
-        default=None, description="The bucket's region; empty: what the environment says, else us-east-1."
+        default=None, description="The bucket's region. Empty: from the environment, else us-east-1."
     )
-    access_key_id: str | None = Field(default=None, description="The access key, together with its secret.")
+    access_key_id: str | None = Field(default=None, description="The access key id; needs secret_access_key.")
     secret_access_key: SecretStr | None = Field(default=None, description="The secret of the access key.")
-    session_token: SecretStr | None = Field(default=None, description="The token of temporary credentials.")
+    session_token: SecretStr | None = Field(default=None, description="The session token of temporary credentials.")
     credentials: AwsBlock = Field(
         default=None,
-        description="An AwsCredentials or MinIOCredentials block of prefect-aws, instead of keys here.",
+        description="An AwsCredentials or MinIOCredentials block of prefect-aws, instead of the keys above.",
     )
     addressing_style: Literal["path", "virtual-hosted"] = Field(
-        default="path", description="Whether the bucket's name stands in the path or in the host name."
+        default="path", description="Whether the bucket's name is in the URL's path or in the host name."
     )
     payload_signing: Literal["without-tls", "always", "never"] = Field(
         default="without-tls",
-        description="When the signature covers the bytes too: that takes more CPU than the upload itself, and "
-        "TLS protects them already.",
+        description="When signatures include the payload: that takes more CPU than the upload itself, and "
+        "TLS protects the payload already.",
     )
 
     @field_validator("bucket")
@@ -83,7 +83,7 @@ class S3Target(ObjectTarget):
         endpoint = self.endpoint_url or access.endpoint_url or ambient_endpoint(os.environ)
         if (endpoint or "").startswith("http:") and not self._may_use_http():
             raise InvalidInput(
-                f"{self.uri}: its endpoint {endpoint!r} has no TLS: set allow_http=True if that is meant"
+                f"{self.uri}: its endpoint {endpoint!r} has no TLS: set allow_http=True if that is intended"
             )
         config = {
             "region": self.region or access.region,

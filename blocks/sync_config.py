@@ -1,4 +1,4 @@
-"""When experiment state and artifacts travel to the target, and how long that may take."""
+"""The block that configures when experiment state and artifacts are synced, and how long a sync may take."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["SyncConfig", "SyncerLike"]
 
 @runtime_checkable
 class SyncerLike(Protocol):
-    """A user's own way to move the artifact directory."""
+    """The methods that a user's own syncer of the artifact directory must have."""
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool: ...
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool: ...
@@ -37,9 +37,9 @@ class SyncerLike(Protocol):
 
 
 class SyncConfig(Form):
-    """When experiment state and artifacts are synced, how long one sync may take, and what it leaves out.
+    """When experiment state and artifacts are synced, how long one sync may take, and which files it excludes.
 
-    Checkpoints do not wait for a period: each one is persisted before it is committed.
+    Checkpoints do not wait for `sync_period_seconds`: each one is persisted before it is committed.
 
     Example:
         ```python
@@ -49,7 +49,7 @@ class SyncConfig(Form):
         ```
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)  # a Syncer of the user's is any object
+    model_config = ConfigDict(arbitrary_types_allowed=True)  # a user's syncer may be any object
     _block_type_name: ClassVar[str | None] = "Sync Config"
     _block_type_slug: ClassVar[str | None] = "sync-config"
     _logo_url: ClassVar[HttpUrl | None] = PREFECT_LOGO
@@ -59,36 +59,36 @@ class SyncConfig(Form):
     ) = Field(
         default=None,
         title="Upload target",
-        description="Where artifacts go: a target block, a 'block-type/name' slug or a URI. "
-        "Empty: the target that the flow was given.",
+        description="The target of artifacts: a target block, a 'block-type/name' slug or a URI. "
+        "Empty: the flow's own target.",
     )
     syncer: SkipJsonSchema[SyncerLike] | str | None = Field(
         default="auto",
-        description="Who moves the artifacts: 'auto', a 'package.module:Name' of your own, or nobody.",
+        description="The syncer of artifacts: 'auto', the 'package.module:Name' of your own syncer, or none.",
     )
     sync_period_seconds: float = Field(
         default=300,
         ge=0,
         allow_inf_nan=False,
-        description="Least time in seconds between two syncs that nothing else forces.",
+        description="Least time in seconds between two periodic syncs.",
     )
     sync_timeout_seconds: float = Field(
         default=1800,
         gt=0,
         allow_inf_nan=False,
-        description="Most time in seconds for one sync; then it is ended, and nothing of it goes on.",
+        description="Most time in seconds for one sync, checkpoint upload or download; then it is ended.",
     )
     sync_artifacts: bool = Field(
         default=True,
-        description="Whether files in the trial directory that belong to no checkpoint are uploaded too.",
+        description="Whether files in the trial directory that are not part of a checkpoint are uploaded too.",
     )
     sync_on_checkpoint: bool = Field(
         default=True,
-        description="Whether artifacts are synced at each checkpoint, whatever the period.",
+        description="Whether artifacts are synced at each checkpoint too, in addition to the periodic syncs.",
     )
     artifact_excludes: tuple[str, ...] = Field(
         default=(),
-        description="Shell patterns of files and folders that stay behind: '*.tmp' at any depth, "
+        description="Shell patterns of files and folders that are not uploaded: '*.tmp' at any depth, "
         "'logs/*' or './rank_*' from the top of the trial directory.",
     )
     commit: Literal["sync", "async"] = Field(
@@ -100,14 +100,14 @@ class SyncConfig(Form):
     verify_reused_every: int = Field(
         default=16,
         ge=1,
-        description="What checkpoints share is sent once. In so many commits all of it that is still in use is read "
-        "back once and verified, a part in each; what fails is sent again. 1: all of it in each commit.",
+        description="Data that several checkpoints share is uploaded once. Over this many commits all shared data in "
+        "use is read back and verified, a part in each; damaged data is uploaded again. 1: all of it in each commit.",
     )
 
     @field_validator("upload_dir", mode="before")
     @classmethod
     def _one_kind_of_target(cls, value: object) -> object:
-        if isinstance(value, Mapping):  # from the server; a union would complain once per kind
+        if isinstance(value, Mapping):  # from the server; the union would report an error for each target type
             return target_from_fields(value)
         if isinstance(value, os.PathLike):
             return resolve_target(value)
@@ -134,16 +134,17 @@ class SyncConfig(Form):
     @model_validator(mode="after")
     def _syncer_and_target_agree(self) -> Self:
         if self.upload_dir is not None and self.syncer is None:
-            raise ValueError("upload_dir asks for syncing, but syncer=None forbids it: drop one of them")
+            raise ValueError("upload_dir needs a syncer, but syncer is None: remove one of the two")
         if self.upload_dir is None and self.syncer not in (None, "auto"):
-            raise ValueError("a syncer of your own needs an upload_dir to sync to")
+            raise ValueError("a syncer of your own needs an upload_dir: set the target of its syncs")
         return self
 
     def parameters(self) -> dict[str, Any]:
-        """Return fields without secrets, of which another process makes an equal one.
+        """Return JSON fields without secrets, from which another process can create an equal `SyncConfig`.
 
         Raises:
-            InvalidInput: the syncer is an object, or the upload target is not saved and says more than its URI.
+            InvalidInput: the syncer is an object, or the upload target is not saved and has settings that its URI does
+                not contain.
         """
         try:
             fields = self.model_dump(mode="json")
@@ -170,18 +171,20 @@ class SyncConfig(Form):
 
     @property
     def excludes(self) -> tuple[str, ...]:
-        """What is never an artifact: what the user leaves out, and what trials keep to themselves."""
+        """The patterns of files that are not uploaded: the user's, and those of trials' internal files."""
         return (*self.artifact_excludes, *NEVER_ARTIFACTS)
 
     def target(self) -> StorageTarget | None:
-        """Return the target that `upload_dir` means, if it is set; a slug is loaded from the server."""
+        """Return the target that `upload_dir` names, or None; a slug is loaded from the Prefect server."""
         return None if self.upload_dir is None else resolve_target(self.upload_dir)
 
     def validate_upload_dir(self) -> bool:
-        """Return True if `upload_dir` can be synced to, as far as can be said without connecting.
+        """Return True if `upload_dir` is a valid target, checked without connecting to it.
+
+        A user's syncer with a method `validate_upload_dir` decides for itself.
 
         Raises:
-            InvalidInput: it cannot; a syncer of the user's own is asked first.
+            InvalidInput: `upload_dir` is not valid.
         """
         own_rule: Any = getattr(self.syncer, "validate_upload_dir", None)
         if own_rule is not None and isinstance(self.upload_dir, str):

@@ -1,4 +1,4 @@
-"""The common face of every place where bytes can live."""
+"""The base class of the storage target blocks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def _opened(target: StorageTarget, timeout: timedelta) -> AbstractContextManager
 
 
 class StorageTarget(Form, ABC):
-    """Where experiments and checkpoints live: a configuration, which decides nothing and keeps nothing open.
+    """A place where experiments and checkpoints are stored: a configuration without open connections.
 
-    Making one, loading one and printing one neither connects nor reads; `open` and `check` do.
+    Creating, loading and printing one does not connect to the storage; only `open` and `check` do.
     """
 
     _shown_last: ClassVar[frozenset[str]] = frozenset({"signing_key"})
 
     signing_key: SecretStr | None = Field(
         default=None,
-        description="Signs the settings of searches here. With it, a resume by name follows only settings that were "
-        "signed with it: who can write to the target cannot choose what is run. At least 16 characters.",
+        description="Signs the settings of searches on this target. A resume by name then accepts only settings signed "
+        "with this key, so write access to the target is not enough to run other code. At least 16 characters.",
     )
 
     @field_validator("signing_key")
@@ -49,20 +49,20 @@ class StorageTarget(Form, ABC):
     @property
     @abstractmethod
     def uri(self) -> str:
-        """Where it is, as a URI without secrets: for people, for logs, and for `resolve_target`."""
+        """The location as a URI without secrets, for messages and for `resolve_target`."""
 
     @property
     def signing_secret(self) -> bytes | None:
-        """The signing key as bytes; None where the target has none."""
+        """The signing key as bytes; None if the target has none."""
         return None if self.signing_key is None else self.signing_key.get_secret_value().encode()
 
     @abstractmethod
     def open(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
-        """Return the store, for a `with` block; all its operations together end within `timeout`.
+        """Return the store as a context manager; all its operations together end within `timeout`.
 
         Raises:
-            InvalidInput: the configuration cannot work, whatever the target says.
-            StoreRefused: the credentials could not be had.
+            InvalidInput: the configuration is invalid, independent of the target's answers.
+            StoreRefused: the credentials cannot be read.
         """
 
     def checkpoint(self, key: CheckpointKey) -> Checkpoint:
@@ -72,6 +72,6 @@ class StorageTarget(Form, ABC):
     def check(self, *, timeout: timedelta = timedelta(seconds=30)) -> TargetCheck:
         """Write, read back, list and delete a probe, and test create-if-absent by a small race.
 
-        Never raises for what is wrong with the target: the answer says it in one line.
+        Errors of the target do not raise: the returned `message` describes them in one line.
         """
         return check_target(self, timeout=timeout)

@@ -51,16 +51,16 @@ BAD_INPUT: dict[str, tuple[Callable[[], Form], str]] = {
     "no bucket": (lambda: _untyped(S3Target), "'bucket' is missing"),
     "no path": (lambda: _untyped(LocalTarget), "'path' is missing"),
     "a URI as a bucket": (lambda: S3Target(bucket="s3://b"), "name alone, found the URI 's3://b'"),
-    "a bucket with a folder": (lambda: GcsTarget(bucket="b/folder"), "what follows the '/' is the prefix"),
-    "a bucket's impossible name": (lambda: S3Target(bucket="b"), "'b' cannot be the name of a bucket"),
-    "a container's impossible name": (lambda: AzureTarget(container="A_b"), "'A_b' cannot be the name of a container"),
+    "a bucket with a folder": (lambda: GcsTarget(bucket="b/folder"), "put the part after the '/' into prefix"),
+    "a bucket's impossible name": (lambda: S3Target(bucket="b"), "'b' is not a valid name of a bucket"),
+    "a container's impossible name": (lambda: AzureTarget(container="A_b"), "'A_b' is not a valid name of a container"),
     "a prefix that climbs out": (lambda: S3Target(bucket="bucket", prefix="a/../../b"), r"without empty parts"),
     "half of a key": (lambda: S3Target(bucket="bucket", access_key_id="id"), "belong together: give both or neither"),
     "a token alone": (lambda: S3Target(bucket="bucket", session_token=SECRET), "session_token belongs to"),
     "keys, and none": (lambda: S3Target(bucket="bucket", anonymous=True, **KEYS), "keys and anonymous contradict"),
     "a plain http endpoint": (
         lambda: S3Target(bucket="bucket", endpoint_url="http://minio:9000"),
-        "has no TLS: set allow_http=True if that is meant",
+        "has no TLS: set allow_http=True if that is intended",
     ),
     "an endpoint without a scheme": (
         lambda: S3Target(bucket="bucket", endpoint_url="minio:9000"),
@@ -68,7 +68,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Form], str]] = {
     ),
     "an endpoint with a password": (
         lambda: S3Target(bucket="bucket", endpoint_url=f"https://me:{SECRET}@minio"),
-        "credentials have fields of their own",
+        "use the credential fields instead",
     ),
     "no time for a request": (lambda: S3Target(bucket="bucket", request_timeout_seconds=0), "request_timeout_seconds"),
     "something else than a key file": (
@@ -96,7 +96,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Form], str]] = {
     "no time for a sync": (lambda: SyncConfig(sync_timeout_seconds=0), "sync_timeout_seconds: .* greater than 0"),
     "a target that nobody syncs to": (
         lambda: SyncConfig(upload_dir="s3://bucket", syncer=None),
-        "upload_dir asks for syncing, but syncer=None forbids it",
+        "upload_dir needs a syncer, but syncer is None",
     ),
     "a syncer without a target": (lambda: SyncConfig(syncer="mine:Syncer"), "needs an upload_dir"),
     "a syncer that is none": (

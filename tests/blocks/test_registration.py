@@ -145,7 +145,7 @@ def test_a_saved_block_of_another_age_says_what_does_not_fit() -> None:
     changed = BlockDocumentUpdate(data={"path": "/x", "folder": "/x"}, merge_existing_data=False)
     with get_client(sync_client=True) as client:
         client.update_block_document(client.read_block_document_by_name("aged", "local-target").id, changed)
-    with pytest.raises(InvalidInput, match=r"what is saved does not fit.*no field 'folder'"):
+    with pytest.raises(InvalidInput, match=r"the saved block is not valid.*no field 'folder'"):
         resolve_target("local-target/aged")
 
 

@@ -68,11 +68,11 @@ REFUSED = {
     "s3://bucket/../other": "without empty parts",
     "file://elsewhere/runs": "names no host",
     "smb://host/runs": "needs a package that is not installed.*smbprotocol",
-    "runs/first": r"'runs' is no type of target block; write './runs/first' for a folder",
-    "s3target/prod": r"'s3target' is no type of target block; .* the block 's3-target/prod'",
+    "runs/first": r"'runs' is not a type of target block; write './runs/first' for a folder",
+    "s3target/prod": r"'s3target' is not a type of target block; .* the block 's3-target/prod'",
     "~nobody-at-all/runs": "this user has no home folder",
     "/runs\0/first": "without NUL",
-    "sync-config/mine": "'sync-config' is no type of target block",
+    "sync-config/mine": "'sync-config' is not a type of target block",
 }
 
 
@@ -113,7 +113,9 @@ def test_a_path_object_is_always_a_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, b"s3://bucket"])
 def test_anything_else_is_refused(value: Any) -> None:
-    with pytest.raises(InvalidInput, match="a target is a block, a 'block-type/name' slug or a URI, not a"):
+    with pytest.raises(
+        InvalidInput, match="target: expected a block, a 'block-type/name' slug, a URI or a path, found a"
+    ):
         resolve_target(value)
 
 
@@ -142,7 +144,7 @@ def test_without_a_server_that_is_said_and_not_that_a_block_is_missing(monkeypat
     nothing = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
     with (
         temporary_settings(nothing, restore_defaults={PREFECT_API_URL}),
-        pytest.raises(InvalidInput, match="no Prefect server is set up, and a saved block lives on one: prefect"),
+        pytest.raises(InvalidInput, match="no Prefect server is set up, and a saved block is stored on one: prefect"),
     ):
         resolve_target("s3-target/prod")
 

@@ -123,7 +123,12 @@ def test_a_permission_that_is_missing_is_named(
     ("status", "code", "message", "wrong"),
     [
         (400, "AuthorizationHeaderMalformed", "wrong; expecting 'eu-west-1'", r"wrong region: .* \(eu-west-1\)"),
-        (301, "PermanentRedirect", "address it at the specified endpoint", "wrong region: the bucket lives elsewhere"),
+        (
+            301,
+            "PermanentRedirect",
+            "address it at the specified endpoint",
+            "wrong region: the bucket is in another one",
+        ),
         (403, "ExpiredToken", "the provided token has expired", "wrong credentials: .* credentials have expired"),
         (403, "AccessDenied", "Access Denied", "no permission to list, or wrong credentials"),
     ],
@@ -276,7 +281,7 @@ def _certificate(
 @pytest.mark.parametrize(
     ("trust", "said"),
     [
-        ("none", "no trust in the server's certificate: set ca_certificate"),
+        ("none", "the server's certificate is not trusted: set ca_certificate"),
         ("its authority", "no such bucket"),
         ("anybody", "no such bucket"),
     ],

@@ -74,7 +74,7 @@ def test_a_saved_way_to_sync_is_stored_as_a_reference() -> None:
         (f"s3://me:{SECRET}@bucket/runs", "no credentials in a URI"),
         ("s3-target/gone", "no block 's3-target/gone' is saved"),
         ({"$ref": {"block_document_id": "9f0e"}}, "no block '9f0e' is saved"),
-        ("runs/first", "'runs' is no type of target block"),
+        ("runs/first", "'runs' is not a type of target block"),
         (3, "expected a URI or the type/name of a saved block, found int"),
     ],
 )

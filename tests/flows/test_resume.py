@@ -253,7 +253,7 @@ def test_a_search_learns_from_earlier_experiments_once_and_remembers_when_they_a
     [
         (["gone"], "there is no experiment 'gone'"),
         (["old"], "knows its own trials"),
-        (["s4/nothing/first"], "'s4' is no type of target block"),
+        (["s4/nothing/first"], "'s4' is not a type of target block"),
     ],
 )
 def test_what_cannot_be_learned_from_is_said(warm_start: list[Any], said: str, local_target: LocalTarget) -> None:
