@@ -166,7 +166,7 @@ def clone_checkpoint(
         CheckpointNotFound: the source has no checkpoint, or it was deleted.
         CheckpointCorrupt: its manifest is damaged; not retried.
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
-        StoreUnavailable, CommitUnknown: the retries are spent.
+        StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
         gone: CheckpointKey | None = None

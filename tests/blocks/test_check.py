@@ -161,7 +161,7 @@ def test_settings_that_cannot_work_are_an_answer_too() -> None:
 
     found = _check(refuse)
     assert not found.ok
-    assert "the storage client refuses these settings" in found.message
+    assert "the client does not accept these settings" in found.message
 
 
 def test_a_bug_is_not_mistaken_for_a_finding() -> None:
