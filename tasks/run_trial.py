@@ -264,7 +264,7 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
     for each in trial.aside:
         if each.checkpoint.sequence > (newest.sequence if newest else 0):
             where = f"step {newest.step}" if newest else "nothing"
-            log.error("step %d was put aside; it goes on from %s: %s", each.checkpoint.step, where, each.reason)
+            log.error("step %d was put aside; the trial resumes from %s: %s", each.checkpoint.step, where, each.reason)
 
 
 def _say_what_is_lost(trial: Trial, log: Log) -> None:

@@ -243,7 +243,7 @@ def test_who_resumes_goes_on_from_the_checkpoint_before_the_one_that_was_put_asi
         maintain(trouble.target, verify="all")
     trouble.run(steps=20)
     assert trouble.acts("loaded") == [10]
-    assert "step 15 was put aside; it goes on from step 10" in trouble.loudly()
+    assert "step 15 was put aside; the trial resumes from step 10" in trouble.loudly()
     assert maintain(trouble.target, verify="all").damaged == []
 
 
