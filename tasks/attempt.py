@@ -43,7 +43,7 @@ class Done:
     reason: str
     returned: bool
     left: bool = False
-    """Whether the trainable returned because it received `Leave`."""
+    """Whether the scheduler or a stop request ended the trial for good."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class Forks:
         return Expected(_Ends(Connection(connection.detach()), status, output, home))
 
     def end(self) -> None:
-        """End the fork server and wait for it. Call it when no forked process is in use."""
+        """End the fork server: it exits after its forked processes, and is killed if that takes more than 5 s."""
         if not self._was_asked:
             self._process.kill()  # it may still be importing
         self._control.close()
