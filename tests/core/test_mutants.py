@@ -264,7 +264,7 @@ MUTANTS = {
     ),
     "believe a segment that is torn": Mutant(
         every_torn_segment,
-        {segments.decode_segment: {"if digest_of(lines) != head.digest_of_trials:": "if False:"}},
+        {segments.decode_segment: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
     ),
     "settle on opening": Mutant(
         every_death,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Literal
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.sealed import seal, seal_and_read_back, unseal
-from prefect_tune.core.values import Value, canonical_json, digest_of
+from prefect_tune.core.sealed import Document, seal, seal_and_read_back, unseal
+from prefect_tune.core.values import canonical_json, digest_of
 
 SAYABLE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud800") | st.binary(max_size=4),
@@ -24,24 +25,28 @@ SAYABLE = st.recursive(
 )
 
 
-class Document(Value):
+class Held(Document):
     """Keys on both sides of the digest's."""
 
+    format: Literal["test/held"] = "test/held"
+    version: Literal[1] = 1
     a: object = None
     digest: object = None
     z: object = None
 
 
-class Early(Value):
+class Early(Document):
+    format: Literal["test/early"] = "test/early"
+    version: Literal[1] = 1
     a: int = 1
 
 
-class Late(Value):
+class Late(Document):
+    """No key before the digest's."""
+
+    format: Literal["test/late"] = "test/late"
+    version: Literal[1] = 1
     z: int = 1
-
-
-class Empty(Value):
-    pass
 
 
 def nested(depth: int) -> object:
@@ -69,10 +74,10 @@ def test_what_nests_too_deep_to_be_read_is_refused_at_once(depth: int) -> None:
 
 
 def require_same(held: object) -> None:
-    document = Document(a=held, digest=1, z={"held": held})
+    document = Held(a=held, digest=1, z={"held": held})
     try:
         data = seal(document)
-        later = unseal(Document, data, "here", InvalidInput)
+        later = unseal(Held, data, "here", InvalidInput)
     except InvalidInput:
         with pytest.raises(InvalidInput):
             seal_and_read_back(document)
@@ -80,8 +85,8 @@ def require_same(held: object) -> None:
         assert seal_and_read_back(document) == (data, later)
 
 
-@pytest.mark.parametrize("document", [Document(a=[1, "ä"]), Early(), Late(), Empty()])
-def test_a_document_is_canonical_json_with_the_digest_of_all_else(document: Value) -> None:
+@pytest.mark.parametrize("document", [Held(a=[1, "ä"]), Early(), Late()])
+def test_a_document_is_canonical_json_with_the_digest_of_all_else(document: Document) -> None:
     data = seal(document)
     body = json.loads(data)
     assert canonical_json(body) == data
@@ -93,7 +98,7 @@ def test_a_document_is_canonical_json_with_the_digest_of_all_else(document: Valu
 @pytest.mark.parametrize(
     "altered",
     [
-        pytest.param(lambda data: data.replace(b":1", b":2"), id="a field"),
+        pytest.param(lambda data: data.replace(b'"a":1', b'"a":2'), id="a field"),
         pytest.param(lambda data: data.replace(b'"a"', b'"b"'), id="a key"),
         pytest.param(lambda data: data.replace(b",", b", "), id="its spaces"),
         pytest.param(lambda data: json.dumps(dict(reversed(json.loads(data).items()))).encode(), id="its order"),

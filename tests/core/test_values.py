@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import re
+from typing import Literal
 
 import pytest
 from pydantic import ValidationError
@@ -20,11 +21,26 @@ from prefect_tune.core.layout import (
     number_in,
     numbered,
 )
-from prefect_tune.core.sealed import as_read_back, seal, unseal
+from prefect_tune.core.sealed import Document, as_read_back, seal, unseal
 from prefect_tune.core.values import Stamp, canonical_json, digest_of, metric_in, parse, shown_size, valid_name
 from tests.core.driver import JOURNAL, KEY
 
 STAMP = Stamp(write_id="w", at="now")
+
+
+class _Note(Document):
+    format: Literal["test/note"] = "test/note"
+    version: Literal[1] = 1
+    at: str
+
+
+class _Other(Document):
+    format: Literal["test/other"] = "test/other"
+    version: Literal[1] = 1
+    at: str
+
+
+NOTE = _Note(at="now")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +113,8 @@ def test_a_value_refuses_fields_that_it_does_not_know() -> None:
 
 
 def test_a_sealed_value_reads_back() -> None:
-    assert unseal(Stamp, seal(STAMP), "here", CheckpointCorrupt) == STAMP
-    assert as_read_back(STAMP) == STAMP
+    assert unseal(_Note, seal(NOTE), "here", CheckpointCorrupt) == NOTE
+    assert as_read_back(NOTE) == NOTE
 
 
 @pytest.mark.parametrize(
@@ -110,12 +126,12 @@ def test_a_sealed_value_reads_back() -> None:
         pytest.param(b"[1,2]", id="a list"),
         pytest.param(b"null", id="null"),
         pytest.param(b'{"at":"now","write_id":"w"}', id="no digest"),
-        pytest.param(seal(STAMP).replace(b'"now"', b'"noww"'), id="altered"),
-        pytest.param(seal(STAMP) + b" ", id="a space too many"),
-        pytest.param(seal(STAMP)[:-1], id="torn"),
-        pytest.param(b"\xef\xbb\xbf" + seal(STAMP), id="a byte order mark"),
-        pytest.param(seal(STAMP).decode().encode("utf-16"), id="another encoding"),
-        pytest.param(seal(STAMP).replace(b'{"at"', b'{"at":"then","at"'), id="a key twice"),
+        pytest.param(seal(NOTE).replace(b'"now"', b'"noww"'), id="altered"),
+        pytest.param(seal(NOTE) + b" ", id="a space too many"),
+        pytest.param(seal(NOTE)[:-1], id="torn"),
+        pytest.param(b"\xef\xbb\xbf" + seal(NOTE), id="a byte order mark"),
+        pytest.param(seal(NOTE).decode().encode("utf-16"), id="another encoding"),
+        pytest.param(seal(NOTE).replace(b'{"at"', b'{"at":"then","at"'), id="a key twice"),
         pytest.param(b'{"x":NaN}', id="a NaN"),
         pytest.param(b'{"x":1e999}', id="an infinity"),
         pytest.param(b'{"x":' + b"9" * 5000 + b"}", id="a number without end"),
@@ -127,12 +143,12 @@ def test_a_sealed_value_reads_back() -> None:
 )
 def test_nothing_is_believed_that_was_not_written_so(data: bytes) -> None:
     with pytest.raises(CheckpointCorrupt, match="here: "):
-        unseal(Stamp, data, "here", CheckpointCorrupt)
+        unseal(_Note, data, "here", CheckpointCorrupt)
 
 
 def test_what_another_model_wrote_is_not_taken_for_this_one() -> None:
     with pytest.raises(CheckpointCorrupt):
-        unseal(Stamp, seal(Owner(name="n", host="h", pid=1)), "here", CheckpointCorrupt)
+        unseal(_Note, seal(_Other(at="now")), "here", CheckpointCorrupt)
 
 
 @pytest.mark.parametrize("version", [b"2", b"3.0", b"999999999999999999999"])
@@ -140,12 +156,12 @@ def test_a_newer_version_is_refused_loudly_and_told_apart_from_damage(version: b
     document = b'{"anything":"else","version":' + version + b"}"
     expected = CheckpointCorrupt if b"." in version else UnknownVersion
     with pytest.raises(expected, match="here: "):
-        unseal(Stamp, document, "here", CheckpointCorrupt)
+        unseal(_Note, document, "here", CheckpointCorrupt)
 
 
 def test_a_value_that_json_cannot_say_is_refused() -> None:
     with pytest.raises(InvalidInput, match="cannot be stored as JSON"):
-        seal(Stamp.model_construct(write_id=object(), at="now"))
+        seal(_Note.model_construct(at=object()))
 
 
 # --------------------------------------------------------------------------------------------- layout

@@ -14,9 +14,8 @@ from prefect_tune.core.errors import Superseded
 from prefect_tune.core.events import Adopted, Event, Started, TrialAdded
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.sealed import seal
+from prefect_tune.core.sealed import Document, seal
 from prefect_tune.core.store import Buffer
-from prefect_tune.core.values import Value
 from prefect_tune.stores.artifacts import Sent, Writer, send_artifacts
 from prefect_tune.tasks.experiment_state import Opening, open_journal
 from prefect_tune.tasks.plan import TrialPlan
@@ -92,7 +91,7 @@ def test_who_syncs_by_hand_speaks_for_the_attempt_that_is_there(stale: Path, lat
         send_artifacts(store, REMOTE, stale, (), Sent(), writer=FIRST)
 
 
-class _OldIndex(Value):
+class _OldIndex(Document):
     """As it was before it said which attempt wrote it."""
 
     format: str = "prefect-tune/artifacts"

@@ -9,10 +9,9 @@ from pydantic import Field
 
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound
 from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.sealed import seal, unseal
+from prefect_tune.core.sealed import Document, seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import Listed, ObjectStore
-from prefect_tune.core.values import Value
 from prefect_tune.core.wire import GoOn, Leave, StopAndSave
 
 __all__ = ["UNASKED", "Answered", "answer", "answers_up_to", "read_answer", "take_back"]
@@ -21,7 +20,7 @@ UNASKED = 0
 """The step number of a message that the trial did not ask for."""
 
 
-class Answered(Value):
+class Answered(Document):
     """A reply as it is stored on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"

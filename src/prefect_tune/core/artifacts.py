@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 
 from prefect_tune.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
 from prefect_tune.core.layout import in_digits, number_in, numbered
-from prefect_tune.core.sealed import VERSION, seal, unseal
+from prefect_tune.core.sealed import Document, seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Digest, Value
@@ -68,11 +68,11 @@ class ArtifactFile(Value):
         return sum(part.size_bytes for part in self.parts)
 
 
-class ArtifactIndex(Value):
+class ArtifactIndex(Document):
     """All artifacts of a trial as of one sync."""
 
     format: Literal["prefect-tune/artifacts"] = "prefect-tune/artifacts"
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
     number: int
     write_id: str
     attempt: _Count = 0

@@ -11,20 +11,20 @@ from typing import Literal
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
 from prefect_tune.core.layout import number_in, numbered
-from prefect_tune.core.sealed import VERSION, seal, unseal
+from prefect_tune.core.sealed import Document, seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.telling import Heard
-from prefect_tune.core.values import Value, valid_name
+from prefect_tune.core.values import valid_name
 
 __all__ = ["CallbackState", "keep_state", "newest_state"]
 
 
-class CallbackState(Value):
+class CallbackState(Document):
     """The stored state of one callback of an experiment."""
 
     format: Literal["prefect-tune/callback"] = "prefect-tune/callback"
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
     number: int
     write_id: str
     heard: Heard

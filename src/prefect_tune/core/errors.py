@@ -102,7 +102,7 @@ class JournalCorrupt(TuneError):
 
 
 class UnknownVersion(TuneError):
-    """A newer prefect-tune wrote this document: upgrade the one that reads it."""
+    """Written by a newer prefect-tune, or by one that is too old: use the release that the message asks for."""
 
 
 class UnsafePayload(TuneError):

@@ -34,6 +34,7 @@ from prefect_tune.core.events import (
 )
 from prefect_tune.core.layout import JournalKey, journal_key
 from prefect_tune.core.schedulers.scheduler import Pause, Stop
+from prefect_tune.core.sealed import Document
 from prefect_tune.core.spans import boundaries, is_boundary
 from prefect_tune.core.trial import ENDED, Happening, Status, Trial, after, is_overtaken, with_adopted
 from prefect_tune.core.trials import Trials
@@ -44,7 +45,7 @@ __all__ = ["Entry", "Experiment", "after_event", "apply", "following", "nothing_
 _Kept = TypeVar("_Kept")
 
 
-class Entry(Value):
+class Entry(Document):
     """One numbered, immutable record of the journal: a group of events, chained to the entry before it."""
 
     format: Literal["prefect-tune/journal"] = "prefect-tune/journal"

@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from prefect_tune.core.errors import CheckpointCorrupt
 from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.sealed import VERSION, seal, unseal
+from prefect_tune.core.sealed import Document, seal, unseal
 from prefect_tune.core.store import Buffer
 from prefect_tune.core.values import ExperimentName, StepReport, Value
 
@@ -76,11 +76,11 @@ class About(Value):
     """Reports that were not journaled when the save began: an owner that adopts the save journals them."""
 
 
-class Manifest(Value):
+class Manifest(Document):
     """A committed checkpoint: its metadata (`about`), its files, and the blobs that hold their bytes."""
 
     format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
     experiment: str
     trial: str
     step: int

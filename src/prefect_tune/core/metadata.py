@@ -21,19 +21,18 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
 )
 from prefect_tune.core.layout import number_in, numbered
-from prefect_tune.core.sealed import VERSION, seal, unseal
+from prefect_tune.core.sealed import Document, seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.values import Value
 
 __all__ = ["newest_metadata", "plain_metadata", "revise_metadata"]
 
 _TRIES = 1000  # each lost race is another writer's success; the store's deadline ends the loop earlier
 
 
-class _Revision(Value):
+class _Revision(Document):
     format: Literal["prefect-tune/metadata"] = "prefect-tune/metadata"
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
     write_id: str
     metadata: Mapping[str, object]
 

@@ -14,16 +14,16 @@ from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFou
 from prefect_tune.core.events import StopAsked
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import number_in, request_path, requests_folder
-from prefect_tune.core.sealed import seal, unseal
+from prefect_tune.core.sealed import Document, seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.trial import ENDED
-from prefect_tune.core.values import TrialId, Value
+from prefect_tune.core.values import TrialId
 
 __all__ = ["StopRequest", "ask", "forget_heard", "is_heard", "is_lost", "read_request", "taken_note_of"]
 
 
-class StopRequest(Value):
+class StopRequest(Document):
     """A request to save and end: one trial, for good; or the whole experiment, for its present owner."""
 
     format: Literal["prefect-tune/stop-request"] = "prefect-tune/stop-request"

@@ -17,7 +17,7 @@ from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFou
 from prefect_tune.core.guests import require_room_for_guests
 from prefect_tune.core.inspection import Inspection
 from prefect_tune.core.layout import CheckpointKey, JournalKey, maintenance_folder, maintenance_path, number_in
-from prefect_tune.core.sealed import seal, unseal
+from prefect_tune.core.sealed import Document, seal, unseal
 from prefect_tune.core.settle import create_or_recognize
 from prefect_tune.core.store import ObjectStore
 from prefect_tune.core.values import Stamp, Value, without_unset
@@ -52,7 +52,7 @@ class Untold(Value):
     """Whether it was put aside, or about to be by a round that died: then it is aside now, or is found again."""
 
 
-class Round(Value):
+class Round(Document):
     """The state after one round."""
 
     format: Literal["prefect-tune/maintenance"] = "prefect-tune/maintenance"

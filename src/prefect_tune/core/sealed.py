@@ -1,24 +1,52 @@
-"""JSON documents that carry their own digest, so that a reader detects any change."""
+"""Documents that carry their own digest: what reads back is what was written, to the byte.
+
+Each kind of document has a version of its own. A document of an older version is upgraded when it is read, after its
+digest was checked; the stored document is not rewritten.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Final, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from prefect_tune.core.errors import InvalidInput, UnknownVersion
 from prefect_tune.core.store import Buffer
 from prefect_tune.core.values import Value, canonical_json, digest_of, parse
 
-__all__ = ["VERSION", "as_read_back", "seal", "seal_and_read_back", "unseal"]
+__all__ = ["Document", "Upgrade", "as_read_back", "seal", "seal_and_read_back", "unseal", "upgraded", "verified"]
 
-VERSION: Final = 1
-"""The newest version of every document that this prefect-tune reads, and the one it writes."""
 _SEAL = "digest_of_document"
 
-_Sealed = TypeVar("_Sealed", bound=Value)
+Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+"""Makes the JSON of one version that of the next. It may change its argument, and leaves `version` alone."""
 
 
-def seal(value: Value) -> bytes:
+class Document(Value):
+    """A value that is stored. Its class names the format, and gives `version` the current one as its default."""
+
+    format: str
+    version: int
+    upgrades: ClassVar[Mapping[int, Upgrade]] = {}
+    """By version, the step to the next: one for each older version that is still read."""
+    oldest_version: ClassVar[int]
+    current_version: ClassVar[int]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: object) -> None:
+        super().__pydantic_init_subclass__(**options)
+        cls.current_version = cls.model_fields["version"].default
+        cls.oldest_version = min((*cls.upgrades, cls.current_version))
+        expected = list(range(cls.oldest_version, cls.current_version))
+        if sorted(cls.upgrades) != expected:
+            raise TypeError(f"{cls.__name__}: expected upgrades of versions {expected}, found {sorted(cls.upgrades)}")
+
+
+_Value = TypeVar("_Value", bound=Value)
+_Sealed = TypeVar("_Sealed", bound=Document)
+
+
+def seal(value: Document) -> bytes:
     """Return `value` as canonical JSON with its own digest.
 
     Raises:
@@ -41,27 +69,77 @@ def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception
     """Read a sealed `model`, and verify every byte, the version and every field.
 
     Raises:
-        UnknownVersion: a newer prefect-tune wrote it.
-    Any other fault is raised as `error`.
+        UnknownVersion: it was written by a release that is too new or too old for this one.
+    What else is wrong with it is raised as `error`.
+    """
+    body, bare = verified(model, data, where, error)
+    if body["version"] != model.current_version:
+        bare = canonical_json(upgraded(model, body, where, error))
+    return parse(model, bare, error, where)
+
+
+def verified(model: type[Document], data: Buffer, where: str, error: type[Exception]) -> tuple[dict[str, Any], bytes]:
+    """Return the JSON of a sealed `model` as it was written, without its digest, decoded and as bytes.
+
+    The fields are not checked. A newer version is reported as such before the digest is checked: it may be sealed in
+    another way, and must not be taken for damaged.
+
+    Raises:
+        UnknownVersion: as `unseal`.
+    What else is wrong with it is raised as `error`.
     """
     body = _object(data, where, error)
-    if isinstance(found := body.get("version"), int) and found > VERSION:
-        raise UnknownVersion(f"{where}: version {found}; this prefect-tune reads up to version {VERSION}: upgrade it")
+    _require_not_newer(model, body, where)
     claimed = body.pop(_SEAL, None)
     bare, sealed = _rewritten(body)
     if sealed != data:
         what = f"expected digest {str(claimed)[:12]}…, found {digest_of(bare)[:12]}… ({len(data)} bytes)"
         raise error(f"{where}: torn or altered since it was written: {what}")
-    return parse(model, bare, error, where)
+    _require_not_older(model, body, where, error)
+    return body, bare
 
 
-def as_read_back(value: _Sealed) -> _Sealed:
-    """Return `value` as a reader will see it (a tuple becomes a list); writes nothing.
+def upgraded(model: type[Document], body: dict[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
+    """Return the verified JSON of a `model` as JSON of the current version. Its fields are not checked.
+
+    Raises `error` where it is not what a release of its version wrote.
+    """
+    for version in range(body["version"], model.current_version):
+        try:
+            body = {**model.upgrades[version](body), "version": version + 1}
+        except (LookupError, TypeError, ValueError, AttributeError) as unlike:
+            said = f"{type(unlike).__name__}: {unlike}"
+            raise error(f"{where}: cannot be upgraded from version {version} to {version + 1}: {said}") from unlike
+    return body
+
+
+def as_read_back(value: _Value) -> _Value:
+    """Return `value` as a reader will see it; writes nothing.
 
     Raises:
         InvalidInput: `value` cannot be written, or could not be read again.
     """
-    return seal_and_read_back(value)[1]
+    return parse(type(value), _sealed(value)[0], InvalidInput, type(value).__name__)
+
+
+def _require_not_newer(model: type[Document], body: Mapping[str, object], where: str) -> None:
+    found = body.get("version")
+    if isinstance(found, int) and found > model.current_version:
+        raise UnknownVersion(f"{_unread(model, found, where)}. Written by a newer prefect-tune: upgrade prefect-tune")
+
+
+def _require_not_older(model: type[Document], body: Mapping[str, object], where: str, error: type[Exception]) -> None:
+    found = body.get("version")
+    if type(found) is not int or found < 1:
+        raise error(f"{where}: version: expected a number from 1 to {model.current_version}, found {found!r}")
+    if found < model.oldest_version:
+        raise UnknownVersion(f"{_unread(model, found, where)}. Read it with the older prefect-tune that wrote it")
+
+
+def _unread(model: type[Document], found: int, where: str) -> str:
+    name, oldest, current = model.model_fields["format"].default, model.oldest_version, model.current_version
+    known = f"version {current} only" if oldest == current else f"versions {oldest} to {current}"
+    return f"{where}: {name} of version {found}; this prefect-tune reads {known}"
 
 
 def _object(data: Buffer, where: str, error: type[Exception]) -> dict[str, object]:

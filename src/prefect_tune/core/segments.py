@@ -7,22 +7,23 @@ history costs time, and nothing else.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment import Experiment
 from prefect_tune.core.layout import JournalKey, number_in
-from prefect_tune.core.sealed import seal, unseal
+from prefect_tune.core.sealed import Document, seal, upgraded, verified
 from prefect_tune.core.spans import begin_of, is_boundary
 from prefect_tune.core.store import Buffer, ObjectStore
 from prefect_tune.core.trial import Trial
 from prefect_tune.core.trials import Trials
-from prefect_tune.core.values import Digest, Value, digest_of
+from prefect_tune.core.values import Digest, canonical_json, digest_of, parse
 
 __all__ = [
     "Segment",
@@ -41,8 +42,8 @@ __all__ = [
 _TRIALS = TypeAdapter(list[Trial])
 
 
-class _Head(Value):
-    """The first line of a segment."""
+class _Head(Document):
+    """The first line of a segment. Its `upgrades` find the other lines in the list `trials`."""
 
     format: Literal["prefect-tune/segment"] = "prefect-tune/segment"
     version: Literal[1] = 1
@@ -124,17 +125,31 @@ def decode_segment(data: Buffer, key: JournalKey, number: int) -> Segment:
     """
     path = key.segment_path(number)
     first, _, lines = bytes(data).partition(b"\n")
-    head = unseal(_Head, first, path, JournalCorrupt)
+    body, bare = verified(_Head, first, path, JournalCorrupt)
+    if digest_of(lines) != body.get("digest_of_trials"):
+        raise JournalCorrupt(f"{path}: its trials are not as they were written ({len(lines)} bytes)")
+    if body["version"] != _Head.current_version:
+        bare, lines = _upgraded(body, lines, path)
+    head = parse(_Head, bare, JournalCorrupt, path)
     found = head.experiment
     if (found.key, found.number, head.since) != (key, number, begin_of(number)):
         raise JournalCorrupt(f"{path}: holds entries {head.since + 1} to {found.number} of {found.key}")
-    if digest_of(lines) != head.digest_of_trials:
-        raise JournalCorrupt(f"{path}: its trials were altered since they were written ({len(lines)} bytes)")
     try:
         trials = _TRIALS.validate_json(b"[" + lines.rstrip(b"\n").replace(b"\n", b",") + b"]")
     except ValidationError as invalid:
         raise JournalCorrupt(f"{path}: its trials cannot be read: {invalid}") from invalid
     return Segment(found, trials)
+
+
+def _upgraded(body: dict[str, Any], lines: bytes, path: str) -> tuple[bytes, bytes]:
+    """Return the first line and the others as JSON of the current version."""
+    try:
+        trials = [json.loads(line) for line in lines.splitlines()]
+    except ValueError as unreadable:
+        raise JournalCorrupt(f"{path}: its trials cannot be read: {unreadable}") from unreadable
+    body = upgraded(_Head, {**body, "trials": trials}, path, JournalCorrupt)
+    lines = b"\n".join(canonical_json(trial) for trial in body.pop("trials"))
+    return canonical_json(body), lines
 
 
 def read_segment(store: ObjectStore, key: JournalKey, number: int) -> Segment:
