@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["as_parquet", "from_parquet", "reports_table", "trials_table"]
 
 _INT64 = 2**63
+_VERSION = b"1"
+"""Of the columns. `prefect-tune/version` is not written for the first one."""
 
 
 def trials_table(experiment: Experiment) -> pa.Table:
@@ -64,14 +66,16 @@ def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
 def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
     """Return the table in a Parquet file; None if it was made from a journal state with another digest.
 
-    Nothing in such a file is executed. Raises pyarrow's errors if `data` is not a Parquet file.
+    None too if its columns are of another version than this release's. Nothing in such a file is executed. Raises
+    pyarrow's errors if `data` is not a Parquet file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pq.read_table(pa.BufferReader(pa.py_buffer(data)))
     about = table.schema.metadata or {}
-    return table if about.get(b"prefect-tune/digest") == digest.encode() else None
+    is_of_this_release = about.get(b"prefect-tune/version", _VERSION) == _VERSION
+    return table if is_of_this_release and about.get(b"prefect-tune/digest") == digest.encode() else None
 
 
 # ---------------------------------------------------------------------------------------------- the columns

@@ -127,7 +127,7 @@ def decode_segment(data: Buffer, key: JournalKey, number: int) -> Segment:
     first, _, lines = bytes(data).partition(b"\n")
     body, bare = verified(_Head, first, path, JournalCorrupt)
     if digest_of(lines) != body.get("digest_of_trials"):
-        raise JournalCorrupt(f"{path}: its trials are not as they were written ({len(lines)} bytes)")
+        raise JournalCorrupt(f"{path}: its trials were altered since they were written ({len(lines)} bytes)")
     if body["version"] != _Head.current_version:
         bare, lines = _upgraded(body, lines, path)
     head = parse(_Head, bare, JournalCorrupt, path)
