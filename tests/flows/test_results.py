@@ -8,6 +8,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.standing import best_of, objective_in
+from prefect_tune.tables import as_parquet, from_parquet
 from tests.fakes.experiments import write_experiment
 from tests.fakes.told_searches import Telling
 from tests.trainables.scripted import Scripted
@@ -167,6 +168,17 @@ def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, resu
         table = pq.read_table(path)
         assert table.to_pylist() == results.to_arrow(rows).to_pylist()
         assert (table.schema.metadata or {})[b"prefect-tune/experiment"] == b"e"
+
+
+def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_again() -> None:
+    import pyarrow as pa
+
+    def read_back(**about: str) -> pa.Table | None:
+        return from_parquet(as_parquet(pa.table({"step": [1]}), {"digest": "d", **about}), "d")
+
+    assert read_back() == read_back(version="1") == pa.table({"step": [1]})
+    assert read_back(version="2") is None
+    assert read_back(digest="of another history") is None
 
 
 def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def _requests(store: ObjectStore, name: str) -> list[dict[str, Any]]:
     folder = requests_folder(name)
     numbers = [number_in(folder, each.path) for each in store.list(folder)]
     found = [read_request(store, name, number) for number in numbers if number]
-    return [each.model_dump(mode="json") for each in found if each]
+    return [each.model_dump(mode="json", exclude={"format", "version"}) for each in found if each]
 
 
 def _callback(store: ObjectStore, name: str) -> Mapping[str, object] | None:
