@@ -115,7 +115,7 @@ def test_the_file_system_of_a_committed_checkpoint_shows_no_altered_byte_and_tak
     checkpoint: pt.Checkpoint, target: Path
 ) -> None:
     files = checkpoint.filesystem
-    with pytest.raises(OSError, match="never written to"):
+    with pytest.raises(OSError, match="is read-only"):
         files.open_output_stream(f"{checkpoint.path}/model/weights.bin")
     with pytest.raises(FileNotFoundError):
         files.open_input_file(f"{checkpoint.path}/absent")

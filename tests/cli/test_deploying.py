@@ -132,7 +132,7 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
     [
         (1, ("--work-pool", "gone"), "there is no work pool 'gone' (existing pools: "),
         (1, (*TO, "--image", "me:1"), "of type 'process' has no job variable 'image'"),
-        (2, (*TO, "--cron", "0 2 * * *"), "belong to a deployment of its own"),
+        (2, (*TO, "--cron", "0 2 * * *"), "need one FLOW and --name NAME"),
         (1, (*TO, "--name", "x", "--cron", "at two"), "schedule 'at two'"),
         (1, (*TO, "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"), "Mars"),
         (1, (*TO, "--name", "x", "--param", "sampels=3"), "no parameter 'sampels'"),

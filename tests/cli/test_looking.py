@@ -127,7 +127,7 @@ def test_a_report_that_cannot_be_written_is_one_line(run: Run, moods: Path, tmp_
     ("asked", "expected"),
     [
         (["page.pdf"], "ends in .html or .htm or .md or .markdown"),
-        (["page.json"], "for JSON say --json"),
+        (["page.json"], "for JSON use --json"),
         (["page.html", "--json"], "ends in .json"),
     ],
 )

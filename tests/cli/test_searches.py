@@ -153,13 +153,13 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
     ("arguments", "message"),
     [
         (["--set", "lr"], "--set 'lr': expected name=value, such as lr=loguniform(1e-4,1e-1)"),
-        (["--set", "lr=logunif(1,2)"], "--set 'lr=logunif(1,2)': 'logunif' is no domain"),
+        (["--set", "lr=logunif(1,2)"], "--set 'lr=logunif(1,2)': unknown distribution 'logunif'"),
         (["--set", "lr=loguniform(1e-4,1e-1"], "--set 'lr=loguniform(1e-4,1e-1': begins as loguniform(...) does"),
         (["--set", "n=choice[1,2]"], "--set 'n=choice[1,2]': begins as choice(...) does"),
         (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': in the brackets expected JSON"),
         (["--set", 'n=choice("a,b",c)'], "in the brackets expected JSON"),
         (["--set", "n=choice('a')"], "in the brackets expected JSON"),
-        (["--set", "a=1", "--set", "a.b=2"], "--set 'a.b=2': 'a' is no object"),
+        (["--set", "a=1", "--set", "a.b=2"], "--set 'a.b=2': expected 'a' to be an object"),
         (["--stop", "loss"], "--stop 'loss': expected step=100, or package.module:name"),
         (["--stop", "step=true"], "--stop 'step=true': expected step=100, or package.module:name"),
         (["--stop", '{"step": "many"}'], "stop"),
@@ -167,8 +167,8 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
         (["--resource", "gpu=all"], "--resource 'gpu=all': expected name=number"),
         (["--job-variable", "memory"], "--job-variable 'memory': expected name=value"),
         (["--space", "nowhere.json"], "--space nowhere.json: [Errno 2] No such file or directory: 'nowhere.json'"),
-        (["--space", "README.md"], "--space README.md: is no JSON: "),
-        (["--scheduler", "{ASHA}"], "--scheduler: is no JSON: "),
+        (["--space", "README.md"], "--space README.md: not valid JSON: "),
+        (["--scheduler", "{ASHA}"], "--scheduler: not valid JSON: "),
         (["--scheduler", "ASAH"], "scheduler: unknown name 'ASAH'; expected one of FIFO, ASHA, "),
         (["--scheduler", "ASHA"], 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
         (["--search", "Optuna"], "did you mean 'OptunaSearch'?"),
@@ -217,7 +217,7 @@ def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
 def test_a_space_in_json_and_in_yaml_is_read_alike_and_has_to_be_an_object(run: Run, tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "torn.yaml").write_text("{a: ")
-    for name, message in (("list.yaml", "expected an object"), ("torn.yaml", "is no YAML: ")):
+    for name, message in (("list.yaml", "expected an object"), ("torn.yaml", "not valid YAML: ")):
         done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--space", tmp_path / name)
         assert (done.code, done.err.count("\n")) == (2, 1)
         assert message in done.err

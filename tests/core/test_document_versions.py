@@ -247,7 +247,7 @@ def test_a_segment_of_an_older_version_is_read_and_so_are_its_trials(monkeypatch
     assert found.experiment.number == 10
     assert json.loads(segments.encode_segment(state).partition(b"\n")[0])["version"] == 2
     torn = data.replace(b'"t1"', b'"t2"')
-    with pytest.raises(JournalCorrupt, match="its trials are not as they were written"):
+    with pytest.raises(JournalCorrupt, match="its trials were altered"):
         segments.decode_segment(torn, JOURNAL, 10)
 
 

@@ -87,7 +87,7 @@ def test_who_waits_too_long_for_its_turn_says_so(tmp_path: Path) -> None:
 def test_a_client_that_reports_success_for_nothing_is_not_believed(sink: S3Sink) -> None:
     store = ArrowStore(_s3(sink), "bucket")
     sink.fault = lambda request: Fault.PRETEND if request.method in ("PUT", "POST") else None
-    with pytest.raises(StoreUnavailable, match="the target has nothing"):
+    with pytest.raises(StoreUnavailable, match="the target has no object"):
         store.put("a", b"bytes")
 
 

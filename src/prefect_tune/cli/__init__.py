@@ -1,4 +1,4 @@
-"""The command line: `prefect-tune`. Nothing heavy is imported before a command needs it."""
+"""The command line `prefect-tune`. A command imports heavy modules only when it runs."""
 
 from __future__ import annotations
 

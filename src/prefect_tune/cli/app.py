@@ -1,4 +1,4 @@
-"""What every command shares: the program, its arguments, and how a failure is said."""
+"""The Typer application, the arguments that commands share, and the printing of errors."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _ORDER = (
 
 
 class _InOrder(TyperGroup):
-    """Lists the commands in the order in which they are needed, not in that of their modules' names."""
+    """Lists the commands in the order of `_ORDER`, not in the order of import."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # whose class it is depends on the release of typer
+    def list_commands(self, ctx: Any) -> list[str]:  # the class of `ctx` depends on typer's version
         return sorted(super().list_commands(ctx), key=lambda name: _ORDER.index(name) if name in _ORDER else 99)
 
 
@@ -45,7 +45,7 @@ app = typer.Typer(
     name="prefect-tune",
     cls=_InOrder,
     help="Durable training and search as Prefect flows. TARGET is a URI (s3://bucket/prefix), a path, or a block's "
-    "'type/name'. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a search has ended and some of its trials errored, "
+    "'type/name'. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 a search ended and some of its trials errored, "
     "4 maintenance found new damage, "
     "130 interrupted.",
     no_args_is_help=True,
@@ -66,11 +66,11 @@ def asks(option: str, metavar: str, about: str, *, at_least: int | None = None) 
 
 
 class WrongUsage(InvalidInput):
-    """What was typed is not to be understood: found before anything was begun, read or written."""
+    """An argument or an option is not valid; raised before anything is started, read or written."""
 
 
 def main() -> None:
-    """Run the command line; what prefect-tune raises on purpose is one message, without a traceback."""
+    """Run the command line; print a `TuneError` as one message, without a traceback."""
     try:
         app()
     except WrongUsage as error:

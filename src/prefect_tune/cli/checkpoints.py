@@ -1,4 +1,4 @@
-"""`checkpoints`, `verify` and `export`: of a training, and of each trial of a search."""
+"""The commands `checkpoints`, `verify` and `export`, for a training and for the trials of a search."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def verify(
     trial: TrialName = None,
     release: Annotated[
         int | None,
-        typer.Option(metavar="STEP", help="Use again what was put aside, if it is whole.", show_default=False),
+        typer.Option(metavar="STEP", help="Reinstate a quarantined checkpoint if it is whole.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of every live checkpoint, and check it."""
+    """Read every live checkpoint, and verify every byte."""
     found: list[_Verified] = []
     with opened(target, experiment) as (store, state):
         trials = _today(store, state, chosen_trials(state, trial))
@@ -75,7 +75,7 @@ def export(
     experiment: ExperimentName,
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", show_default=False)],
     step: Annotated[int | None, typer.Option(help="Which checkpoint. Default: the newest.", show_default=False)] = None,
-    trial: Annotated[str | None, typer.Option(help="Whose. Default: the best trial's.", show_default=False)] = None,
+    trial: Annotated[str | None, typer.Option(help="Trial. Default: the best one.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint to DIRECTORY, which must be new or empty: its files, as the trainable saved them."""
@@ -92,7 +92,7 @@ def export(
     print(f"{named}step {key.step}: in {directory}")
 
 
-# -------------------------------------------------------------------------------------------- which there are
+# ------------------------------------------------------------------------------------------------- selection
 
 
 def _whose(state: Experiment, trial: str | None) -> Trial:
@@ -100,13 +100,13 @@ def _whose(state: Experiment, trial: str | None) -> Trial:
     best = best_of(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
     if best is None:
         raise InvalidInput(
-            f"experiment {state.name!r}: none of its {len(trials)} trials is the best; name one: --trial"
+            f"experiment {state.name!r}: its {len(trials)} trials have no best one; name a trial: --trial"
         )
     return best
 
 
 def _today(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> list[Trial]:
-    """Beside a running search, what the experiment knows of a trial's checkpoints may be minutes old."""
+    """Read each trial's own journal: the experiment's journal may be minutes behind while a search runs."""
     from prefect_tune.core.trial_journal import trial_today
     from prefect_tune.stores.staging import side_by_side
 
@@ -139,7 +139,7 @@ def _chosen(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
 
 
 def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[CheckpointKey, str]]:
-    """Every checkpoint with its standing, oldest first; those put aside are found by their names on the target."""
+    """Return every checkpoint with "live" or "quarantined", oldest first; quarantined ones are listed on the target."""
     from prefect_tune.core.layout import CheckpointKey
 
     live = [(key, "live") for key in _live(state, trial)]
@@ -151,12 +151,12 @@ def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[Che
     return sorted([*live, *aside], key=lambda each: each[0].sequence)
 
 
-# ------------------------------------------------------------------------------------------ what is told of them
+# -------------------------------------------------------------------------------------------------- output
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One checkpoint, as it is printed."""
+    """A row of the output for one checkpoint."""
 
     trial: str
     step: int
@@ -191,7 +191,7 @@ def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
 
 
 def _standing_of_unreadable(store: ObjectStore, key: CheckpointKey, standing: str) -> str:
-    """A running trial may have retired it since its journal was read."""
+    """Return "damaged", or "retired" if a running trial retired it after the journal was read."""
     from prefect_tune.core.stale_reads import is_live_now
 
     if standing != "live":
@@ -214,7 +214,7 @@ def _table(rows: Sequence[_Row], of_search: bool) -> Table:
 
 @dataclass(frozen=True)
 class _Verified:
-    """What reading a checkpoint found."""
+    """The result of verifying one checkpoint."""
 
     trial: str
     step: int
@@ -241,7 +241,7 @@ def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) ->
 
 
 def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int) -> Iterator[_Verified]:
-    """Read the checkpoint that was put aside; only one that is whole is made a checkpoint again."""
+    """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
     from prefect_tune.core.aside import reinstate
     from prefect_tune.core.inspection import read_one
     from prefect_tune.core.stale_reads import current_trial
@@ -257,7 +257,7 @@ def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], st
         else:
             is_there = is_aside(current_trial(store, key.trial, side_by_side=transfers), key)
         if not is_there:
-            raise CheckpointNotFound(f"{key.folder}: was retired meanwhile, and cannot be released")
+            raise CheckpointNotFound(f"{key.folder}: the trial retired it meanwhile, so it cannot be released")
     yield _Verified(key.trial.trial, step, found.size_bytes, found.file_count, found.damage)
 
 
@@ -271,8 +271,8 @@ def _aside(state: Experiment, trials: Sequence[Trial], step: int) -> CheckpointK
     if not found:
         steps = {each.checkpoint.step for trial in trials for each in trial.aside}
         there = ", ".join(map(str, sorted(steps))) or "none"
-        raise CheckpointNotFound(f"experiment {state.name!r}: none of step {step} is put aside; there are: {there}")
+        raise CheckpointNotFound(f"experiment {state.name!r}: step {step} is not quarantined; there are: {there}")
     if len({key.trial for key in found}) > 1:
         names = ", ".join(key.trial.trial for key in found)
-        raise InvalidInput(f"experiment {state.name!r}: trials {names} have one of step {step}; name one: --trial")
+        raise InvalidInput(f"experiment {state.name!r}: trials {names} have step {step} quarantined; name one: --trial")
     return found[-1]

@@ -1,4 +1,4 @@
-"""`gc`: what lies on a target and is needed by nobody."""
+"""The command `gc`: list or delete objects of an experiment that are not needed any more."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def gc(
     target: Target,
     experiment: ExperimentName,
     trial: TrialName = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete it. Otherwise it is only listed.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete. Default: only list.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List what of an experiment nobody needs any more.
+    """List the objects of an experiment that are not needed any more; with --delete, delete them.
 
-    Retired checkpoints, blobs of saves that were cut short, and answers to attempts that are over.
+    Retired checkpoints, blobs of interrupted saves, and answers to attempts that have ended.
 
-    What a checkpoint or a clone refers to is never touched, nor what a save
-    that is under way may still use: it can be run beside a running search.
-    Checkpoints that were put aside stay until the trial retires them: they can be released.
+    Objects that a checkpoint or a clone refers to are kept, and so are those that a
+    running save may use: it is safe beside a running search.
+    Quarantined checkpoints are kept until the trial retires them: they can be released.
     """
     with opened(target, experiment) as (store, state):
         found = list(_found(store, state, chosen_trials(state, trial), deletes=delete))

@@ -1,4 +1,4 @@
-"""`deploy`: the flows as deployments, for forms, schedules and automations; or one experiment as one of its own."""
+"""The command `deploy`: create deployments of the flows, or one deployment for one experiment."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ class _Collision(StrEnum):
 _Flows = Annotated[list[str] | None, typer.Argument(metavar="[FLOW]...", show_default=False)]
 _Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "For the pool's job template.")]
 _Params = Annotated[str | None, asks("--params", "JSON|@FILE", "Parameters, as a JSON object.")]
-_Param = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One of them; the value JSON or text.")]
-_Crons = Annotated[list[str] | None, asks("--cron", "CRON", 'When it runs by itself: "0 2 * * *".')]
+_Param = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")]
+_Crons = Annotated[list[str] | None, asks("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
 
 
 @app.command(rich_help_panel=SEARCH)
 def deploy(
     flows: _Flows = None,
-    work_pool: Annotated[str, asks("--work-pool", "POOL", "Where the runs go; required.")] = "",
-    work_queue: Annotated[str | None, asks("--work-queue", "QUEUE", "Of that pool.")] = None,
-    image: Annotated[str | None, asks("--image", "IMAGE", "The container, with this package in it.")] = None,
+    work_pool: Annotated[str, asks("--work-pool", "POOL", "Work pool of the runs; required.")] = "",
+    work_queue: Annotated[str | None, asks("--work-queue", "QUEUE", "Work queue of that pool.")] = None,
+    image: Annotated[str | None, asks("--image", "IMAGE", "Container image with this package.")] = None,
     job_variables: _Variables = None,
-    prefix: Annotated[str, asks("--prefix", "TEXT", "Before each deployment's name, such as staging-.")] = "",
-    suffix: Annotated[str, asks("--suffix", "TEXT", "After it.")] = "",
+    prefix: Annotated[str, asks("--prefix", "TEXT", "Prefix of each deployment's name, as staging-.")] = "",
+    suffix: Annotated[str, asks("--suffix", "TEXT", "Suffix of each deployment's name.")] = "",
     name: Annotated[str | None, asks("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
     params: _Params = None,
     param: _Param = None,
     cron: _Crons = None,
-    every_seconds: Annotated[float | None, asks("--every-seconds", "S", "How often it runs by itself.")] = None,
-    time_zone: Annotated[str, typer.Option("--timezone", metavar="ZONE", help="Of --cron: Europe/Berlin.")] = "UTC",
+    every_seconds: Annotated[float | None, asks("--every-seconds", "S", "Run it every S seconds.")] = None,
+    time_zone: Annotated[str, typer.Option("--timezone", metavar="ZONE", help="For --cron: Europe/Berlin.")] = "UTC",
     collision: Annotated[
-        _Collision, typer.Option(metavar="WHAT", help="If the last run still goes: cancel-new, or enqueue.")
+        _Collision, typer.Option(metavar="WHAT", help="If the last run is active: cancel-new, or enqueue.")
     ] = _Collision.CANCEL_NEW,
     automations: Annotated[
         bool,
         typer.Option(
-            "--automations/--no-automations", help="Install those that start again what died, and six alerts."
+            "--automations/--no-automations", help="Install automations: restart crashed runs, six alerts."
         ),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Deploy every FLOW, or those named, to a work pool of any kind; with --name, one for one experiment.
 
-    Done again it ends the same.
+    It is idempotent.
 
     prefect-tune deploy --work-pool training
 
@@ -73,7 +73,7 @@ def deploy(
     from prefect_tune.flows.deploying import Pool, deploy
 
     if not work_pool:
-        raise WrongUsage("--work-pool: where are the runs to go? `prefect work-pool ls` says which there are")
+        raise WrongUsage("--work-pool: expected a work pool for the runs; `prefect work-pool ls` lists them")
     variables = {**(values_from(job_variables or (), "--job-variable") or {}), **({"image": image} if image else {})}
     asked = {**_given(params), **(values_from(param or (), "--param") or {})}
     schedules = _schedules(cron or (), every_seconds, time_zone)
@@ -87,7 +87,7 @@ def deploy(
         installed = _automations() if automations else []
     except TuneError as error:
         _say(done, (), work_pool, as_json=as_json)
-        raise TuneError(f"{error}; the deployments are made all the same: --no-automations does without") from error
+        raise TuneError(f"{error}; the deployments are made: --no-automations skips the automations") from error
     _say(done, installed, work_pool, as_json=as_json)
 
 
@@ -117,7 +117,7 @@ def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str)
 def _require_nothing_of_one(asked: Mapping[str, Any], schedules: object) -> None:
     if asked or schedules:
         raise WrongUsage(
-            "--params, --param, --cron and --every-seconds belong to a deployment of its own: say which FLOW, and "
+            "--params, --param, --cron and --every-seconds need one FLOW and "
             "--name NAME"
         )
 
@@ -138,7 +138,7 @@ def _of_one(
     from prefect_tune.flows.deployments import named, of_one_experiment
 
     if len(flows) != 1:
-        raise WrongUsage(f"--name {name}: say of which one FLOW, as in: prefect-tune deploy tune --name {name}")
+        raise WrongUsage(f"--name {name}: expected one FLOW, as in: prefect-tune deploy tune --name {name}")
     return of_one_experiment(named(flows)[0], name, asked, schedules, collision.value)
 
 
@@ -159,4 +159,4 @@ def _say(done: Sequence[Deployed], installed: Sequence[str], pool: str, *, as_js
             print(f"         runs at {schedule}")
     for automation in installed:
         print(f"automation  {automation}")
-    print(f"work pool {pool!r}: runs begin once a worker serves it: prefect worker start --pool {pool}")
+    print(f"work pool {pool!r}: runs start when a worker serves it: prefect worker start --pool {pool}")

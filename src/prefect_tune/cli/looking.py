@@ -1,4 +1,4 @@
-"""What lies on a target, for whoever only looks: nothing is written, not even a missing folder."""
+"""Open a target and load an experiment for reading only; not even a missing folder is created."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 def place_at(target: str) -> StorageTarget:
-    """Return the target, which is not made where it is missing."""
+    """Return the target; it is not created if it is missing."""
     from prefect_tune.blocks import resolve_existing
 
     return resolve_existing(target)
@@ -29,17 +29,17 @@ def place_at(target: str) -> StorageTarget:
 
 @contextmanager
 def looked_at(target: str) -> Iterator[ObjectStore]:
-    """Open a target to look at it."""
+    """Open a target for reading."""
     with place_at(target).open(timeout=_TIMEOUT) as store:
         yield store
 
 
 @contextmanager
 def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
-    """Open a target to look at an experiment.
+    """Open a target for reading, and load an experiment.
 
     Raises:
-        InvalidInput: there is none of this name.
+        InvalidInput: there is no experiment of this name.
     """
     from prefect_tune.core.journal import load
     from prefect_tune.stores.staging import side_by_side
@@ -52,10 +52,10 @@ def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experime
 
 
 def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
-    """Return the trial that was named, or all.
+    """Return the trial named `trial`, or all trials if it is None.
 
     Raises:
-        InvalidInput: there is none of this name.
+        InvalidInput: there is no trial of this name.
     """
     if trial is None:
         return list(state.trials.values())

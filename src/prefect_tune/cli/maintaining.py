@@ -1,4 +1,4 @@
-"""`maintain`: the flow of this name, in this process."""
+"""The command `maintain`: run the flow `maintain` in this process."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def maintain(
         list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Names or patterns.", show_default=False)
     ] = None,
     verify: Annotated[
-        Literal["sample", "all", "none"], typer.Option(help="Which checkpoints are read and checked.")
+        Literal["sample", "all", "none"], typer.Option(help="Which checkpoints to verify.")
     ] = "sample",
     keep_last: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Prune finished experiments to the last N.", show_default=False),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Look, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only; change nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Verify, put aside what is damaged, delete what nobody needs; beside running experiments too.
+    """Verify checkpoints, quarantine damaged ones, delete unneeded objects; safe beside running experiments.
 
-    Ends with 4 where it found damage that no run before it told of.
+    Exits with 4 if it found damage that no earlier run reported.
     """
     import prefect_tune as pt
 

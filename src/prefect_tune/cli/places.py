@@ -1,4 +1,4 @@
-"""Commands around the places where bytes live, and the demo."""
+"""The commands `blocks register`, `blocks check` and `demo`."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from prefect_tune.cli.app import START, AsJson, Target, app
 
 __all__ = ["blocks"]
 
-blocks = typer.Typer(help="The blocks that say where bytes live.", no_args_is_help=True)
+blocks = typer.Typer(help="The blocks that describe storage targets.", no_args_is_help=True)
 app.add_typer(blocks, name="blocks", rich_help_panel=START)
 
 
 @app.command(rich_help_panel=START)
 def demo(
-    target: Annotated[str | None, typer.Option(help="Where to keep the bytes. Default: a temporary folder.")] = None,
-    steps: Annotated[int, typer.Option(min=4, help="Steps of training in each run.")] = 24,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep what was written.")] = False,
+    target: Annotated[str | None, typer.Option(help="Target of the demo. Default: a temporary folder.")] = None,
+    steps: Annotated[int, typer.Option(min=4, help="Training steps of each run.")] = 24,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the files it writes.")] = False,
 ) -> None:
-    """Train, be killed in the middle of an upload, resume, and compare, bit for bit."""
+    """Train, kill the run in the middle of an upload, resume it, and compare the results bit for bit."""
     from rich.console import Console
 
     from prefect_tune.demo.story import DemoOptions, run_demo
 
-    os.environ.setdefault("DO_NOT_TRACK", "1")  # a demo sends nothing to anybody, and Prefect need not announce it
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a demo
     if not run_demo(DemoOptions(target=target, steps=steps, keep=keep), Console(highlight=False)):
         raise typer.Exit(1)
 
 
 @blocks.command("register")
 def register_blocks() -> None:
-    """Make the blocks known to your Prefect server, so that they can be filled in in its UI."""
+    """Register the block types with your Prefect server, so that its UI has their forms."""
     from prefect_tune import blocks as room
     from prefect_tune.flows.server import or_said
 
@@ -49,7 +49,7 @@ def register_blocks() -> None:
 
 @blocks.command("check")
 def check_target(target: Target, as_json: AsJson = False) -> None:
-    """Write, read back, list and delete a probe, and say in one line whether TARGET can be trusted."""
+    """Write, read, list and delete a test object, and print in one line whether TARGET works."""
     from prefect_tune.blocks import resolve_target
 
     found = resolve_target(target).check()

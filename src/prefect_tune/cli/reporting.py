@@ -1,4 +1,4 @@
-"""`report`: an experiment on one page."""
+"""The command `report`: a report of one experiment on one page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 _FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
 _FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
-"""What is written into a file, by its ending."""
+"""The format of the output file, by its ending."""
 
 
 @app.command(rich_help_panel=LOOK)
@@ -36,9 +36,9 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one page about an experiment, as in the Prefect UI: the best trial, charts, all trials, errors, cost.
+    """Write a report of an experiment, as in the Prefect UI: the best trial, charts, all trials, errors, cost.
 
-    A file that ends in .html holds everything in itself, and is light or dark as its reader likes it.
+    An .html file is self-contained, and light or dark as the reader's browser prefers.
     """
     form = _form_of(output, as_json=as_json)
     written = _written(_material(target, experiment), as_json=as_json, as_html=form == "HTML")
@@ -56,7 +56,7 @@ def _form_of(output: Path | None, *, as_json: bool) -> str:
     ending = output.suffix.lower() if output is not None else ""
     forms = _FORMS_OF_JSON if as_json else _FORMS
     if ending not in forms:
-        hint = "; for JSON say --json" if ending == ".json" else ""
+        hint = "; for JSON use --json" if ending == ".json" else ""
         endings = " or ".join(filter(None, forms))
         raise InvalidInput(f"--output {output}: expected a file that ends in {endings}{hint}")
     return forms[ending]

@@ -1,4 +1,4 @@
-"""`run` and `resume`: searches from a command line, as flow runs in this process."""
+"""The commands `run` and `resume`: run or resume a search as a flow run in this process."""
 
 from __future__ import annotations
 
@@ -52,36 +52,36 @@ class _OnCodeChange(StrEnum):
     REFUSE = "refuse"
 
 
-_Where = Annotated[str, asks("--target", "TARGET", "Where it lives, or will.")]
-_Stop = Annotated[list[str] | None, asks("--stop", "step=N", "When a trial has had enough; or MODULE:NAME.")]
-_Space = Annotated[Path | None, asks("--space", "FILE", "The space, as JSON or YAML.")]
+_Where = Annotated[str, asks("--target", "TARGET", "Storage of the experiment.")]
+_Stop = Annotated[list[str] | None, asks("--stop", "step=N", "When a trial stops; or MODULE:NAME.")]
+_Space = Annotated[Path | None, asks("--space", "FILE", "The search space, as JSON or YAML.")]
 _Set = Annotated[list[str] | None, asks("--set", "NAME=VALUE", "A parameter, such as x=3, n=choice(1,2).")]
 _AtOnce = Annotated[
-    int | None, asks("--max-concurrent-trials", "N", "How many train at once. Default: one per processor.")
+    int | None, asks("--max-concurrent-trials", "N", "Trials at once. Default: one per CPU.")
 ]
-_Budget = Annotated[float | None, asks("--time-budget-seconds", "S", "After so long all save and end, resumable.")]
+_Budget = Annotated[float | None, asks("--time-budget-seconds", "S", "After S all save and end, resumable.")]
 _Scheduler = Annotated[str | None, asks("--scheduler", "JSON", 'Such as {"ASHA": {"max_t": 81}}.')]
 _Search = Annotated[str | None, asks("--search", "JSON", "Likewise. Default: random and grid search.")]
 _Samples = Annotated[
     int | None, asks("--num-samples", "N", "Trials; of a grid: of each point. Default: 10; grid alone: 1.", at_least=1)
 ]
-_MoreSamples = Annotated[int | None, asks("--samples-per-run", "N", "Instead: so many more than before.", at_least=1)]
-_Heard = Annotated[list[str] | None, asks("--callback", "MODULE:NAME", "Who hears of the trials.")]
+_MoreSamples = Annotated[int | None, asks("--samples-per-run", "N", "Instead: N more than before.", at_least=1)]
+_Heard = Annotated[list[str] | None, asks("--callback", "MODULE:NAME", "A callback for the search.")]
 _Every = Annotated[int | None, asks("--checkpoint-every", "STEPS", "Default: every 60 s, and at the end.", at_least=1)]
-_Kept = Annotated[int | None, asks("--keep-last", "N", "Checkpoints of a trial that stay. Default: all.", at_least=1)]
-_Failures = Annotated[int, asks("--max-failures", "N", "How often failed code is tried again. Default: 0.", at_least=0)]
+_Kept = Annotated[int | None, asks("--keep-last", "N", "Checkpoints to keep per trial. Default: all.", at_least=1)]
+_Failures = Annotated[int, asks("--max-failures", "N", "Retries of code that failed. Default: 0.", at_least=0)]
 _Runs = Annotated[_Trials, typer.Option(metavar="WHERE", help="tasks of this run, or deployment: a flow run each.")]
 _Deployment = Annotated[str, asks("--trial-deployment", "NAME", "For --trials deployment.")]
-_Resources = Annotated[list[str] | None, asks("--resource", "NAME=N", "Each trial's own, as gpu=0.5 or cpu=2.")]
+_Resources = Annotated[list[str] | None, asks("--resource", "NAME=N", "Per trial, as gpu=0.5 or cpu=2.")]
 _Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "For each run of the deployment.")]
-_Tags = Annotated[list[str] | None, asks("--tag", "TAG", "Of each attempt's run; Prefect's tag limits hold.")]
-_Limits = Annotated[list[str] | None, asks("--concurrency-limit", "NAME", "A global limit; each attempt waits for it.")]
-_Grace = Annotated[float, asks("--grace-period-seconds", "S", "To save in, once it is told to end. Default: 25.")]
+_Tags = Annotated[list[str] | None, asks("--tag", "TAG", "Tag of each task run, for Prefect's tag limits.")]
+_Limits = Annotated[list[str] | None, asks("--concurrency-limit", "NAME", "Global limit that each attempt waits for.")]
+_Grace = Annotated[float, asks("--grace-period-seconds", "S", "Time to save after a stop signal. Default: 25.")]
 _Silence = Annotated[
-    float | None, asks("--silence-timeout-seconds", "S", "Silent for so long, a trial is started again.")
+    float | None, asks("--silence-timeout-seconds", "S", "Restart a trial after S of silence.")
 ]
-_Beginning = Annotated[_Resume, typer.Option(metavar="HOW", help="auto, must (be there), or never (go on).")]
-_Changed = Annotated[_OnCodeChange, typer.Option(metavar="WHAT", help="warn, or refuse to go on with other source.")]
+_Beginning = Annotated[_Resume, typer.Option(metavar="HOW", help="auto; must: it exists; never: it is new.")]
+_Changed = Annotated[_OnCodeChange, typer.Option(metavar="WHAT", help="If the source changed: warn, or refuse.")]
 _In = Annotated[_Isolation, typer.Option(metavar="WHAT", help="process of its own, or thread.")]
 
 
@@ -89,24 +89,24 @@ _In = Annotated[_Isolation, typer.Option(metavar="WHAT", help="process of its ow
 def run(
     trainable: Annotated[str, typer.Argument(metavar="MODULE:NAME", show_default=False)],
     target: _Where,
-    experiment: Annotated[str, asks("--experiment", "EXPERIMENT", "Its name there.")],
+    experiment: Annotated[str, asks("--experiment", "EXPERIMENT", "Name of the experiment.")],
     space: _Space = None,
     settings: _Set = None,
-    metric: Annotated[list[str] | None, asks("--metric", "NAME", "What trials are compared by.")] = None,
-    mode: Annotated[list[_Mode] | None, asks("--mode", "min|max", "Which metric is good. Default: min.")] = None,
+    metric: Annotated[list[str] | None, asks("--metric", "NAME", "The metric that compares trials.")] = None,
+    mode: Annotated[list[_Mode] | None, asks("--mode", "min|max", "Direction of the metric. Default: min.")] = None,
     num_samples: _Samples = None,
     samples_per_run: _MoreSamples = None,
     scheduler: _Scheduler = None,
     search: _Search = None,
     warm_start: Annotated[list[str] | None, asks("--warm-start", "NAME", "Learn from this experiment.")] = None,
-    seed: Annotated[int | None, asks("--seed", "N", "What all draws hang on. Default: EXPERIMENT's name.")] = None,
+    seed: Annotated[int | None, asks("--seed", "N", "Seed of all draws. Default: from EXPERIMENT.")] = None,
     stop: _Stop = None,
     max_concurrent_trials: _AtOnce = None,
     time_budget_seconds: _Budget = None,
     checkpoint_every: _Every = None,
     keep_last: _Kept = None,
     max_failures: _Failures = 0,
-    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End at the first trial that errors.")] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that errors.")] = False,
     callbacks: _Heard = None,
     trials: _Runs = _Trials.TASKS,
     trial_deployment: _Deployment = "train-trial/train-trial",
@@ -121,7 +121,7 @@ def run(
     on_code_change: _Changed = _OnCodeChange.WARN,
     as_json: AsJson = False,
 ) -> None:
-    """Search a space for the best configuration of MODULE:NAME; go on where an earlier run of EXPERIMENT ended.
+    """Search a space for the best configuration of MODULE:NAME; resume EXPERIMENT if it exists.
 
     For example:
 
@@ -139,11 +139,11 @@ def run(
 def resume(
     target: Target,
     experiment: ExperimentName,
-    fork: Annotated[str | None, asks("--fork", "NAME", "Leave EXPERIMENT as it is: go on under this name.")] = None,
-    at: Annotated[int | None, asks("--at", "ENTRY", "Fork from this entry of its journal. Default: the last.")] = None,
-    rerun_errored: Annotated[bool, typer.Option("--rerun-errored", help="Try errored trials again.")] = False,
-    only_errored: Annotated[bool, typer.Option("--only-errored", help="Try those again, and do no more.")] = False,
-    num_samples: Annotated[int | None, asks("--num-samples", "N", "In all; more than before.", at_least=1)] = None,
+    fork: Annotated[str | None, asks("--fork", "NAME", "Resume a copy of EXPERIMENT under this name.")] = None,
+    at: Annotated[int | None, asks("--at", "ENTRY", "Fork at this journal entry. Default: the last.")] = None,
+    rerun_errored: Annotated[bool, typer.Option("--rerun-errored", help="Retry errored trials.")] = False,
+    only_errored: Annotated[bool, typer.Option("--only-errored", help="Retry those, and nothing else.")] = False,
+    num_samples: Annotated[int | None, asks("--num-samples", "N", "Trials in all; more than before.", at_least=1)] = None,
     samples_per_run: _MoreSamples = None,
     stop: _Stop = None,
     space: _Space = None,
@@ -151,17 +151,17 @@ def resume(
     max_concurrent_trials: _AtOnce = None,
     time_budget_seconds: _Budget = None,
     trainable: Annotated[
-        str | None, asks("--trainable", "MODULE:NAME", "In place of the journal's; on a bucket, to allow it.")
+        str | None, asks("--trainable", "MODULE:NAME", "Replaces the journal's; needed on a bucket.")
     ] = None,
     scheduler: _Scheduler = None,
     search: _Search = None,
     callbacks: _Heard = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with the search EXPERIMENT as its journal describes it; what is given here is changed.
+    """Resume the search EXPERIMENT with the settings in its journal; options given here replace them.
 
-    Nothing is ever started afresh.
-    A space given here takes the place of the whole earlier one.
+    It never starts a new experiment.
+    A space given here replaces the whole earlier one.
     """
     asked: dict[str, Any] = {
         "target": target,
@@ -184,10 +184,10 @@ def resume(
 
 
 def _understood(asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Find out what is misspelt before a server is asked for anything; return what was asked.
+    """Check the trainable, scheduler, search and stop before a server is used; return `asked` unchanged.
 
     Raises:
-        WrongUsage: something is.
+        WrongUsage: one of them is not valid.
     """
     from prefect_tune.flows.request import stopper_for, valid_trainable
     from prefect_tune.flows.spelled import scheduler_from, search_from
@@ -255,17 +255,17 @@ def _policies(checkpoint_every: int | None, keep_last: int | None, max_failures:
 
 
 def _again(target: str, experiment: str, trainable: str | None) -> str:
-    """Return the command that goes on; it names the trainable, since a bucket's journal alone may not."""
+    """Return the command that resumes; it names the trainable, which a journal on a bucket may not choose."""
     named = ["--trainable", trainable] if trainable else []
     return shlex.join(["prefect-tune", "resume", target, experiment, *named])
 
 
 def _searched(search: Callable[[], Results], again: str, *, as_json: bool) -> None:
-    """Search, print how it stands then, and end with 3 if trials errored. `again` is the command that goes on."""
+    """Search, print the results, and exit with 3 if trials errored. `again` is the command that resumes."""
     from prefect_tune.cli.standing import show_search
 
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file that lies here
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file in this folder
     with _told(again):
         results = search()
     show_search(results.experiment, as_json=as_json)
@@ -275,7 +275,7 @@ def _searched(search: Callable[[], Results], again: str, *, as_json: bool) -> No
 
 @contextmanager
 def _told(again: str) -> Iterator[None]:
-    """Say in one line what ended a search from outside, and how it goes on."""
+    """Print an interrupt and Prefect's errors as one line; after an interrupt, with the command that resumes."""
     import httpx
     from prefect.exceptions import PrefectException, TerminationSignal
     from pydantic import ValidationError
@@ -299,7 +299,7 @@ def _told(again: str) -> Iterator[None]:
 
 @contextmanager
 def _without_traces() -> Iterator[None]:
-    """Have Prefect log no trace of what `main` tells in one line; the flow run's state tells it too."""
+    """Keep tracebacks of `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
 
     def says_more(record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))

@@ -1,4 +1,4 @@
-"""Values as a user writes them on a command line or in a file: spaces, stop criteria, schedulers."""
+"""Parse spaces, stop criteria, schedulers and settings from command line options and files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _RANGES = frozenset({"uniform", "loguniform", "randint", "lograndint", "randn"})
 _DOMAINS = _CHOICES | _RANGES | {f"q{name}" for name in _RANGES}
 _TORN = re.compile(rf"\s*({'|'.join(_DOMAINS)})\s*[(\[{{]")
 _NOT_PLAIN = re.compile(r"""["'()\[\]{}]""")
-_QUOTED = "; for a text write it in quotes: '\"...\"'"
+_QUOTED = "; write a text in quotes: '\"...\"'"
 
 
 def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
-    """Return the space as JSON: that of a file, with each `name=value` set in it; `model.depth=3` is set in `model`.
+    """Return the space as JSON: the file's, with each `name=value` set in it; `model.depth=3` sets it in `model`.
 
     Raises:
-        WrongUsage: a file cannot be read, or a setting is none.
+        WrongUsage: the file cannot be read, or a setting is not valid.
     """
     space = _read(file) if file else {}
     for setting in settings:
@@ -38,7 +38,7 @@ def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
         for each in above:
             within = within.setdefault(each, {})
             if not isinstance(within, dict):
-                raise WrongUsage(f"--set {setting!r}: {each!r} is no object")
+                raise WrongUsage(f"--set {setting!r}: expected {each!r} to be an object, found a value")
         within[last] = _value(text, setting)
     return space
 
@@ -55,10 +55,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def object_from(text: str, where: str) -> dict[str, Any]:
-    """Return the object that `text` is in JSON.
+    """Parse `text` as a JSON object.
 
     Raises:
-        WrongUsage: it is none.
+        WrongUsage: it is not a JSON object.
     """
     found = _json(text, where)
     if isinstance(found, dict):
@@ -70,11 +70,11 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise WrongUsage(f"{where}: is no JSON: {error}") from error
+        raise WrongUsage(f"{where}: not valid JSON: {error}") from error
 
 
 def _yaml(text: str, file: Path) -> Any:
-    """As YAML 1.2 reads it, where 1e-4 is a number."""
+    """Parse YAML with the floats of YAML 1.2, where 1e-4 is a number."""
     import yaml
 
     loader: Any = type("Loader", (yaml.SafeLoader,), {})  # of its own: a resolver stays with the class
@@ -82,18 +82,18 @@ def _yaml(text: str, file: Path) -> Any:
     try:
         return yaml.load(text, loader)  # noqa: S506  it is a SafeLoader
     except yaml.YAMLError as error:
-        raise WrongUsage(f"--space {file}: is no YAML: {' '.join(str(error).split())}") from error
+        raise WrongUsage(f"--space {file}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _value(text: str, setting: str) -> Any:
     call = _CALL.fullmatch(text.strip())
     if call is None:
         if torn := _TORN.match(text):
-            raise WrongUsage(f"--set {setting!r}: begins as {torn[1]}(...) does, and is none{_QUOTED}")
+            raise WrongUsage(f"--set {setting!r}: expected {torn[1]}(...) with its closing bracket{_QUOTED}")
         return _plain(text)
     name, arguments = call[1], _arguments(call[2], setting)
     if name not in _DOMAINS:
-        raise WrongUsage(f"--set {setting!r}: {name!r} is no domain{_QUOTED}")
+        raise WrongUsage(f"--set {setting!r}: unknown distribution {name!r}{_QUOTED}")
     is_list = name in _CHOICES and len(arguments) == 1 and isinstance(arguments[0], list)
     return {name: arguments[0] if is_list else arguments}
 
@@ -116,10 +116,10 @@ def _plain(text: str) -> Any:
 
 
 def stop_from(criteria: Sequence[str]) -> str | dict[str, Any] | None:
-    """Return what `step=100` says, of several whatever comes first; `package.module:Name`, as it is; JSON, as it says.
+    """Parse stop criteria: `step=100` (of several, the first one reached stops), `package.module:Name`, or JSON.
 
     Raises:
-        WrongUsage: it is none of them.
+        WrongUsage: a criterion is none of these.
     """
     match criteria:
         case [text] if text.lstrip().startswith("{"):
@@ -131,10 +131,10 @@ def stop_from(criteria: Sequence[str]) -> str | dict[str, Any] | None:
 
 
 def numbers_from(settings: Sequence[str], option: str, expected: str = "name=number") -> dict[str, float] | None:
-    """Return what `name=number` says, all of them together; None of nothing.
+    """Parse `name=number` settings into one dict; None if there are none.
 
     Raises:
-        WrongUsage: one says something else.
+        WrongUsage: a setting is not of this form.
     """
     for setting in settings:
         found = _plain(setting.partition("=")[2])
@@ -144,10 +144,10 @@ def numbers_from(settings: Sequence[str], option: str, expected: str = "name=num
 
 
 def values_from(settings: Sequence[str], option: str, expected: str = "name=value") -> dict[str, Any] | None:
-    """Return what `name=value` says, all of them together, each value as JSON or a text; None of nothing.
+    """Parse `name=value` settings into one dict, each value as JSON or else as text; None if there are none.
 
     Raises:
-        WrongUsage: one says something else.
+        WrongUsage: a setting is not of this form.
     """
     found: dict[str, Any] = {}
     for setting in settings:
@@ -159,7 +159,7 @@ def values_from(settings: Sequence[str], option: str, expected: str = "name=valu
 
 
 def spelling_from(text: str | None, option: str) -> str | Mapping[str, Any] | None:
-    """Return a scheduler or a search as JSON spells it; a name alone is one with its defaults."""
+    """Parse a scheduler or a search from JSON; a name alone stands for its defaults."""
     if text is None or not text.lstrip().startswith("{"):
         return text
     found = _json(text, option)

@@ -1,4 +1,4 @@
-"""`ls` and `show`: how experiments stand."""
+"""The commands `ls` and `show`: the status of experiments and trials."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ERRORS_SHOWN = 5
 
 @app.command("ls", rich_help_panel=LOOK)
 def list_experiments(target: Target, as_json: AsJson = False) -> None:
-    """List the experiments on TARGET: their trials, the best of them, and when they were last written."""
+    """List the experiments on TARGET: their trials, the best trial, and the time of the last journal entry."""
     with looked_at(target) as store:
         rows = list(_experiments(store))
     if as_json:
@@ -51,7 +51,7 @@ def list_experiments(target: Target, as_json: AsJson = False) -> None:
 
 @app.command(rich_help_panel=LOOK)
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
-    """Show how an experiment stands: its trials, the best one first, or all that is known of one."""
+    """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
     with opened(target, experiment) as (_, state):
         pass
     if is_search(state) and trial is None:
@@ -70,7 +70,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
 
 @dataclass(frozen=True)
 class _Listed:
-    """An experiment, as it is printed."""
+    """A row of the output for one experiment."""
 
     experiment: str
     kind: str
@@ -123,7 +123,7 @@ def _experiments_table(rows: Sequence[_Listed]) -> Table:
 
 
 def show_search(state: Experiment, *, as_json: bool) -> None:
-    """Print a search: what it is, and its trials, the best one first."""
+    """Print a search: its settings, and its trials, the best one first."""
     objective = objective_in(state.settings)
     trials = best_first(list(state.trials.values()), objective)
     about = {
@@ -141,7 +141,7 @@ def show_search(state: Experiment, *, as_json: bool) -> None:
     metrics = objective.metrics if objective else ()
     shown(facts_table(_head(state, about)), "", trials_table(trials[:_TRIALS_SHOWN], metrics))
     if len(trials) > _TRIALS_SHOWN:
-        shown(f"and {len(trials) - _TRIALS_SHOWN} more; --json tells all")
+        shown(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
     _show_errors(trials)
 
 
@@ -165,7 +165,7 @@ def _show_errors(trials: Sequence[Trial]) -> None:
             table.add_row(*plain((each.trial, first_line(each.reason))))
         shown("", table)
     if len(errored) > _ERRORS_SHOWN:
-        shown(f"and {len(errored) - _ERRORS_SHOWN} more errored; --json tells all")
+        shown(f"and {len(errored) - _ERRORS_SHOWN} more errored; --json prints all")
 
 
 def _facts(trial: Trial) -> dict[str, object]:

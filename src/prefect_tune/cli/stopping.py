@@ -1,4 +1,4 @@
-"""`stop`: a trial or a whole search, from another terminal or another machine."""
+"""The command `stop`: stop a trial or a whole search, from another terminal or machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def stop(
     target: Target,
     experiment: ExperimentName,
     trial: TrialName = None,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for the journal.", show_default=False)] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, for the journal.", show_default=False)] = "",
     wait_seconds: Annotated[
-        float, typer.Option(min=0, metavar="S", help="How long to wait for its end; 0: ask only.")
+        float, typer.Option(min=0, metavar="S", help="How long to wait for the end; 0: do not wait.")
     ] = 60,
     as_json: AsJson = False,
 ) -> None:
-    """Have a running search save and end, resumable; or one trial of it, which is finished then.
+    """Make a running search save and end, resumable; with --trial, end one trial of it for good.
 
-    Whoever runs the search looks on TARGET every few seconds. Ends with 1 where nobody has answered.
+    The search checks TARGET for requests every few seconds. Exits with 1 if it has not answered.
     """
     from prefect_tune.flows.stop import stop as asked
 

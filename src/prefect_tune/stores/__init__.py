@@ -1,1 +1,1 @@
-"""Bytes in motion: the places where objects lie, without Prefect."""
+"""Object stores, and the transfer of files between them and local directories; independent of Prefect."""

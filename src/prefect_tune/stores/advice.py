@@ -1,4 +1,4 @@
-"""What became of the attributes that checkpoints had in older APIs, each with an example to copy."""
+"""Hints for attributes of Ray's older checkpoint APIs: what replaces each, with an example to copy."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ _INSTEAD: Mapping[str, tuple[str, str]] = {
     "to_bytes": ("a checkpoint is a directory: read the bytes from a file in it", _READ_BYTES),
     "get_internal_representation": ("a checkpoint is a directory, and nothing else: open it", _READ_BYTES),
     "from_uri": ("the constructor takes URIs", _OPEN_A_URI),
-    "to_uri": ("what is reported is uploaded to the target", _SEND_TO_A_TARGET),
-    "uri": ("where it lies is told by its path and its file system", _SHOW_WHERE),
-    "get_preprocessor": ("what belongs to a checkpoint beside its files is metadata", _READ_A_PREPROCESSOR),
-    "set_preprocessor": ("what belongs to a checkpoint beside its files is metadata", _SAY_A_PREPROCESSOR),
+    "to_uri": ("a reported checkpoint is uploaded to the target", _SEND_TO_A_TARGET),
+    "uri": ("its path and its file system name the location", _SHOW_WHERE),
+    "get_preprocessor": ("values that belong to a checkpoint beside its files are metadata", _READ_A_PREPROCESSOR),
+    "set_preprocessor": ("values that belong to a checkpoint beside its files are metadata", _SAY_A_PREPROCESSOR),
 }
 
 

@@ -1,4 +1,4 @@
-"""Whatever pyarrow or fsspec can open, for one runner at a time."""
+"""An object store on any file system that pyarrow or fsspec can open; safe for one writer at a time."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _BUCKETS = _WHOLE_OR_NOTHING | {
 class ArrowStore:
     """An `ObjectStore` below the folder `root` of a pyarrow file system.
 
-    `create` looks, writes and reads back, which is not atomic between processes: one runner only. Elsewhere
-    than on an object storage an object is written under a hidden name and moved, so that a write which
-    fails half-way leaves no object. No write is believed before the target has shown its size.
+    `create` checks, writes and reads back, which is not atomic between processes: only one process may write.
+    On a file system that is not an object storage, an object is written under a hidden name and then moved, so
+    that a failed write leaves no partial object. Every write compares the size that the target then shows.
 
-    The deadline is looked at between calls: one that hangs is ended only from outside, by `IsolatedStore`.
+    The deadline is checked between calls. A call that hangs can only be ended by `IsolatedStore`, from outside.
     """
 
     def __init__(self, filesystem: arrow.FileSystem, root: str, *, deadline: Deadline | None = None) -> None:
@@ -51,7 +51,7 @@ class ArrowStore:
         self._is_whole_or_nothing = filesystem.type_name in _WHOLE_OR_NOTHING
         self._root_was_seen = False
         self._has_swept = False
-        # fsspec's own delete takes "?" and "*" in a name for a pattern, and its cached listings for the truth.
+        # fsspec's own delete reads "?" and "*" in a name as a pattern, and trusts its cached listings.
         handler = getattr(filesystem, "handler", None)
         self._fsspec = getattr(handler, "fs", None)
 
@@ -60,31 +60,31 @@ class ArrowStore:
         return False
 
     def make_root(self) -> None:
-        """Make the root folder. Done already is fine; a bucket is never made."""
+        """Create the root folder if it is missing. A bucket is never created."""
         if self._filesystem.type_name not in _BUCKETS and self._root:
             with self._told(f"making {self._root}"):
                 self._filesystem.create_dir(self._root, recursive=True)
 
     def create(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.create`; atomic only while no other process writes."""
+        """See `ObjectStore.create`. Atomic only while no other process writes."""
         place = f"{self._filesystem.type_name} {self._full(path)}"
         with one_at_a_time(place, f"create of {path!r}", self._deadline):
             self._create(path, data)
 
     def _create(self, path: str, data: Buffer) -> None:
         if self.size(path) is not None:
-            raise AlreadyExists(f"{path}: something is there already")
+            raise AlreadyExists(f"{path}: an object with this name exists already")
         staged = self._staged(path, data, f"create of {path!r}")
         try:
             self._publish(staged, path, data, f"create of {path!r}")
             found = self.read(path)
         except (StoreUnavailable, ObjectNotFound) as error:
-            raise CommitUnknown(f"{error}; it may have been written: read it back") from error
+            raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
         if bytes(found) != bytes(data):
-            raise AlreadyExists(f"{path}: holds another writer's bytes, though there must not be another writer")
+            raise AlreadyExists(f"{path}: another writer wrote other bytes; this target is safe for one writer only")
 
     def put(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.put`. What is there with the same size is left alone."""
+        """See `ObjectStore.put`. An existing object of the same size is not written again."""
         if self.size(path) == memoryview(data).nbytes:
             return
         staged = self._staged(path, data, f"put of {path!r}")
@@ -103,7 +103,7 @@ class ArrowStore:
                 found = memoryview(file.read_buffer(max(0, end - offset)))
         except (StoreUnavailable, StoreRefused):
             if self.size(path) is None:
-                raise ObjectNotFound(f"{path}: nothing there in {self._root}") from None
+                raise ObjectNotFound(f"{path}: no such object in {self._root}") from None
             raise
         if len(found) < end - offset:
             raise StoreUnavailable(f"{what}: expected {end - offset} bytes, got {len(found)}")
@@ -160,7 +160,7 @@ class ArrowStore:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Tell whatever the client raises as a store's error."""
+        """Raise every error of the client as an error of the store; check the deadline first."""
         where = f"{what} in {self._root or '/'}"
         self._deadline.check(where)
         try:
@@ -180,7 +180,7 @@ class ArrowStore:
         return info.size if info.type == arrow.FileType.File else None
 
     def _check_root(self, what: str) -> None:
-        """Tell "it is not there" from "nothing is": an unmounted folder, a bucket that is gone."""
+        """Raise if the root itself is missing (an unmounted folder, a deleted bucket) rather than one object."""
         if self._root_was_seen or not self._root:
             return
         is_bucket = self._filesystem.type_name in _BUCKETS
@@ -190,7 +190,7 @@ class ArrowStore:
         if kind == arrow.FileType.NotFound and is_bucket:
             raise StoreRefused(f"{what}: there is no bucket {root!r}: create it, or correct its name")
         if kind == arrow.FileType.NotFound:
-            raise StoreUnavailable(f"{what}: the root {root!r} itself is not there, so nothing is known; make it")
+            raise StoreUnavailable(f"{what}: the root {root!r} does not exist: create it, or mount what holds it")
         self._root_was_seen = True
 
     def _write(self, full: str, data: Buffer) -> str:
@@ -203,7 +203,7 @@ class ArrowStore:
             try:
                 stream.write(memoryview(data).cast("B") if size_bytes else b"")
             finally:
-                stream.close()  # it would be closed anyway, and what it wrote so far made an object of
+                stream.close()  # pyarrow closes it in any case, and makes an object of the bytes so far
             self._check_size(full, size_bytes)
         except Exception:
             self._discard(full, size_bytes)
@@ -213,19 +213,19 @@ class ArrowStore:
     def _check_size(self, full: str, size_bytes: int) -> None:
         found = self._size_of(full)
         if found != size_bytes:
-            there = "nothing" if found is None else f"{found} bytes"
+            there = "no object" if found is None else f"{found} bytes"
             raise StoreUnavailable(
                 f"{full}: sent {size_bytes} bytes and the client reported success, but the target has {there}"
             )
 
     def _discard(self, full: str, size_bytes: int) -> None:
-        """Remove what a failed write may have left, but not a whole object."""
-        with suppress(Exception):  # the failure itself is being raised; a wrong size is healed by the next put
+        """Remove the partial object that a failed write may have left; keep a complete one."""
+        with suppress(Exception):  # the write's own error is raised; the next put replaces a partial object
             if self._size_of(full) not in (None, size_bytes):
                 self._remove(full)
 
     def _staged(self, path: str, data: Buffer, what: str) -> str:
-        """Return where `data` lies whole under a hidden name; `path` itself where there is no such step."""
+        """Write `data` under a hidden name and return it; on an object storage return the full `path`."""
         if self._is_whole_or_nothing:
             return self._full(path)
         with self._told(what):
@@ -241,12 +241,12 @@ class ArrowStore:
                 return
             self._filesystem.create_dir(full.rpartition("/")[0], recursive=True)
             if self._size_of(full) is not None:
-                self._remove(full)  # spoilt, or it would not be written again; not every move replaces
+                self._remove(full)  # its size is wrong; not every file system's move replaces
             self._move(staged, full)
             self._check_size(full, memoryview(data).nbytes)
 
     def _sweep(self, hidden: str) -> None:
-        """Remove, once per open store, what killed writers left a day before `hidden` was written."""
+        """Remove, once per open store, hidden files that are a day older than `hidden`: killed writers left them."""
         if self._has_swept:
             return
         self._has_swept = True

@@ -1,4 +1,4 @@
-"""What pyarrow's and fsspec's clients mean by the many things that they raise."""
+"""Map the exceptions of pyarrow's and fsspec's clients to store errors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _NEVER_WORKS = (PermissionError, ValueError, TypeError, NotImplementedError, Imp
 
 
 def as_arrow_error(error: Exception, what: str) -> StoreRefused | StoreUnavailable:
-    """Return `error`, which a file system's client raised at `what`, as the store error it amounts to.
+    """Return the store error for `error`, which a file system's client raised during `what`.
 
-    What is not known to be final counts as transient: a retry of the caller's is bounded, a wrong
-    "no" is not mended by anybody.
+    An error that is not known to be permanent counts as transient: retries are bounded, but an error that is
+    wrongly called permanent ends the work.
     """
     row, said = _documented(error), _said(error)
     if row is not None:
@@ -46,7 +46,7 @@ def as_arrow_error(error: Exception, what: str) -> StoreRefused | StoreUnavailab
 def _documented(error: BaseException | None) -> ErrorCode | None:
     """Return the first code that says whether to ask again, in the text of `error` or of what caused it.
 
-    s3fs gives an error number for a code, `EINVAL` for a body that was cut: the code stands in the cause alone.
+    s3fs replaces a code by an error number (`EINVAL` for a truncated body): only the cause still has the code.
     """
     while error is not None:
         rows = (_ROWS.get(code.replace("_", "").upper()) for code in _CODE.findall(str(error)))

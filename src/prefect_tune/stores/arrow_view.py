@@ -1,4 +1,4 @@
-"""A committed checkpoint as one of pyarrow's file systems: its files where its path says, to read only."""
+"""A committed checkpoint as a read-only pyarrow file system, with its files below the checkpoint's path."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def committed_view(place: TargetPlace) -> arrow.FileSystem:
-    """Return the file system on which the files of the checkpoint at `place` lie below `place.path`.
+    """Return a read-only file system that shows the files of the checkpoint at `place` below `place.path`.
 
-    Nothing is read before it is used; what is read is verified. It can be pickled.
+    Bytes are read when they are used, and verified. The file system can be pickled.
     """
     return arrow.PyFileSystem(_View(place))
 
@@ -42,7 +42,7 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
         return hash(self._place.path)
 
     def __reduce__(self) -> tuple[type[_View], tuple[TargetPlace]]:
-        return _View, (self._place,)  # what was read so far stays here
+        return _View, (self._place,)  # the manifest is read again where it is unpickled
 
     def get_type_name(self) -> str:
         return "prefect-tune"
@@ -97,14 +97,14 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise PermissionError(f"{self._place.name}: a committed checkpoint is never written to; make another one")
+        raise PermissionError(f"{self._place.name}: a committed checkpoint is read-only; save a new one")
 
     @cached_property
     def _manifest(self) -> Manifest:
         with self._place.open(timeout=_TIMEOUT) as store:
             manifest = self._place.manifest(store)
         if manifest is None:
-            raise CheckpointNotFound(f"{self._place.name}: a plain directory, and no committed checkpoint")
+            raise CheckpointNotFound(f"{self._place.name}: expected a committed checkpoint, found a plain directory")
         return manifest
 
     @cached_property
@@ -171,7 +171,7 @@ class _VerifiedFile(io.RawIOBase):
         return len(data)
 
     def _load(self) -> None:
-        """Have the chunk around the position at hand."""
+        """Read the chunk that holds the current position, unless it is the one kept."""
         if self._chunk_start <= self._at < self._chunk_start + len(self._chunk):
             return
         start = 0

@@ -1,4 +1,4 @@
-"""Send a trial's directory to a target and bring it back: only what changed, and published whole."""
+"""Upload a trial's artifact directory to a target and download it: changed files only, published atomically."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _Stamp: TypeAlias = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What is known after a sync: the index that counts, and which local files it was made of.
+    """The result of a sync: the index that is current, and the stamps of the local files it was made from.
 
-    `stamps` holds size, time of change, inode and mode of the files that had not been written to for a
-    while when they were read: as long as these stay, the file need not be read again.
+    `stamps` holds size, modification time, inode and mode of the files that had not been written to for two
+    seconds when they were read: while a file's stamp stays the same, the file is not read again.
     """
 
     index: ArtifactIndex | None = None
@@ -62,12 +62,12 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Which attempt of a trial syncs; who syncs by hand speaks for the one whose index is there."""
+    """The attempt of a trial that syncs. A sync by hand keeps the attempt of the current index."""
 
     attempt: int = 0
-    """0: none, it is done by hand."""
+    """0: no attempt, a sync by hand."""
     is_superseded: Callable[[], bool] = lambda: True
-    """Asked where the index is of a later attempt: it may be one of an earlier experiment of the same name."""
+    """Called if the index is from a later attempt, which may belong to an earlier experiment of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,17 @@ def send_artifacts(  # noqa: PLR0913  the last is for attempts, of which several
     *,
     writer: Writer = Writer(),
 ) -> Sent:
-    """Make `folder` on the target show `directory`: what changed is sent, what was deleted is no longer listed.
+    """Make `folder` on the target show `directory`: upload changed files, and drop deleted files from the index.
 
-    Readers see the state before or the one after, never a mixture. Excluded files, links that lead out of the
-    directory or to folders, what is neither a file nor a folder, and names that not every target can keep
-    stay behind; so does what has vanished before it could be read. A file that grows is sent as long as it was
-    when it was opened.
+    Readers see the state before or after, never a mixture. Left out: excluded files, links that lead out of the
+    directory or to folders, entries that are neither a file nor a folder, names that not every target can
+    store, and files that vanish before they are read. A file that grows is uploaded up to the size it had when
+    it was opened.
 
     Raises:
-        InvalidInput: `directory` is none.
-        Superseded: a later attempt than `writer`'s shows its files; they stay as they are.
-        StoreUnavailable: not synced, or another writer was always faster; what was sent is found by the next try.
+        InvalidInput: `directory` is not a directory.
+        Superseded: a later attempt than `writer`'s has published its files; they are kept.
+        StoreUnavailable: not synced, or other writers came first each time; the next try finds what was uploaded.
     """
     if not directory.is_dir():
         raise InvalidInput(f"{directory}: expected a directory to sync, found nothing of the kind")
@@ -108,7 +108,7 @@ def send_artifacts(  # noqa: PLR0913  the last is for attempts, of which several
             with side_by_side() as transfers:
                 return _Sending(store, folder, known, writer).send(directory, excludes, transfers)
         except AlreadyExists:
-            continue  # another writer has taken the number: what it sent counts now
+            continue  # another writer published this number: start again from its index
     raise StoreUnavailable(f"{folder}: {_RACES} other syncs came first; is another attempt still alive?")
 
 
@@ -137,7 +137,7 @@ class _Sending:
         now_ns = time.time_ns()
         local = sorted(_scan(directory, "", excludes), key=lambda each: each.path)
         if any(self._unchanged(each) is None for each in local):
-            self._there = self._listed()  # what a killed try has sent for this number need not be sent again
+            self._there = self._listed()  # files that a killed try uploaded for this number are not uploaded again
         files = tuple(file for file in transfers(self._sent, local) if file)
         kept = {file.path for file in files}
         stamps = {each.path: each.stamp for each in local if each.path in kept and _is_settled(each, now_ns)}
@@ -145,7 +145,7 @@ class _Sending:
             return Sent(self._base, stamps)
         listed = self._listed()
         if not (self._base or files or listed):
-            return Sent()  # most trials write nothing, and then there is nothing to show
+            return Sent()  # most trials write no artifacts: publish no index
         index = ArtifactIndex(number=self._number, write_id=uuid.uuid4().hex, attempt=self._attempt, files=files)
         self._see(listed)
         publish_index(self._store, self._folder, index)
@@ -156,11 +156,11 @@ class _Sending:
         return {each.path: each.size_bytes for each in self._store.list(files_folder(self._folder))}
 
     def _unchanged(self, local: _Local) -> ArtifactFile | None:
-        """Return the file as it lies on the target, if it can be said without reading it."""
+        """Return the file's entry of the last index if its stamp is unchanged; None if it must be read."""
         return self._of_path.get(local.path) if self._stamps.get(local.path) == local.stamp else None
 
     def _sent(self, local: _Local) -> ArtifactFile | None:
-        """Return the file as it lies on the target, sent if need be; None if it has vanished."""
+        """Return the file's entry for the index, uploading it if needed; None if the file has vanished."""
         if known := self._unchanged(local):
             return known
         for _ in range(_REREADS):
@@ -169,7 +169,7 @@ class _Sending:
                     size_bytes = os.fstat(file.fileno()).st_size
                     parts = tuple(self._parts(file.fileno(), size_bytes, local.file.name))
                     if sum(part.size_bytes for part in parts) == size_bytes:
-                        break  # neither cut nor replaced by something shorter while it was read
+                        break  # neither truncated nor replaced by a shorter file while it was read
             except FileNotFoundError:
                 return None
         return ArtifactFile(path=local.path, mode=local.stamp[3] & 0o777, parts=parts)
@@ -195,11 +195,11 @@ class _Sending:
         return ArtifactPart(object=path, size_bytes=len(data), digest=digest)
 
     def _see(self, listed: Mapping[str, int]) -> None:
-        """Believe no client: what was sent must be there, whole, before the index says so."""
+        """Check on the target that every uploaded object has its full size, before the index refers to it."""
         for path, size_bytes in self._written.items():
             found = listed.get(path)
             if found != size_bytes and (found := self._store.size(path)) != size_bytes:
-                raise StoreUnavailable(f"{path}: sent {size_bytes} bytes, but the target has {found or 'nothing'}")
+                raise StoreUnavailable(f"{path}: sent {size_bytes} bytes, but the target has {found or 'no object'}")
 
 
 def _scan(directory: Path, below: str, excludes: Sequence[str]) -> Iterator[_Local]:
@@ -226,7 +226,7 @@ def _stamp(status: os.stat_result) -> _Stamp:
 
 
 def _is_settled(local: _Local, now_ns: int) -> bool:
-    """Whether a later write would show in the stamp: a file written to just now may be so again in no time."""
+    """Whether a later write would change the stamp: not for a file written within the clock's granularity."""
     return local.stamp[1] < now_ns - _SETTLED_NS
 
 
@@ -243,17 +243,17 @@ def _name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-# ------------------------------------------------------------------------------------------------ the way back
+# ------------------------------------------------------------------------------------------------ --- download
 
 
 def receive_artifacts(store: ObjectStore, folder: str, directory: Path, excludes: Sequence[str]) -> None:
-    """Make `directory` hold what `folder` on the target shows: what differs is fetched, verified, and replaced.
+    """Download the files that `folder` on the target shows into `directory`; files that differ are replaced.
 
-    Local files that the target does not have stay; where it has none, nothing happens. Of a folder without an
-    index (anybody's) every file is fetched, and its size checked.
+    Downloaded bytes are verified. Local files that the target does not have are kept. From a folder without an
+    index (not written by prefect-tune) every file is downloaded, and only its size is checked.
 
     Raises:
-        CheckpointCorrupt: bytes are missing or altered; the file they belong to is left as it was.
+        CheckpointCorrupt: bytes are missing or altered; the local file is not changed.
         InvalidInput: a local link or file is in the way.
     """
     for attempt in range(_REREADS):
@@ -267,7 +267,7 @@ def receive_artifacts(store: ObjectStore, folder: str, directory: Path, excludes
                     pass
         except ObjectNotFound as gone:
             if attempt + 1 == _REREADS or newest_index(store, folder) == index:
-                raise CheckpointCorrupt(f"{folder}: index {index.number} refers to what is missing: {gone}") from gone
+                raise CheckpointCorrupt(f"{folder}: index {index.number} refers to a missing object: {gone}") from gone
         else:
             return None
     return None
@@ -293,7 +293,7 @@ def _receive_plain(store: ObjectStore, folder: str, directory: Path, excludes: S
     try:
         theirs = plain_tree(store, folder).files
     except CheckpointNotFound:
-        return  # the target has answered: it shows no file
+        return  # the target has no files there
     for each in theirs:
         if is_excluded(each.path, excludes):
             continue
@@ -304,7 +304,7 @@ def _receive_plain(store: ObjectStore, folder: str, directory: Path, excludes: S
 
 
 def _place(directory: Path, path: str) -> Path:
-    """Return where `path` goes, below `directory` whatever links lie there."""
+    """Return the local path of `path`, making its folder; refuse links that lead out of `directory`."""
     place = directory / path
     if any(part in ("", ".", "..") for part in path.split("/")):
         raise CheckpointCorrupt(f"{path!r}: the name leads out of the directory")
@@ -343,12 +343,12 @@ def _replace(place: Path, parts: Iterator[bytes], mode: int) -> None:
 
 
 def delete_everything(store: ObjectStore, folder: str) -> None:
-    """Delete every object below `folder`. A deletion cut short is finished by the next one.
+    """Delete every object below `folder`. After an interruption, call it again to finish.
 
     Raises:
-        InvalidInput: that would be the whole target.
+        InvalidInput: `folder` is empty, which would be the whole target.
     """
     if not folder:
-        raise InvalidInput("delete: expected a folder of the target; everything on it is never deleted")
+        raise InvalidInput("delete: expected a folder of the target, found the whole target, which is never deleted")
     while listed := store.list(folder):
         store.delete([each.path for each in listed])

@@ -1,4 +1,4 @@
-"""What the surroundings know of S3, where neither a block nor a URI says it: the one rule for both."""
+"""S3 settings from environment variables and AWS profiles, for what neither a block nor a URI sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE"
 
 @dataclass(frozen=True, slots=True)
 class S3Access:
-    """Who asks, where the bucket lies, which server; None where nothing is said, or the client finds it by itself."""
+    """Credentials, region and endpoint of S3; None for what is not set, or what the client finds by itself."""
 
     keys: Callable[[], S3Keys] | None = None
     region: str | None = None
@@ -27,7 +27,7 @@ class S3Access:
 
 
 def ambient_endpoint(environment: Mapping[str, str]) -> str | None:
-    """Return the server that the environment names; None for Amazon's."""
+    """Return the endpoint URL from the environment; None for Amazon's own."""
     return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
 
 
@@ -37,16 +37,16 @@ def ambient_http(environment: Mapping[str, str]) -> bool:
 
 
 def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -> S3Access:
-    """Return the region of the environment, and what a profile says where nothing there comes before it.
+    """Return the environment's region, and a profile's credentials unless the environment has others.
 
-    All other credentials (variables, web identity, container, instance) the client finds by itself.
+    The client itself finds all other credentials (variables, web identity, container, instance).
 
     Args:
-        environment: that of this process: boto3, which reads the profile, knows no other.
-        anonymous: nothing is signed, so that no profile is read.
+        environment: of this process, because boto3, which reads the profile, uses no other.
+        anonymous: requests are not signed, so no profile is read.
 
     Raises:
-        StoreRefused: there is no such profile, or it cannot be read.
+        StoreRefused: the profile does not exist or cannot be read.
     """
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     others = anonymous or any(name in environment for name in _COME_FIRST)
@@ -57,7 +57,7 @@ def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -
 
     try:
         session = boto3.Session()
-        keys = session_keys(session) if session.get_credentials() else None  # a profile may be a region alone
+        keys = session_keys(session) if session.get_credentials() else None  # a profile may set only a region
         return S3Access(keys, region or session.region_name)
     except BotoCoreError as error:
         raise StoreRefused(f"the AWS profile of this machine cannot be used: {error}") from error
@@ -70,7 +70,7 @@ def _has_profile(environment: Mapping[str, str]) -> bool:
 
 
 def session_keys(session: Any) -> Callable[[], S3Keys]:
-    """Return a provider of a boto3 session's keys, which boto3 renews (profiles, SSO, roles)."""
+    """Return a provider of a boto3 session's credentials, which boto3 renews (profiles, SSO, roles)."""
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:

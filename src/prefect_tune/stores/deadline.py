@@ -1,4 +1,4 @@
-"""One moment by which all operations of an open store must have ended."""
+"""The point in time by which all operations of an open store must have ended."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Deadline:
 
     @classmethod
     def never(cls) -> Deadline:
-        """Return the deadline that does not come."""
+        """Return a deadline that never passes."""
         return cls(timedelta.max, math.inf)
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds left: 0.0 once it has passed, infinity for `never`."""
+        """Seconds left: 0.0 after the deadline, infinity for `never`."""
         return max(0.0, self.at_seconds - time.monotonic())
 
     def check(self, doing: str) -> None:
-        """Return while there is time.
+        """Do nothing before the deadline.
 
         Raises:
-            DeadlineExceeded: naming what was being done, and the timeout.
+            DeadlineExceeded: the deadline has passed; the message names `doing` and the timeout.
         """
         if time.monotonic() >= self.at_seconds:
             raise self.exceeded(doing)

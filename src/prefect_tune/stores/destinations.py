@@ -1,4 +1,4 @@
-"""Fill a directory of the caller's choice once, however many processes ask for it at the same time."""
+"""Fill a directory that the caller names, once, even if many processes ask for it at the same time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Filling", "Occupied", "fill"]
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """What is to lie in a directory.
+    """The content wanted in a directory.
 
-    `bytes_named` stands for the same bytes for ever. `source_named` stands for a source that may change: what
-    another process fetched from it counts only if it was done after this one began to ask.
+    `bytes_named` names fixed bytes. `source_named` names a source that may change: what another process
+    fetched from it is used only if that fetch ended after this request began.
     """
 
     bytes_named: str
@@ -37,11 +37,11 @@ class Filling:
 
 
 class Occupied(InvalidInput):
-    """Something else lies there: remove it, or choose another directory."""
+    """The directory has other content: remove it, or choose another directory."""
 
 
 class _Note(BaseModel):
-    """What the last one to hold the lock left in it."""
+    """What the last holder of the lock wrote into the lock file."""
 
     bytes_named: str = ""
     source_named: str = ""
@@ -51,12 +51,12 @@ class _Note(BaseModel):
 
 
 def fill(destination: Path, filling: Filling, deadline: Deadline) -> None:
-    """Put `filling` into `destination`, which becomes it in one rename; nothing is fetched if it lies there.
+    """Put `filling` into `destination` by one rename; fetch nothing if it has that content already.
 
     Raises:
-        Occupied: something else lies there; it is left alone.
-        InvalidInput: it cannot be replaced by a rename.
-        DeadlineExceeded: another process that fills it took longer than there was time.
+        Occupied: `destination` has other content, which is not changed.
+        InvalidInput: `destination` cannot be replaced by a rename.
+        DeadlineExceeded: another process was still filling it at the deadline.
     """
     asked_at_seconds = time.monotonic()
     _require_fillable(destination)
@@ -77,7 +77,7 @@ def fill(destination: Path, filling: Filling, deadline: Deadline) -> None:
 
 
 def _is_taken(destination: Path) -> bool:
-    """Whether something is there that would have to go: a file, or a directory that is not empty."""
+    """Whether `destination` is a file or a directory that is not empty."""
     try:
         return next(destination.iterdir(), None) is not None
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def _require_fillable(destination: Path) -> None:
     if destination.exists() and not destination.is_dir():
         raise InvalidInput(f"{destination}: expected a directory, found a file")
     if destination.is_mount():
-        raise InvalidInput(f"{destination}: is mounted, and so cannot be replaced whole: choose a folder below it")
+        raise InvalidInput(f"{destination}: a mount point cannot be replaced by a rename: choose a folder below it")
 
 
 def _is_as_wanted(destination: Path, filling: Filling, note: _Note, asked_at_seconds: float) -> bool:
@@ -113,7 +113,7 @@ def _note(destination: Path, filling: Filling) -> _Note:
 
 
 def _remove_rubbish(destination: Path, note: _Note) -> None:
-    """Remove what one who was killed had begun; only who holds the lock builds beside `destination`."""
+    """Remove the unfinished directory of a killed process; only the holder of the lock builds one."""
     if not note.building:
         return
     hidden = f".{destination.name}."
@@ -126,7 +126,7 @@ def _read(path: Path) -> _Note:
     try:
         return _Note.model_validate(json.loads(path.read_bytes() or b"{}"))
     except (ValueError, ValidationError):
-        return _Note()  # its writer was killed: nothing is known, and everything is looked at
+        return _Note()  # its writer was killed: check the directory's content instead
 
 
 def _write(path: Path, note: _Note) -> None:

@@ -1,4 +1,4 @@
-"""Plain local directories: whether one was written to, and a copy of one."""
+"""Local directories: detect changes, copy a directory, replace a directory or a file atomically."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 __all__ = ["Seal", "copy_directory", "fresh_directory", "replace_file", "seal_of"]
 
 Seal = NewType("Seal", str)
-"""Stands for a directory as it is: names, sizes, times of change, inodes. Changes with any write to it."""
+"""A digest of a directory's names, sizes, modification times and inodes. Any write to it changes the seal."""
 
 
 def seal_of(directory: Path) -> Seal:
     """Return the seal of `directory`, without reading its files.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: there is no such directory.
     """
     seen = hashlib.blake2b(digest_size=16)
     for path, status in sorted(_below(directory, "")):
@@ -50,8 +50,8 @@ def copy_directory(source: Path, destination: Path) -> None:
     A link to a file inside becomes that file.
 
     Raises:
-        InvalidInput: there is a link that leads out, a link to a directory, or no file at all.
-        StagedFilesChanged: somebody wrote to `source` meanwhile.
+        InvalidInput: `source` has a link that leads out of it or to a directory, or cannot be saved (`StagedFiles`).
+        StagedFilesChanged: `source` was written to during the copy.
     """
     from prefect_tune.stores.staging import StagedFiles
 
@@ -77,9 +77,9 @@ def _require_inside(directory: Path, path: str) -> None:
 
 @contextmanager
 def fresh_directory(destination: Path, *, note: Callable[[Path], None] | None = None) -> Iterator[Path]:
-    """Give a path to make a directory at; it becomes `destination` in one rename if nothing is raised.
+    """Yield a path at which to make a directory; rename it to `destination` if nothing was raised.
 
-    `destination` must not be there, or be empty. `note` is told first where rubbish stays if the process dies.
+    `destination` must be missing or empty. `note` is called first, with the folder that stays if the process dies.
     """
     building = destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")
     if note:
@@ -93,7 +93,7 @@ def fresh_directory(destination: Path, *, note: Callable[[Path], None] | None = 
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that readers see the old file or the new one, also after a power cut."""
+    """Write `data` to `path` atomically: readers see the old file or the new one, also after a power cut."""
     fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with fresh.open("xb") as file:

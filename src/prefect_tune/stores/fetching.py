@@ -1,4 +1,4 @@
-"""Bring a checkpoint's bytes from a target into a fresh local directory."""
+"""Download a checkpoint from a target into a new local directory."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = [
 ]
 
 METADATA_FILE = ".metadata.json"
-"""Where a plain directory keeps its metadata, as Ray's checkpoints do."""
+"""The metadata file of a plain directory; Ray's checkpoints use the same name."""
 _READ_BYTES = 16 * 1024 * 1024
 
 
 def fetch_committed(store: ObjectStore, manifest: Manifest, destination: Path) -> None:
-    """Make `destination` the checkpoint of `manifest`, every byte verified.
+    """Download the checkpoint of `manifest` to `destination`, and verify every byte.
 
     Raises:
-        CheckpointCorrupt: bytes are missing or altered; nothing is at `destination`.
+        CheckpointCorrupt: bytes are missing or altered; `destination` is not created.
     """
     with side_by_side() as transfers, DirectorySink(manifest, destination) as sink:
         restore(store, manifest, sink, side_by_side=transfers)
 
 
 def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object]:
-    """Return the metadata that a checkpoint was committed with."""
+    """Return the metadata with which a checkpoint was committed."""
     only = tuple(file for file in manifest.files if file.path == METADATA_FILE)
     if not only:
         return dict(manifest.about.metadata)
@@ -49,7 +49,7 @@ def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object
 
 
 def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytes:
-    """Return a file of `manifest`, or the part of one that `file` tells of, verified."""
+    """Return the verified bytes of a file of `manifest`, or of those of its chunks that `file` lists."""
     memory = _Memory(file.size_bytes)
     restore(store, manifest.model_copy(update={"files": (file,)}), memory, side_by_side=map)
     return bytes(memory.data)
@@ -60,7 +60,7 @@ class _Memory:
         self.data = bytearray(size_bytes)
 
     def write(self, file: int, offset: int, data: memoryview) -> None:  # noqa: ARG002  there is one file
-        """Put the bytes where they belong."""
+        """Store `data` at `offset`."""
         self.data[offset : offset + len(data)] = data
 
 
@@ -80,19 +80,19 @@ def read_metadata(data: bytes, where: str) -> dict[str, object]:
 
 
 def read_file(store: ObjectStore, path: str) -> bytes | None:
-    """Return the whole object; None where there is none."""
+    """Return the whole object; None if there is none."""
     try:
         return bytes(store.read(path))
     except ObjectNotFound:
         return None
 
 
-# ------------------------------------------------------------------------------------ somebody else's directory
+# ----------------------------------------------------------------------------------- directories without a manifest
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTree:
-    """Files with their sizes, and folders, by path relative to a folder that none of them leaves."""
+    """Files with their sizes, and folders; all paths are relative to one folder and stay inside it."""
 
     files: tuple[Listed, ...]
     folders: tuple[str, ...]
@@ -106,13 +106,13 @@ class _Run:
 
 
 def fetch_plain(store: ObjectStore, folder: str, destination: Path, *, without: str = "") -> None:
-    """Make `destination` what lies below `folder`, whoever wrote it; what lies below `without` is left out.
+    """Download every file below `folder`, except those below `without`, to `destination`.
 
-    There are no digests: what is checked are the sizes, and that nothing was written there meanwhile.
+    There are no digests. Checked are the sizes, and that the listing is the same before and after.
 
     Raises:
-        CheckpointNotFound: nothing lies there.
-        CheckpointCorrupt: a name leads out of the directory, or cannot be one.
+        CheckpointNotFound: there are no files.
+        CheckpointCorrupt: a name leads out of the directory, or is both a file and a folder.
         StoreUnavailable: a file was shorter than listed, or the directory changed: fetch again.
     """
     tree = plain_tree(store, folder, without=without)
@@ -125,7 +125,7 @@ def fetch_plain(store: ObjectStore, folder: str, destination: Path, *, without: 
 
 
 def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTree:
-    """Return what lies below `folder`, once it is known to stay inside.
+    """List the files and folders below `folder`, and check that no name leads out of it.
 
     Raises:
         CheckpointNotFound, CheckpointCorrupt: as `fetch_plain`.
@@ -148,9 +148,9 @@ def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTr
 
 
 def _is_mark(store: ObjectStore, listed: Listed) -> bool:
-    """Whether it is an empty object `folder/`, which some clients leave where a folder is.
+    """Whether this is an empty object `folder/`, with which some clients mark a folder.
 
-    Clients differ in whether they show the slash; an empty file can be looked up by its name.
+    Not every client lists the closing slash; without it, an empty file has a size by its name and a mark has none.
     """
     return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
 
@@ -179,7 +179,7 @@ def _copy_run(store: ObjectStore, folder: str, directory: Path, run: _Run) -> No
     try:
         data = memoryview(store.read(path, offset=run.offset, length=run.length))
     except ObjectNotFound as gone:
-        raise StoreUnavailable(f"{path}: was listed, and is gone; read it again") from gone
+        raise StoreUnavailable(f"{path}: was deleted after it was listed; read the directory again") from gone
     if len(data) != run.length:
         raise StoreUnavailable(f"{path} at {run.offset}: expected {run.length} bytes, found {len(data)}; read it again")
     file = os.open(directory / run.path, os.O_WRONLY | os.O_CLOEXEC)

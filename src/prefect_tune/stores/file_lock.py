@@ -1,4 +1,4 @@
-"""Locks between the processes and threads of one machine, which end with whoever held them."""
+"""`flock` locks between the processes and threads of one machine; the kernel releases those of a dead process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _open_files: set[int] = set()
 
 
 class Share(Enum):
-    """How many may hold a lock at once."""
+    """Shared or exclusive."""
 
     WITH_READERS = fcntl.LOCK_SH
     ALONE = fcntl.LOCK_EX
 
 
 def tries(path: Path, deadline: Deadline) -> Iterator[None]:
-    """Go on for as long as the lock at `path` may have to be tried, with pauses that grow.
+    """Yield once for each try to take the lock at `path`, with growing pauses (2 to 50 ms) between tries.
 
     Raises:
-        DeadlineExceeded: there is no time left.
+        DeadlineExceeded: the deadline passed.
     """
     pause = _FIRST_PAUSE_SECONDS
     while True:
@@ -42,10 +42,10 @@ def tries(path: Path, deadline: Deadline) -> Iterator[None]:
 
 
 class FileLock:
-    """A held `flock` on a file of its own, made if need be.
+    """A held `flock` on a lock file, which is created if it is missing.
 
-    It belongs to the open file, so threads of one process exclude each other like processes do, and the
-    kernel lets it go when its holder dies, however. A forked child does not hold what its parent holds.
+    The lock belongs to the open file: threads of one process exclude each other as processes do, and the
+    kernel releases the lock when its holder dies. A forked child does not hold its parent's locks.
     """
 
     def __init__(self, path: Path, file: int) -> None:
@@ -57,10 +57,10 @@ class FileLock:
 
     @classmethod
     def take(cls, path: Path, share: Share, deadline: Deadline) -> FileLock:
-        """Return the lock, waiting for those who hold it.
+        """Return the lock, waiting while others hold it.
 
         Raises:
-            DeadlineExceeded: they held it for longer than there was time.
+            DeadlineExceeded: others still held it at the deadline.
         """
         for _ in tries(path, deadline):
             if lock := cls.try_take(path, share):
@@ -85,19 +85,19 @@ class FileLock:
                 raise
             if _is_still_at(file, path):
                 return cls(path, file)
-            os.close(file)  # its last holder removed it in between: whoever comes next locks another file
+            os.close(file)  # its last holder removed it meanwhile: the next process would lock a new file
 
     def release(self) -> None:
-        """Let go; done already is fine."""
+        """Release the lock; does nothing if it was released already."""
         if self._is_held and self._owner == os.getpid():
-            # Not left to the closing: a child that was forked elsewhere may have the file open still.
+            # Explicitly, because closing does not release it while a child that other code forked has the file open.
             fcntl.flock(self._file, fcntl.LOCK_UN)
             _open_files.discard(self._file)
             os.close(self._file)
         self._is_held = False
 
     def remove(self) -> None:
-        """Remove the file, of which one must be the only holder, and let go."""
+        """Remove the lock file and release the lock, which must be held exclusively."""
         self.path.unlink(missing_ok=True)
         self.release()
 

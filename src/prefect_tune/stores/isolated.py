@@ -1,4 +1,4 @@
-"""Any blocking store, in child processes that can be killed: the only timeout that ends a C call."""
+"""A store in child processes that are killed at the deadline: no other timeout ends a blocking C call."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ class IsolatedStore:
     """Passes every operation to a store in a child process, which is killed when the deadline passes.
 
     `factory` makes the store in the child: `"package.module:name"`, called with `arguments` (plain JSON),
-    or a callable without arguments, which is pickled for the child alone. Children start when they are
-    needed, `children_max` at most, each in its own session and without Prefect; a caller that finds none
-    free waits, and its deadline goes on meanwhile. A child also ends when this process does, in whatever
-    way. What lives in a process's memory (`memory://`) cannot be kept in one that may be killed: such a
-    store stays where it is.
+    or a callable without arguments, which is pickled and sent to the child. Children start on demand, at most
+    `children_max`, each in its own session and without Prefect. A caller that finds no free child waits until
+    its deadline. A child also ends when this process ends, even by SIGKILL. Do not use it for a store that keeps
+    its objects in memory (`memory://`): they would be lost with the child.
 
-    Whoever opens it closes it, by `close` or `with`: nothing of it runs afterwards.
+    The caller closes it, by `close` or `with`; then all its children are killed.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class IsolatedStore:
         self.close()
 
     def close(self) -> None:
-        """Kill the children. An operation under way ends as if the target had gone."""
+        """Kill the children. A running operation raises `StoreUnavailable` (`create`: `CommitUnknown`)."""
         with self._changed:
             self._is_closed = True
             children = tuple(self._children)
@@ -86,7 +85,7 @@ class IsolatedStore:
             return child.conditional_create
 
     def create(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.create`. Once it was sent to the child, a missing answer is `CommitUnknown`."""
+        """See `ObjectStore.create`. If the child dies or does not answer in time: `CommitUnknown`."""
         what = f"create of {checked_path(path)!r}"
         with self._taken(what) as child, self._alone(child, path, what):
             try:
@@ -94,10 +93,10 @@ class IsolatedStore:
             except StoreUnavailable as error:
                 if child.is_alive:
                     raise
-                raise CommitUnknown(f"{error}; it may have been written: read it back") from error
+                raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
 
     def _alone(self, child: _Child, path: str, what: str) -> AbstractContextManager[None]:
-        """Its children know nothing of each other, nor of those of another store of the same place."""
+        """Without conditional create, let one thread at a time create `path`: children cannot lock each other out."""
         place = f"{self._factory} {self._arguments} {path}"
         return nullcontext() if child.conditional_create else one_at_a_time(place, what, self._deadline)
 
@@ -131,7 +130,7 @@ class IsolatedStore:
 
     @contextmanager
     def _taken(self, what: str) -> Iterator[_Child]:
-        """Lend a child that does nothing else meanwhile; it goes back if it can still be spoken to."""
+        """Yield a child for one operation; afterwards it is idle again, if it is still alive."""
         child = self._take(what)
         try:
             yield child
@@ -182,7 +181,7 @@ class IsolatedStore:
 
 
 class _Child:
-    """One process and the channel to it."""
+    """One child process and the socket to it."""
 
     def __init__(self, deadline: Deadline) -> None:
         self._deadline = deadline
@@ -201,7 +200,7 @@ class _Child:
             )
 
     def open(self, factory: str | Callable[[], ObjectStore], arguments: Mapping[str, Any], what: str) -> None:
-        """Have the child make its store."""
+        """Tell the child to make its store."""
         if isinstance(factory, str):
             reply, _ = self.ask(what, {"factory": factory, "arguments": arguments})
         else:
@@ -209,11 +208,12 @@ class _Child:
         self.conditional_create = reply["conditional_create"]
 
     def ask(self, what: str, head: Head, body: Buffer = b"") -> tuple[Head, bytearray]:
-        """Return the child's answer, or raise what it raised; without an answer the child is killed.
+        """Return the child's answer, or raise the store's error; kill the child if it does not answer.
 
         Raises:
-            DeadlineExceeded: no answer in time. Nothing is left running.
-            StoreUnavailable: the child died, for a reason of its own.
+            DeadlineExceeded: no answer in time; the child was killed.
+            StoreUnavailable: the child died.
+            RuntimeError: the store raised something else than a store error.
         """
         is_in_step = False
         try:
@@ -223,7 +223,7 @@ class _Child:
         except TimeoutError as error:
             raise self._deadline.exceeded(what) from error
         except (EOFError, OSError) as error:
-            message = f"{what}: the process that did it died ({self.kill()}); what it wrote is not known"
+            message = f"{what}: its child process died ({self.kill()}); whether it was done is not known"
             raise StoreUnavailable(message) from error
         finally:
             if not is_in_step:
@@ -231,18 +231,18 @@ class _Child:
         if "error" in reply:
             raise _error(reply)
         if "bug" in reply:
-            raise RuntimeError(f"{what}: the store failed as no store may:\n{reply['bug']}")
+            raise RuntimeError(f"{what}: expected a store error, but the store raised:\n{reply['bug']}")
         return reply, result
 
     def kill(self) -> str:
-        """End the process and whatever it started; say how it ended."""
+        """Kill the process and its process group; return how it ended, for a message."""
         with self._lock:
             if self.is_alive:
                 self.is_alive = False
                 with suppress(ProcessLookupError):  # it died by itself
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._channel.close()
-        # A process in a system call that cannot be interrupted stays a little longer; it returns to nothing.
+        # A process in an uninterruptible system call stays until that call returns, and then ends.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_SECONDS)
         return f"exit code {self._process.returncode}"

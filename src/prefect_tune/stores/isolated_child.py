@@ -1,4 +1,4 @@
-"""The process behind an `IsolatedStore`: opens one store, and does what it is told, one thing at a time."""
+"""The child process of an `IsolatedStore`: opens one store and serves one operation at a time."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _main() -> None:
         store = _opened(channel)
         while store is not None:
             _answer(channel, store)
-    except (EOFError, ConnectionError):  # the parent closed: the way to end
+    except (EOFError, ConnectionError):  # the parent closed the channel: end
         pass
 
 
 def _end_with_parent(channel: int) -> None:
-    """An orphan must not go on writing: when the parent's end of the channel closes, stop in the middle."""
+    """Exit at once when the parent's end of the channel closes: an orphan must not go on writing."""
     hang_up = select.poll()
     hang_up.register(channel, 0)
     hang_up.poll()
@@ -58,7 +58,7 @@ def _opened(channel: socket.socket) -> ObjectStore | None:
 
 def _made(how: Head, pickled: bytes) -> ObjectStore:
     if pickled:
-        # Written by our own parent a moment ago, sent over a channel that nobody else has.
+        # Pickled by the parent process and sent over a socket pair that no other process has.
         factory = cast("Callable[[], ObjectStore]", pickle.loads(pickled))  # noqa: S301  from our parent
         return factory()
     module, _, name = how["factory"].partition(":")

@@ -1,4 +1,4 @@
-"""How an isolated store and its child speak: frames of one JSON object and raw bytes, over a socket pair."""
+"""The protocol between an `IsolatedStore` and its child: frames of one JSON object and raw bytes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Head", "receive", "send"]
 
 Head: TypeAlias = Mapping[str, Any]
 _LENGTHS = struct.Struct(">QQ")
-_LONGEST_WAIT_SECONDS = 86_400.0  # of one system call; an endless deadline just asks again
+_LONGEST_WAIT_SECONDS = 86_400.0  # of one system call; without a deadline the wait is repeated
 
 
 def send(channel: socket.socket, head: Head, body: Buffer = b"", *, deadline: Deadline) -> None:
     """Send one frame.
 
     Raises:
-        TimeoutError: the deadline passed; the channel is out of step.
+        TimeoutError: the deadline passed; a frame may be half sent, so the channel cannot be used again.
         OSError: the other side is gone.
     """
     text = json.dumps(head).encode()
@@ -38,7 +38,7 @@ def receive(channel: socket.socket, *, deadline: Deadline) -> tuple[Head, bytear
     """Return the next frame.
 
     Raises:
-        TimeoutError: the deadline passed; the channel is out of step.
+        TimeoutError: the deadline passed; a frame may be half read, so the channel cannot be used again.
         EOFError: the other side closed.
         OSError: the other side is gone.
     """

@@ -1,7 +1,7 @@
-"""Memory for bytes in motion that begins at a page, and is used again.
+"""A pool of page-aligned buffers for transfers.
 
-The kernel copies a GiB from a file into such memory in 0.13 CPU seconds and into a `bytearray`, which begins 16
-bytes after a page, in 0.47 (AMD EPYC; what a socket delivers, 0.25 and 0.45); fresh memory costs page faults.
+The kernel copies a GiB from a file into such a buffer in 0.13 CPU seconds, and into a `bytearray`, which begins 16
+bytes after a page, in 0.47 (AMD EPYC; from a socket 0.25 and 0.45). New memory also costs page faults.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNUSED_REFERENCES = 3  # the pool's list, the loop's variable, and the argument
 
 
 class SpareMemory:
-    """Hands out page-aligned memory with anything in it, a block at a time; may be used from several threads."""
+    """Page-aligned buffers, not zeroed, used again when no view of them is left; safe for several threads."""
 
     def __init__(self, block_bytes: int = _BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -25,10 +25,10 @@ class SpareMemory:
         self._lock = threading.Lock()
 
     def view(self, size_bytes: int) -> memoryview:
-        """Return memory that belongs to whoever holds the view, or a slice of it, and to nobody else."""
+        """Return a buffer of `size_bytes`; it is not given out again while the view or a slice of it exists."""
         with self._lock:
             for block in self._blocks:
-                # A view refers to its block: where nobody else does, nobody has a view.
+                # A view holds a reference to its block: without further references there is no view.
                 if len(block) >= size_bytes and sys.getrefcount(block) == _UNUSED_REFERENCES:
                     return memoryview(block)[:size_bytes]
             block = mmap.mmap(-1, max(size_bytes, self._block_bytes))
@@ -38,6 +38,6 @@ class SpareMemory:
             return memoryview(block)[:size_bytes]
 
     def clear(self) -> None:
-        """Let go of what nobody holds."""
+        """Drop all blocks; those with a view stay alive until the view is gone."""
         with self._lock:
             self._blocks.clear()

@@ -1,4 +1,4 @@
-"""A file system that may hang, for the child processes of an `IsolatedStore`."""
+"""Opens a mounted folder as a store inside the child of an `IsolatedStore`, because the mount may hang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["open_mounted"]
 
 
 def open_mounted(root: str, *, must_exist: bool) -> PosixStore:
-    """Open the folder `root`, and make it first unless it `must_exist`."""
+    """Open the folder `root`; create it first unless it `must_exist`."""
     folder = Path(root)
     if not must_exist:
         make_root(folder)

@@ -1,8 +1,8 @@
-"""One copy of a checkpoint per machine, fetched by whoever is first, shared by all who read, gone with the last.
+"""One local copy of a checkpoint per machine: the first reader fetches it, and the last reader removes it.
 
-Who reads holds a shared lock, who fetches or removes an exclusive one; both end with their process. A copy
-gets its name only when it is whole. It lies in a folder of this user and this boot: what a power cut may
-have torn is never looked at again.
+A reader holds a shared lock; a process that fetches or removes a copy holds an exclusive one; the locks end with
+their process. A copy gets its name only when it is complete. Copies are stored in a folder of this user and this
+boot, so that copies from before a power cut are never used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prefect_tune.stores.user_folder import user_folder
 __all__ = ["Fetch", "NodeCopies", "node_folder"]
 
 Fetch = Callable[[Path], None]
-"""Makes the directory it is given, which is not there yet: whole, or not at all and an error."""
+"""Makes the directory at the given path, which must not exist; on an error there is no directory."""
 
 _LOCK = ".lock"
 _BUILDING = ".building"
@@ -33,10 +33,10 @@ _TRASH = "trash-"
 
 
 def node_folder() -> Path:
-    """Return the folder for what the processes of this user share on this machine until it restarts.
+    """Return the folder that this user's processes share on this machine until the next boot.
 
     Raises:
-        StoreRefused: there is no folder that this user alone can write to.
+        StoreRefused: there is no folder that only this user can write to.
     """
     folder = user_folder()
     boot = folder / _boot()
@@ -47,7 +47,7 @@ def node_folder() -> Path:
 
 
 def _boot() -> str:
-    """Name this boot of this machine; machines may share their folder for temporary files."""
+    """Return a name of this machine and boot, because machines may share their temporary folder."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -69,13 +69,13 @@ class NodeCopies:
 
     @contextmanager
     def reading(self, key: str, fetch: Fetch, deadline: Deadline) -> Iterator[Path]:
-        """Lend the copy of `key`, fetched if it is not there; it stays while anybody reads it.
+        """Yield the copy of `key`, fetching it if it is missing; it is kept while any process reads it.
 
-        Of many who ask at once one fetches and the others wait. If it fails or dies, the next one fetches.
+        If several processes ask at once, one fetches and the others wait; if it fails or dies, another fetches.
 
         Raises:
-            DeadlineExceeded: whoever fetches took longer than there was time.
-            whatever `fetch` raises, to the one for whom it was called.
+            DeadlineExceeded: another process was still fetching at the deadline.
+            Exception: `fetch` raised it, in the process that called `fetch`.
         """
         name, lock = self._share(key, fetch, deadline)
         try:
@@ -84,7 +84,7 @@ class NodeCopies:
             self._leave(name, lock)
 
     def give(self, key: str, fetch: Fetch, destination: Path, deadline: Deadline) -> None:
-        """Make the directory `destination` of the bytes of `key`: by a rename where nobody else reads them."""
+        """Make `destination` the copy of `key`: by a rename if no other process reads it, else as a second copy."""
         name, lock = self._share(key, fetch, deadline)
         lock.release()
         alone = FileLock.try_take(self._beside(name, _LOCK), Share.ALONE)
@@ -100,7 +100,7 @@ class NodeCopies:
             copy_directory(copy, destination)
 
     def sweep(self) -> None:
-        """Remove what dead readers and dead fetchers left."""
+        """Remove the copies and unfinished downloads of dead processes."""
         for lock in self.folder.glob(f"*{_LOCK}"):
             self._remove_if_unread(lock.name.removesuffix(_LOCK))
         for trash in self.folder.glob(f"{_TRASH}*"):
@@ -109,7 +109,7 @@ class NodeCopies:
     # ---------------------------------------------------------------------------------------------- sharing
 
     def _share(self, key: str, fetch: Fetch, deadline: Deadline) -> tuple[str, FileLock]:
-        """Return a copy nobody wrote to since it was fetched; one that a reader changed is left to its readers."""
+        """Return an unchanged copy and a shared lock on it; a copy that a reader changed is not given out again."""
         for generation in count():
             name = f"{key}-{generation}"
             lock = self._share_one(name, fetch, deadline)
@@ -119,7 +119,7 @@ class NodeCopies:
         raise AssertionError
 
     def _share_one(self, name: str, fetch: Fetch, deadline: Deadline) -> FileLock:
-        """Return a reader's lock on the copy. Nobody waits to be alone: who reads may read for hours."""
+        """Return a shared lock on the copy. Never waits for the exclusive lock: a reader may read for hours."""
         copy, path = self.folder / name, self._beside(name, _LOCK)
         for _ in tries(path, deadline):
             if not copy.is_dir():
@@ -139,7 +139,7 @@ class NodeCopies:
     def _fetch(self, name: str, fetch: Fetch) -> None:
         self.sweep()
         building = self._beside(name, _BUILDING)
-        shutil.rmtree(building, ignore_errors=True)  # of one who was killed: this lock is held alone
+        shutil.rmtree(building, ignore_errors=True)  # left by a killed process: this process has the exclusive lock
         building.mkdir()
         try:
             fetch(building / "copy")
@@ -163,7 +163,7 @@ class NodeCopies:
     def _remove_if_unread(self, name: str) -> None:
         lock = FileLock.try_take(self._beside(name, _LOCK), Share.ALONE)
         if lock is None:
-            return  # whoever still reads removes it
+            return  # the last of its readers removes it
         trash = [self.folder / f"{_TRASH}{uuid.uuid4().hex}" for _ in range(2)]
         with lock:
             for part, rubbish in zip((name, f"{name}{_BUILDING}"), trash, strict=True):
@@ -172,7 +172,7 @@ class NodeCopies:
             self._beside(name, _SEAL).unlink(missing_ok=True)
             lock.remove()
         for rubbish in trash:
-            shutil.rmtree(rubbish, ignore_errors=True)  # what is left of it, the next sweep removes
+            shutil.rmtree(rubbish, ignore_errors=True)  # the next sweep removes the rest
 
     def _beside(self, name: str, suffix: str) -> Path:
         return self.folder / f"{name}{suffix}"

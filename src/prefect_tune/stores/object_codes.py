@@ -1,11 +1,11 @@
-"""The error codes of object storages that say more than their HTTP status, and what each means.
+"""The table of object storage error codes that say more than their HTTP status, with the meaning of each.
 
-The one table. A row stands for a code that a write, a read, a listing or a deletion can meet. A code that several
-vendors share has one row, with the statuses of all of them. A code without a row is judged by its HTTP status alone:
-see `object_faults`. A row is left out where that gives the same meaning and advice.
+A row stands for a code that a write, a read, a listing or a deletion can return. A code that several vendors share
+has one row, with the statuses of all of them. A code without a row is judged by its HTTP status alone (see
+`object_faults`); codes for which that gives the same meaning and advice have no row.
 
-A code is passing where its vendor says that the request may be repeated, or where what was sent was cut, altered or
-stalled on the way. What a person has to change is refused.
+A code is `passing` if its vendor says that the request may be repeated, or if the request was cut, altered or stalled
+on the way. It is `refused` if a person has to change something.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ SOURCES: Mapping[str, str] = MappingProxyType(
         "reqwest": "https://github.com/seanmonstar/reqwest/blob/master/src/error.rs",
     }
 )
-"""The documents that the rows were compared with, in 2026.
+"""The documents with which the rows were compared, in 2026.
 
-Weaker than the rest: of "gcs-unread", the part of Google's page after its first codes of status 400, no copy was at
-hand: its rows rest on answers of the service that others have quoted, on Google's `gsutil` and on a copy of 2012.
-"azure-sdk" and "sdk" name codes without a status; the statuses are those that were seen with them.
+"gcs-unread" is weaker than the rest: it is the part of Google's page after its first codes of status 400, of which no
+copy was available. Its rows rest on quoted answers of the service, on Google's `gsutil` and on a copy of 2012.
+"azure-sdk" and "sdk" name codes without a status; the statuses are those that were observed with them.
 """
 
 
 class Meaning(Enum):
-    """What a client that has asked for something is to make of the answer."""
+    """What an error code says about the request."""
 
     PASSING = "not done; the same request may succeed in a moment"
     UNKNOWN = "perhaps done; the same request may succeed in a moment"
@@ -61,7 +61,7 @@ class Meaning(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorCode:
-    """A row: the statuses that a code comes with, who documents it, its meaning, and what a person can do."""
+    """A row: a code, the statuses it comes with, the documents that list it, its meaning, and the next move."""
 
     code: str
     statuses: tuple[int, ...]
@@ -79,25 +79,25 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
         "token": "the session token is not valid: give fresh credentials",
         "permission": "the credentials lack the permission: allow get, put, list and delete there",
         "off": "all access to this account or bucket is switched off: ask its owner",
-        "region": "the bucket lies in another region: set the region",
-        "endpoint": "the bucket lies in another region: set the region or the endpoint",
+        "region": "the bucket is in another region: set the region",
+        "endpoint": "the bucket is in another region: set the region or the endpoint",
         "clock": "this machine's clock is wrong: set it",
         "bucket": "there is no such bucket: create it, or correct the bucket's name or the endpoint",
         "container": "there is no such container: create it, or correct its name or the account",
         "name": "the bucket's name or the endpoint is not valid: correct them",
         "not_this": "the server does not know this request: correct the endpoint, or use another target",
-        "limit": "this server does not take an object of this size, or a name of this length: use another target",
+        "limit": "the server does not accept an object of this size or a name of this length: use another target",
         "locked": "a retention policy, a legal hold or a lease forbids it: lift it, or use another bucket",
-        "billing": "the account is not paid for or not entitled to it: mend the billing",
+        "billing": "the account is not paid for or not entitled to it: correct its billing",
         "kind": "an object or folder of another kind has this name: use another prefix or container",
         "snapshots": "the blob has snapshots: delete them, or use another container",
         "versions": "the bucket keeps too many versions of one object: let a lifecycle rule delete old versions",
         "range": "the object ends before this range: it was replaced or cut, restore it or use another checkpoint",
-        "archived": "the object lies in an archive: restore it there, and use a storage class without archiving",
+        "archived": "the object is archived: restore it there, and use a storage class without archiving",
         "network": "the network between here and the server cuts or alters requests: look at proxies and firewalls",
         "slower": "the server asks for fewer requests: use fewer trials at once, or more prefixes",
         "full": "the server's disk or quota is full: make room there",
-        "signed": "the server does not take this way to sign: correct credentials and endpoint",
+        "signed": "the server does not accept this signature method: correct credentials and endpoint",
         "request": "the server does not accept this request: see the reason that it gives",
         "encryption": "the bucket's encryption key cannot be used: enable it, and allow these credentials to use it",
         "tls": "the server's certificate is not trusted: trust its authority, or correct the endpoint",

@@ -1,4 +1,4 @@
-"""What an object storage's refusal, failure or silence means: what to raise, and whether to ask again."""
+"""Classify an object storage's failed request: which error to raise, and whether to retry."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from prefect_tune.stores.object_codes import CODES, ErrorCode, Meaning
 
 __all__ = ["Fault"]
 
-# The client tells status and kind nowhere but in its text, which ends with a dump of the error's fields.
+# The client has status and kind only in its error text, which ends with a dump of the error's fields.
 _STATUS = re.compile(r"\bstatus: (\d{3})\b|DeleteFailed \{[^}]*\bcode: \"(\d{3})\"")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
 # XML of S3, Google and Azure; an entry of a batch delete; JSON of Google; JSON of OAuth.
 _CODE = re.compile(
     r"<Code>([\w.]+)</Code>|DeleteFailed \{[^}]*\bcode: \"([A-Za-z]\w+)\"|\"reason\": ?\"(\w+)\"|\"error\": ?\"(\w+)\""
 )
-_BEFORE_ASKING = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client itself would not ask
+_BEFORE_ASKING = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client refuses before it sends a request
 _INSTANCE_METADATA = re.compile(r"https?://(169\.254\.\d+\.\d+|\[fd00:ec2::254\]|metadata\.google)")
 _PASSING_STATUSES = frozenset({408, 409, 423, 425, 429, 499})
 _FINAL_STATUSES = frozenset({501, 505})
 _UNKNOWN_STATUSES = frozenset({499})
 _ADVICE_BY_STATUS: Mapping[int, str] = MappingProxyType(
     {
-        301: "the bucket lies in another region: set the region or the endpoint",
-        307: "the bucket lies in another region: set the region or the endpoint",
+        301: "the bucket is in another region: set the region or the endpoint",
+        307: "the bucket is in another region: set the region or the endpoint",
         400: "the server does not accept the request: check region, endpoint and credentials",
         401: "the server does not accept the credentials: correct them",
         403: "the credentials lack the permission, or are wrong",
@@ -47,7 +47,7 @@ class Fault:
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
-        """Read the fault out of the client's error."""
+        """Parse the client's error."""
         text = str(error)
         status, kind = _first(_STATUS, text), _first(_KIND, text)
         code = _first(_CODE, text) or (None if status else _first(_BEFORE_ASKING, text))
@@ -57,7 +57,7 @@ class Fault:
 
     @property
     def meaning(self) -> Meaning:
-        """What the code means where a vendor documents it, or else the status, or how the connection failed."""
+        """The documented meaning of the code, or else that of the status, or else of the connection's failure."""
         if row := self._row:
             return row.meaning
         if self.status is None:
@@ -77,41 +77,41 @@ class Fault:
 
     @property
     def transient(self) -> bool:
-        """Whether the same request may succeed in a moment."""
+        """Whether to retry: the same request may succeed in a moment."""
         return self.meaning in (Meaning.PASSING, Meaning.UNKNOWN)
 
     @property
     def perhaps_done(self) -> bool:
-        """Whether the server may have done what was asked."""
+        """Whether the server may have carried out the request."""
         return self.meaning is Meaning.UNKNOWN or (self.transient and (self.status or 0) >= 500)
 
     @property
     def is_present(self) -> bool:
-        """Whether a create was refused since something is there; a conflict without a code is taken for that."""
+        """Whether a create failed because the object exists; a 409 without a documented code counts as that."""
         return self.meaning is Meaning.PRESENT or (self.status == 409 and self._row is None)
 
     @property
     def is_absent(self) -> bool:
-        """Whether an entry of a batch that was answered says that its object is not there."""
+        """Whether an answered batch request says that one of its objects does not exist."""
         return self.meaning is Meaning.ABSENT and self.status in (None, 200)
 
     @property
     def says_no_reason(self) -> bool:
-        """Whether the server refused without a body that says why, as in every answer to a HEAD."""
+        """Whether the server refused without a body that has a code, as in every answer to a HEAD."""
         return self.status is not None and self.code is None and not self.transient
 
     @property
     def beyond_the_end(self) -> bool:
-        """Whether a range was asked for that begins where the object has ended."""
+        """Whether the requested range begins at or after the object's end."""
         return self.status == 416
 
     @property
     def no_bucket(self) -> bool:
-        """Whether it is the bucket that is missing, not the object."""
+        """Whether the bucket is missing, not the object."""
         return self.meaning is Meaning.NO_BUCKET
 
     def error(self, doing: str) -> TuneError:
-        """Return what to raise when `doing` failed for good."""
+        """Return the error to raise when `doing` is not retried any more."""
         if _INSTANCE_METADATA.search(self.said):
             return StoreRefused(
                 f"{doing}: no credentials were given and this machine has none of its own: give keys, a "
@@ -122,7 +122,7 @@ class Fault:
             return StoreUnavailable(f"{doing}: {advice} ({self.said})" if advice else f"{doing}: {self.said}")
         if self.status is None and "redirect" in self.said:
             advice = _ADVICE_BY_STATUS[301]
-        return StoreRefused(f"{doing}: {advice or 'the client or the server will not do it'} ({self.said})")
+        return StoreRefused(f"{doing}: {advice or 'the client or the server refused'} ({self.said})")
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:

@@ -1,13 +1,13 @@
-"""S3, Google Cloud Storage and Azure through obstore, whose client is written in Rust and cheap in CPU.
+"""An object store on S3, Google Cloud Storage and Azure through obstore, a client written in Rust.
 
-Its blocking calls are used, from as many threads as the caller has: measured against its asyncio calls they
-need the same for a write and a quarter less for a read (the reply is collected and freed by one thread, so
-that its memory is used again). A blocking call cannot be interrupted from outside; what ends it, connection
-and all, is the timeout that its client was made with. Therefore clients are made for a ladder of timeouts,
-and a request goes to the one with the longest that still fits into what is left of the deadline.
+It uses obstore's blocking calls, from the caller's threads. They need as much CPU as its asyncio calls for a write,
+and a quarter less for a read (one thread collects and frees the reply, so its memory is used again). A blocking
+call cannot be interrupted from outside; only the timeout of its client ends it and its connection. Therefore
+clients are made for a series of timeouts, and a request goes to the client with the longest timeout that still
+ends before the deadline.
 
-The client's own retries are switched off: they know neither the deadline, nor that the outcome of a create
-may be unknown. They are made here.
+The client's own retries are switched off, because they know neither the deadline nor that the outcome of a create
+may be unknown. This module retries instead.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _SHORTEST_SECONDS: Final = 0.02
 
 
 class ClientTimes(TypedDict):
-    """The arguments of an obstore client's constructor that say how long it may try."""
+    """The arguments of an obstore client's constructor that limit its time."""
 
     client_options: ClientConfig
     retry_config: RetryConfig
 
 
 def client_times(request_timeout: timedelta) -> ClientTimes:
-    """Return the settings of a client whose every request has ended after `request_timeout`."""
+    """Return the settings of a client that does not retry, and ends every request within `request_timeout`."""
     return {
         "client_options": {
             "timeout": request_timeout,
@@ -70,9 +70,9 @@ class ObstoreStore:
     """An open `ObjectStore` on a bucket, or below a prefix of one.
 
     `connect` makes an obstore client with `client_times(request_timeout)`; it is called a few times. No
-    request takes longer than `request_limit` (a quarter of it when little is to be moved), so that a lost one
-    is tried again, with pauses and a few times, before the deadline. Whatever happens, every method has ended
-    at the deadline, and so has its connection.
+    request takes longer than `request_limit` (a quarter of it for at most 1 MiB), so that a lost request is
+    tried again before the deadline: at most eight tries, with growing pauses. Every method, and its connection,
+    ends at the deadline.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ObstoreStore:
         return self._conditional_create
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._clients.clear()
         self._signed_reads.close()
 
@@ -106,7 +106,7 @@ class ObstoreStore:
             except AlreadyExistsError as error:
                 if not Fault.of(error).is_present:
                     raise
-                raise AlreadyExists(f"{path}: something is there already") from error
+                raise AlreadyExists(f"{path}: an object with this name exists already") from error
 
         faults: list[Fault] = []
         try:
@@ -115,7 +115,7 @@ class ObstoreStore:
             raise
         except TuneError as error:
             if any(fault.perhaps_done for fault in faults):
-                raise CommitUnknown(f"{error}; it may be written all the same: read it back") from error
+                raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
             raise
 
     def put(self, path: str, data: Buffer) -> None:
@@ -130,7 +130,7 @@ class ObstoreStore:
         checked = checked_path(path)
         if length == 0:
             if self.size(path) is None:
-                raise ObjectNotFound(f"{path}: nothing is there")
+                raise ObjectNotFound(f"{path}: no such object")
             return b""
 
         if length is not None and length > _SMALL_BYTES:
@@ -163,7 +163,7 @@ class ObstoreStore:
                 return obstore.head(client, checked)["size"]
             except BaseError as error:
                 if Fault.of(error).says_no_reason:
-                    _page(client, count=1)  # the answer to a HEAD has no body that says why: this one does, or passes
+                    _page(client, count=1)  # the answer to a HEAD has no error code; that to a listing has
                 raise
 
         try:
@@ -182,7 +182,7 @@ class ObstoreStore:
             batch = checked[start : start + _PAGE_COUNT]
             try:
                 self._delete(batch)
-            except ObjectNotFound:  # clouds without a batch request stop at the first that is gone
+            except ObjectNotFound:  # clouds without a batch request stop at the first missing object
                 for path in batch:
                     self._delete_one(path)
 
@@ -191,11 +191,11 @@ class ObstoreStore:
         self._ask(f"delete {what}", lambda client: obstore.delete(client, paths))
 
     def _delete_one(self, path: str) -> None:
-        with suppress(ObjectNotFound):  # what is already gone is fine
+        with suppress(ObjectNotFound):  # deleted already
             self._delete([path])
 
     def _pages(self, folder: str, after: str) -> Iterator[Sequence[Any]]:
-        """Yield the listing page by page; each is a request of its own, under the deadline of its moment."""
+        """Yield the listing page by page; each page is a request with retries of its own."""
         page: Sequence[Any] = ()
         while not page or len(page) == _PAGE_COUNT:
             begin = page[-1]["path"] if page else after
@@ -212,7 +212,7 @@ class ObstoreStore:
         moved_bytes: int | None = 0,
         faults: _Faults | None = None,
     ) -> _T:
-        """Make `request`, again after what may pass; `faults` gathers what went wrong on the way."""
+        """Make `request`, and retry after transient faults; every fault is appended to `faults`."""
         small = moved_bytes is not None and moved_bytes <= _SMALL_BYTES
         limit_seconds = self._limit_seconds / 4 if small else self._limit_seconds
         faults = [] if faults is None else faults
@@ -246,12 +246,12 @@ class ObstoreStore:
         return self._clients.within(left_seconds)
 
     def _absence(self, doing: str, fault: Fault) -> TuneError:
-        """A 404 says that the object is not there only where the bucket is."""
+        """Return the error for a 404: the object is missing only if the bucket exists, so look that up once."""
         if fault.no_bucket:
             return fault.error(doing)
         if not self._bucket_seen:
             self._ask("list the bucket", lambda client: _page(client, count=1))
-        return ObjectNotFound(f"{doing}: nothing is there")
+        return ObjectNotFound(f"{doing}: no such object")
 
 
 def _fetch(client: Client, path: str, offset: int, length: int | None) -> obstore.Bytes:
@@ -268,7 +268,7 @@ def _page(client: Client, *, folder: str = "", after: str = "", count: int = _PA
 
 
 class _Ladder:
-    """Clients with ever shorter timeouts, each a fifth below the one before, made when first needed."""
+    """Clients with decreasing timeouts, each 20 % shorter than the one before, made when first needed."""
 
     def __init__(self, connect: Callable[[timedelta], Client], longest_seconds: float) -> None:
         self._connect = connect

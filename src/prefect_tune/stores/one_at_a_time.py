@@ -1,6 +1,6 @@
-"""Have the threads of this process create an object one after another, where the target does not see to it.
+"""A lock by name among the threads of this process, for creates on a target without conditional create.
 
-It closes the window within one process, and no other: such a target serves one runner only.
+It does not exclude other processes: such a target is safe for one writer process only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _guard = threading.Lock()
 
 @contextmanager
 def one_at_a_time(place: str, what: str, deadline: Deadline) -> Iterator[None]:
-    """Have `place` for oneself among the threads of this process.
+    """Hold the lock named `place`, which one thread of this process can hold at a time.
 
     Raises:
-        DeadlineExceeded: others had it for too long; `what` was not begun.
+        DeadlineExceeded: other threads still held it at the deadline; `what` was not begun.
     """
     with _guard:
         lock = _locks.setdefault(place, threading.Lock())

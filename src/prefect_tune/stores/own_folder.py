@@ -1,4 +1,4 @@
-"""Whether a local folder is this user's own: whether anybody else can have written what lies in it."""
+"""Check that only this user can have written the files in a local folder."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SEARCH = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)
 _MOST_LINKS = 40  # as Linux
 _MOUNTS = Path("/proc/self/mountinfo")
 _OWNERS_MADE_UP = ("fuse", "cifs", "smb3", "smbfs")
-"""Types of mounts that call whoever mounted them the owner of everything, such as s3fs, rclone and SMB."""
+"""Types of mounts that report the user who mounted them as owner of every file, such as s3fs, rclone and SMB."""
 _OWNERS_TRUE = ("fuse.fuse-overlayfs",)
 
 
 def why_not_own(root: Path, folders: Sequence[str]) -> str:
-    """Return why others can have written the files in `folders` below `root`; empty where only this user can.
+    """Return why other users can have written the files in `folders` below `root`; empty if only this user can.
 
-    The system's administrator (user 0) counts as this user, and so does a group that has this user alone. A mount whose
-    owners are made up (FUSE, SMB) says nothing of who can write to what is mounted: it is not this user's. Looked at
-    are, by descriptors and without following a link that others could replace: every folder from `/` to `root`, every
-    folder from there to `folders`, and every file in these. A folder that does not exist holds nothing of others.
+    The administrator (user 0) counts as this user, and so does a group with this user as its only member. A mount
+    that makes up owners (FUSE, SMB) does not show who can write to it, so it never counts as this user's own. Checked,
+    by open descriptors and without following a link that others could replace, are every folder from `/` to `root`,
+    every folder from there to `folders`, and every file in these. A folder that does not exist passes.
     """
     try:
         with ExitStack() as opened:
@@ -47,19 +47,22 @@ def why_not_own(root: Path, folders: Sequence[str]) -> str:
 
 
 class _Shared(Exception):
-    """Others can write there."""
+    """Other users can write to a checked path; the message names it."""
 
 
 def _require_private(found: os.stat_result, where: str | Path, reach: str, *, may_be_sticky: bool = False) -> None:
-    """A sticky folder (`/tmp`) lets others add names, and not replace those that are there.
+    """Raise `_Shared` if other users can write there.
+
+    With `may_be_sticky`, a sticky folder (`/tmp`) passes: others can add names to it, but not replace existing ones.
 
     Args:
-        found: what a descriptor says of it.
+        found: its status, read from a descriptor.
         where: its path, for messages.
-        reach: its path by way of a descriptor, for its access list.
+        reach: its path through a descriptor, for its access list.
+        may_be_sticky: let a sticky folder pass.
     """
     if stat.S_ISDIR(found.st_mode) and (kind := _kind_of_mount(found.st_dev)) and _makes_up_owners(kind):
-        raise _Shared(f"{where} lies on a mount of type {kind}, which does not tell who else can write there")
+        raise _Shared(f"{where} is on a mount of type {kind}, which does not show which other users can write there")
     if found.st_uid not in {0, os.geteuid()}:
         raise _Shared(f"{where} belongs to user {found.st_uid}, and this is user {os.geteuid()}")
     if _others_write(found, reach) and not (may_be_sticky and found.st_mode & stat.S_ISVTX):
@@ -72,7 +75,7 @@ def _makes_up_owners(kind: str) -> bool:
 
 
 def _kind_of_mount(device: int) -> str:
-    """Return the type of the file system; empty where this system does not tell."""
+    """Return the type of the file system; empty where the system has no `/proc/self/mountinfo`."""
     try:
         mounts = _MOUNTS.read_text(errors="replace").splitlines()
     except FileNotFoundError:
@@ -83,7 +86,7 @@ def _kind_of_mount(device: int) -> str:
 
 
 def _others_write(found: os.stat_result, reach: str) -> bool:
-    """With an access list the bits of the group say what anybody may do at most who stands in it."""
+    """Whether other users can write; with an access list, the group bits are the mask of all its entries."""
     if found.st_mode & stat.S_IWOTH:
         return True
     return bool(found.st_mode & stat.S_IWGRP) and not (
@@ -93,7 +96,7 @@ def _others_write(found: os.stat_result, reach: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _is_private_group(user: int, group: int) -> bool:
-    """Whether it has this user alone: most systems make one for each, and then let it write (umask 002)."""
+    """Whether `user` is the only member of `group`: many systems make such a group per user, with umask 002."""
     try:
         me, members = pwd.getpwuid(user), grp.getgrgid(group).gr_mem
     except KeyError:
@@ -105,7 +108,7 @@ def _is_private_group(user: int, group: int) -> bool:
 
 def _has_access_list(reach: str) -> bool:
     if not hasattr(os, "listxattr"):
-        return True  # nothing is known of it
+        return True  # unknown on this system: assume one
     try:
         return any(name.endswith("_acl") or "_acl_" in name for name in os.listxattr(reach, follow_symlinks=True))
     except OSError as error:
@@ -115,7 +118,7 @@ def _has_access_list(reach: str) -> bool:
 
 
 class _Place:
-    """A folder that was reached from `/` through folders in which others cannot replace a name."""
+    """An open folder, reached from `/` through folders in which other users cannot replace a name."""
 
     def __init__(self, opened: ExitStack) -> None:
         self._opened = opened
@@ -131,7 +134,7 @@ class _Place:
         return "/" + "/".join(name for name, _ in self._way[1:])
 
     def enter(self, path: Path) -> None:
-        """Go along an absolute path, or one that starts here."""
+        """Walk an absolute path, or one relative to the current folder."""
         for part in path.parts:
             if part == "/":
                 self._way = []
@@ -155,7 +158,7 @@ class _Place:
         return _require_private(os.fstat(folder), self.path, _reach(folder), may_be_sticky=True)
 
     def _follow(self, link: str) -> None:
-        """Go where a link leads that lies here; it can be trusted as what it lies beside."""
+        """Follow a symbolic link of the current folder, if it belongs to this user or the administrator."""
         self._links += 1
         if self._links > _MOST_LINKS:
             raise _Shared(f"{self.path}: too many links")
@@ -182,7 +185,7 @@ def _look_into(root: int, folder: str, where: Path) -> None:
 
 
 def _reach(descriptor: int) -> str:
-    """Return a path to what is open; one that was opened only to pass through has no other access to its attributes."""
+    """Return a path to an open descriptor; with `O_PATH` there is no other way to read extended attributes."""
     return f"/proc/self/fd/{descriptor}"
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files lie, and how they get here: a local directory, or a folder of a target."""
+"""The location of a checkpoint's files (a local directory, or a folder of a target) and how to read them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _COMMITTED = re.compile(
 
 
 class Opener(Protocol):
-    """Opens a target's root, as the `open` of a target block does; it can be pickled."""
+    """Opens a target's root, as the `open` of a target block does. Must be picklable."""
 
     def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]: ...
 
 
 class Place(Protocol):
-    """What a checkpoint asks of where it lies. `token` names the object that asks, and its copies."""
+    """What a `Checkpoint` needs from its location. `token` identifies the `Checkpoint` object and its copies."""
 
     @property
     def path(self) -> str: ...
@@ -58,10 +58,10 @@ class Place(Protocol):
 
 
 def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> LocalPlace | TargetPlace:
-    """Return the place that `path` names, on `filesystem` where one is given. Nothing is opened or asked.
+    """Return the location that `path` names, on `filesystem` if one is given. Opens and requests nothing.
 
     Raises:
-        InvalidInput: it names nothing that could be opened.
+        InvalidInput: `path` is not valid, or has a scheme besides `filesystem`.
     """
     text = os.fspath(path)
     if filesystem is not None:
@@ -100,9 +100,9 @@ def _on_filesystem(path: str, filesystem: FileSystem) -> LocalPlace | TargetPlac
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Cut the root of a target off the path of a committed checkpoint, and what it lies in off any other.
+    """Split `path` into a target's root and a folder: before the experiment of a checkpoint, else before the name.
 
-    So a directory that is not there is told from a target that is not there.
+    So that a missing directory and a missing target give different errors.
     """
     if committed := _COMMITTED.fullmatch(path):
         return committed["root"] or "", committed["folder"]
@@ -139,7 +139,7 @@ class LocalPlace:
     kind: str = "local"
 
     def now(self) -> LocalPlace | TargetPlace:
-        """Return itself, or the checkpoint committed here if this is a folder of a local target."""
+        """Return itself, or a `TargetPlace` if this is the folder of a committed checkpoint on a local target."""
         committed = _COMMITTED.fullmatch(self.path)
         if not committed or not Path(self.path, "manifest.json").is_file():
             return self
@@ -188,7 +188,7 @@ class LocalPlace:
 
     def _require_there(self) -> None:
         if not Path(self.path).is_dir():
-            raise CheckpointNotFound(f"{self.path}: expected a checkpoint's directory, found nothing of the kind")
+            raise CheckpointNotFound(f"{self.path}: expected a checkpoint's directory, found none")
 
 
 def _never(directory: Path) -> bool:  # noqa: ARG001  the answer to whether it holds certain bytes
@@ -204,7 +204,7 @@ def _short(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TargetPlace:
-    """A folder of a store: who opens the store, where below its root the folder is, and how to introduce it."""
+    """A folder of a store: how to open the store, the folder's path below its root, and its names."""
 
     open: Opener
     folder: str
@@ -270,11 +270,11 @@ class TargetPlace:
             )
 
     def manifest(self, store: ObjectStore) -> Manifest | None:
-        """Return what is committed here; None if this is a plain directory.
+        """Return the manifest of the checkpoint here; None if this is a plain directory.
 
         Raises:
             CheckpointNotFound: it is neither.
-            CheckpointCorrupt: the manifest is torn, altered or another checkpoint's.
+            CheckpointCorrupt: the manifest is truncated, altered or of another checkpoint.
         """
         from prefect_tune.core.restore import read_manifest
 
@@ -285,7 +285,7 @@ class TargetPlace:
             return read_manifest(store, key)
         except CheckpointNotFound:
             if store.list(self.folder):
-                return None  # somebody else's directory, whose path only looks like one of ours
+                return None  # a directory without a manifest, whose path only looks like a checkpoint's
             raise
 
     @contextmanager
@@ -304,7 +304,7 @@ class TargetPlace:
         return CheckpointKey(trial=trial, step=int(found["step"]), sequence=int(found["sequence"]))
 
     def _named(self, token: str, manifest: Manifest | None) -> str:
-        """Name the bytes: a manifest names them for ever, in whosever hands; a plain directory may change."""
+        """Return a name of the bytes: the manifest's digest, or `token` for a plain directory, which may change."""
         from prefect_tune.core.manifest import encode_manifest
 
         return hashlib.blake2b(encode_manifest(manifest), digest_size=16).hexdigest() if manifest else token
@@ -317,7 +317,7 @@ class TargetPlace:
         return partial(fetch_plain, store, self.folder, without=self._versions(None))
 
     def _versions(self, manifest: Manifest | None) -> str:
-        """Return the folder for versions of the metadata; somebody else's directory gets a hidden one."""
+        """Return the folder for versions of the metadata; a hidden one in a directory without a manifest."""
         key = self._key() if manifest else None
         return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
 

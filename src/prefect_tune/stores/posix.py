@@ -1,4 +1,4 @@
-"""Objects as files: on a local disk, on NFS, on whatever the kernel can mount."""
+"""An object store in files: on a local disk, NFS, or any other mounted file system."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from prefect_tune.stores.posix_root import make_root
 
 __all__ = ["PosixStore", "make_root"]
 
-_WRITE_BYTES = 16 << 20  # between two looks at the clock
+_WRITE_BYTES = 16 << 20  # per write; the deadline is checked before each
 _READ_BYTES = 64 << 20
-_RACES = 100  # a folder is pruned under a writer again and again only if something is badly wrong
+_RACES = 100  # tries to publish, while deletes prune the folder
 
 
 class PosixStore:
     """Objects as files below `root`, which must exist (`make_root`).
 
-    An object is written under a hidden name, synced, and linked to its own: atomic between writers on any
-    machine that mounts the directory, whole after a power cut. Until the new name itself is safe the file
-    has two links; whoever meets such an object syncs its folder before believing in it. What killed
-    writers left under hidden names is removed by a later writer, after fifteen minutes.
+    An object is written under a hidden name, synced, and hard-linked to its own name: atomic between writers on
+    all machines that mount the directory, and complete after a power cut. The file has two links until its own
+    name is synced; a reader that finds two links syncs the folder before it uses the object. Hidden files of
+    killed writers are removed by a later writer, after fifteen minutes.
 
-    The deadline is looked at between system calls: one that hangs (a dead NFS server) is ended only from
-    outside, by `IsolatedStore`. Symbolic links below the root are refused, never followed.
+    The deadline is checked between system calls. A call that hangs (a dead NFS server) can only be ended by
+    `IsolatedStore`, from outside. Symbolic links below the root are refused.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PosixStore:
             self._publish(root, folder, fresh, lambda target: self._publisher.link(fresh, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
-        """See `ObjectStore.put`. What is there with the same size is left alone."""
+        """See `ObjectStore.put`. An existing object of the same size is not written again."""
         folder, _, name = checked_path(path).rpartition("/")
         with self._told("put", path) as root:
             if self._size(root, path) == memoryview(data).nbytes:
@@ -104,7 +104,7 @@ class PosixStore:
         return sorted(found, key=lambda listed: listed.path)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """See `ObjectStore.delete`. Folders that become empty go too."""
+        """See `ObjectStore.delete`. Folders that become empty are removed too."""
         split = sorted(checked_path(path).rpartition("/")[::2] for path in paths)
         with self._told("delete", ", ".join(paths[:3])) as root:
             for folder, of_folder in groupby(split, key=lambda of: of[0]):
@@ -118,7 +118,7 @@ class PosixStore:
 
     @contextmanager
     def _told(self, doing: str, path: str) -> Iterator[int]:
-        """Open the root for one operation, and tell its system errors as the store's."""
+        """Open the root for one operation, and raise its `OSError`s as store errors."""
         what = f"{doing} of {path!r} in {self.root}"
         self._deadline.check(what)
         try:
@@ -133,7 +133,7 @@ class PosixStore:
             status = self._calls.status(root)
         except FileNotFoundError as error:
             raise StoreUnavailable(
-                f"{what}: the root itself is not there, so nothing is known; make it, or mount what holds it"
+                f"{what}: the root itself does not exist: create it, or mount the file system that has it"
             ) from error
         identity = (status.device, status.inode)
         if identity != (self._identity or identity):
@@ -146,7 +146,7 @@ class PosixStore:
         return file
 
     def _walk(self, opened: ExitStack, root: int, folder: str) -> int | None:
-        """Open `folder` component by component, through no link; None where there is none."""
+        """Open `folder` component by component, following no link; None if it does not exist."""
         where = root
         for name in folder.split("/") if folder else ():
             try:
@@ -156,11 +156,11 @@ class PosixStore:
             except NotADirectoryError:
                 if self._calls.status_of(name, where).is_link:
                     raise
-                return None  # an object, and so no folder
+                return None  # an object has this name
         return where
 
     def _make(self, opened: ExitStack, root: int, folder: str) -> int:
-        """Open `folder`, making what is missing; its name is safe on the disk before anything is in it."""
+        """Open `folder`, creating missing parts; each new name is synced before anything is put into the folder."""
         parent, where, is_old = root, root, True
         for name in folder.split("/") if folder else ():
             try:
@@ -182,9 +182,9 @@ class PosixStore:
         return made
 
     def _settle_name(self, folder: int, parent: int) -> None:
-        """Whoever put something into a folder has synced its name before, and so the names of all above it.
+        """Sync the name of an empty folder, whose maker may have died before the sync.
 
-        An empty one may have been made by a writer that died before it could.
+        A folder with entries needs no sync: its name, and those above it, were synced before the first entry.
         """
         if folder != parent and self._calls.is_empty(folder):
             self._calls.fsync_folder(parent)
@@ -210,14 +210,14 @@ class PosixStore:
                 file = None
             status = None if file is None else self._calls.status(file)
             if where is None or file is None or status is None or status.is_folder:
-                raise ObjectNotFound(f"{path}: nothing there in {self.root}")
+                raise ObjectNotFound(f"{path}: no such object in {self.root}")
             if not status.is_file:
-                raise StoreRefused(f"{path} in {self.root}: not a plain file")
+                raise StoreRefused(f"{path} in {self.root}: expected a plain file, found something else")
             settle(self._calls, where, status)
             yield file, status.size_bytes
 
     def _below(self, folder: int, prefix: str, after: str) -> Iterator[Listed]:
-        """Yield the objects below an open folder, in no order; what vanishes meanwhile is left out."""
+        """Yield the objects below an open folder, unordered; entries that vanish meanwhile are left out."""
         for name in self._calls.names(folder):
             path = prefix + name
             status = None if path == TEMPORARY else status_at(self._calls, folder, name)
@@ -235,19 +235,19 @@ class PosixStore:
 
     @contextmanager
     def _temporary(self, root: int, data: Buffer) -> Iterator[Temporary]:
-        """Write and sync `data` under a hidden name, which goes once the object is safe or was not made."""
+        """Write and sync `data` under a hidden name, removed once the object is published or was not made."""
         with ExitStack() as opened:
             folder = self._open_temporary(opened, root)
             name = uuid.uuid4().hex
             file = self._enter(opened, self._calls.new_file(name, folder))
             try:
-                self._calls.try_lock(file)  # tells those who sweep that this writer is alive
+                self._calls.try_lock(file)  # shows a sweep that this writer is alive
                 self._write(file, data)
                 status = self._calls.status(file)
                 self._sweep(folder, status.modified_ns)
                 yield Temporary(name, folder, status)
             except BaseException:
-                # Once it is published, the second link is what tells the next reader to sync.
+                # If it was published, keep the second link: it makes the next reader sync.
                 if not self._may_be_published(file):
                     discard(self._calls, name, folder)
                 raise
@@ -275,7 +275,7 @@ class PosixStore:
             return True
 
     def _publish(self, root: int, folder: str, fresh: Temporary, into: Callable[[int], None]) -> None:
-        """Run `into` with the folder, made again when a delete pruned it in the meantime."""
+        """Call `into` with the open folder; create the folder again if a delete pruned it meanwhile."""
         for _ in range(_RACES):
             self._deadline.check(f"publishing in {folder!r}")
             try:
@@ -284,8 +284,9 @@ class PosixStore:
                 return
             except FileNotFoundError as error:
                 if status_at(self._calls, fresh.folder, fresh.name) is None:
-                    raise StoreUnavailable(f"{fresh.name}: somebody removed it from {TEMPORARY!r}") from error
-        raise StoreUnavailable(f"{folder!r} in {self.root}: vanished {_RACES} times while it was written to")
+                    gone = f"{fresh.name}: was removed from {TEMPORARY!r} before it was published; try again"
+                    raise StoreUnavailable(gone) from error
+        raise StoreUnavailable(f"{folder!r} in {self.root}: deleted {_RACES} times during one publish; try again")
 
     # --------------------------------------------------------------------------------------------- removing
 
@@ -304,11 +305,11 @@ class PosixStore:
                 try:
                     if where is not None:
                         self._calls.rmdir(name, where)
-                except OSError:  # not empty, or in use, or not ours to remove: a folder that stays hurts nobody
+                except OSError:  # not empty, in use, or not permitted: an empty folder does no harm
                     return
             folder = parent
 
     def _sweep(self, folder: int, now_ns: int) -> None:
-        """Remove what killed writers left; `now_ns` is the file system's own clock."""
+        """Remove hidden files of killed writers; `now_ns` is by the file system's own clock."""
         if self._sweeps.is_due(os.fspath(self.root)):
             remove_leftovers(self._calls, folder, now_ns, older_than=LEFTOVER_AFTER)

@@ -1,4 +1,4 @@
-"""The system calls a file store is made of, behind a seam where tests put a disk that loses power."""
+"""The system calls of the file store, as an interface that tests replace by a simulated disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FileStatus:
 class FileSystemCalls(Protocol):
     """One system call per method; names are single path components below an open folder.
 
-    No call follows a symbolic link (but `open_root`), every call raises the `OSError` of the system.
+    Only `open_root` follows symbolic links. Every call raises the system's `OSError`.
     """
 
     def open_root(self, path: str) -> int: ...
@@ -80,7 +80,7 @@ class OsCalls:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
 
     def open_file(self, name: str, folder: int) -> int:
-        # O_NONBLOCK: somebody's pipe under this name must not hold the caller for ever.
+        # O_NONBLOCK: opening a named pipe must not block for ever.
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
 
     def new_file(self, name: str, folder: int) -> int:
@@ -141,7 +141,7 @@ class OsCalls:
             return next(entries, None) is None
 
     def try_lock(self, file: int) -> bool:
-        with suppress(OSError):  # held by a live writer, or a file system without locks: not ours either way
+        with suppress(OSError):  # held by a live writer, or a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
@@ -166,7 +166,7 @@ class _Named:
                 error.add_note(name)
                 raise
 
-        setattr(self, name, call)  # looked up once
+        setattr(self, name, call)  # wrap each method once
         return call
 
 

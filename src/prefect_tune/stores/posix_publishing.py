@@ -1,4 +1,4 @@
-"""Giving whole, synced bytes their name: by a hard link, which no other writer's can replace."""
+"""Publish a complete, synced file under its object's name by a hard link, which never replaces another file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Publisher", "Temporary", "discard", "settle", "status_at"]
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """Whole, synced, unpublished bytes."""
+    """A complete, synced file that is not published yet."""
 
     name: str
     folder: int
@@ -24,26 +24,31 @@ class Temporary:
 
 
 class Publisher:
-    """Links objects in the folders of one store, whose `root` is named in messages."""
+    """Publishes files in the folders of one store; messages name its `root`."""
 
     def __init__(self, calls: FileSystemCalls, root: os.PathLike[str]) -> None:
         self._calls = calls
         self._root = root
 
     def link(self, fresh: Temporary, folder: int, name: str, path: str) -> None:
-        """Publish `fresh` as `name`, where nothing may be."""
+        """Publish `fresh` as `name`, which must not exist.
+
+        Raises:
+            AlreadyExists: another file has that name.
+            CommitUnknown: the link may have been made, or is made and its folder cannot be synced.
+        """
         try:
             self._calls.link(fresh.name, fresh.folder, name, folder)
         except OSError as error:
             if not self._is_linked(fresh, folder, name, error):
-                raise AlreadyExists(f"{path}: there already in {self._root}") from error
+                raise AlreadyExists(f"{path}: exists already in {self._root}") from error
         try:
             self._calls.fsync_folder(folder)
         except OSError as error:
             raise CommitUnknown(f"{path} in {self._root}: written, but its folder cannot be synced: {error}") from error
 
     def replace(self, fresh: Temporary, folder: int, name: str) -> None:
-        """Publish `fresh` as `name`, over one whose size is wrong: spoilt by another writer, or by a disk."""
+        """Publish `fresh` as `name`, replacing a file only if its size differs: another writer or a disk damaged it."""
         try:
             self._calls.link(fresh.name, fresh.folder, name, folder)
         except FileExistsError:
@@ -67,12 +72,12 @@ class Publisher:
             raise
 
     def _is_linked(self, fresh: Temporary, folder: int, name: str, error: OSError) -> bool:
-        """Say whether a link that failed is there all the same (a lost reply of NFS), or another file.
+        """Return whether a link that raised `error` was made (NFS lost the reply); False if another file is there.
 
         Raises:
-            OSError: it was not made.
-            StoreRefused: this file system makes no links.
-            CommitUnknown: it cannot be said.
+            OSError: the link was not made.
+            StoreRefused: this file system supports no hard links.
+            CommitUnknown: it is not known whether the link was made.
         """
         if error.errno in NOT_DONE:
             raise error
@@ -91,12 +96,12 @@ class Publisher:
         return False
 
     def _require_links(self, fresh: Temporary, error: OSError) -> None:
-        """Find out what an input/output error means: some FUSE file systems say so that they have no hard links.
+        """After EIO, test whether the file system supports hard links: some FUSE file systems return EIO if not.
 
-        The bytes were written and synced a moment before, so that a disk which fails would have failed then.
+        A failing disk is unlikely: it has just written and synced the file.
 
         Raises:
-            StoreRefused: a link beside the bytes themselves fails alike.
+            StoreRefused: a second link beside the file fails with EIO too.
         """
         if error.errno != errno.EIO:
             return
@@ -112,7 +117,7 @@ class Publisher:
 
 
 def status_at(calls: FileSystemCalls, folder: int, name: str) -> FileStatus | None:
-    """Return what is at `name`; None where nothing is."""
+    """Return the status of `name`; None if it does not exist."""
     try:
         return calls.status_of(name, folder)
     except FileNotFoundError:
@@ -120,7 +125,7 @@ def status_at(calls: FileSystemCalls, folder: int, name: str) -> FileStatus | No
 
 
 def settle(calls: FileSystemCalls, folder: int, status: FileStatus) -> None:
-    """Make sure that an object which is believed in is also there after a power cut."""
+    """Sync the folder of an object that has two links, so that the object survives a power cut; refuse a link."""
     if status.is_link:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     if status.links > 1:
@@ -128,6 +133,6 @@ def settle(calls: FileSystemCalls, folder: int, status: FileStatus) -> None:
 
 
 def discard(calls: FileSystemCalls, name: str, folder: int) -> None:
-    """Remove a hidden name. The outcome stands whether that succeeds or not: what stays is swept later."""
+    """Remove a hidden name; on an error it stays, and a later sweep removes it."""
     with suppress(OSError):
         calls.unlink(name, folder)

@@ -1,4 +1,4 @@
-"""Making the directory that a file store lives in."""
+"""Create the root directory of a file store."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["make_root"]
 
 
 def make_root(root: Path) -> None:
-    """Make the directory of a store, and those above it, safe against a power cut. Done already is fine.
+    """Create and sync the root directory of a store and its missing parents; do nothing if it exists.
 
     Raises:
-        StoreRefused: not permitted, or something else stands there.
+        StoreRefused: not permitted, or `root` is not a directory.
         StoreUnavailable: the disk is full or does not answer.
     """
     if root.is_dir():

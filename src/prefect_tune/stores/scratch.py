@@ -1,4 +1,4 @@
-"""Directories that live as long as their process, and are cleared away after those that were killed."""
+"""Temporary directories that end with their process; those of killed processes are removed by later ones."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _LOCK = ".alive"
 
 
 class ScratchDirectory:
-    """A new directory below the system's temporary directory, with empty `folders` in it, until it is closed.
+    """A new directory below the system's temporary directory, with empty `folders` in it, removed by `close`.
 
-    One that is as it was made goes on under another name, as a new one: a file system looks past every inode that was
-    freed in the last minutes (ext4), and so takes longer and longer over new files where many were removed.
+    A directory that is unchanged at `close` is renamed and used again as a new one, because ext4 does not reuse
+    inodes that were freed in the last minutes: after many removals it takes longer and longer to make files.
     """
 
     def __init__(self, *folders: str) -> None:
-        self._made_of = _home  # in a forked child there will be another
+        self._made_of = _home  # a forked child gets its own
         self._tree = self._made_of.take(folders)
         self.path = self._tree.path
 
     def close(self) -> None:
-        """Remove it and all that is in it, or keep it for the next where nobody can tell it from a new one."""
+        """Remove it with its content; if it equals a new one, keep it for the next `ScratchDirectory`."""
         self._made_of.take_back(self._tree)
 
     def __enter__(self) -> Path:
@@ -49,7 +49,7 @@ class ScratchDirectory:
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """A directory, the folders in it, and as what they were made: what each is, whose, and who may do what."""
+    """A directory, the folders in it, and the mode, user and group with which each was made."""
 
     path: Path
     folders: tuple[str, ...]
@@ -57,19 +57,19 @@ class _Tree:
 
     @staticmethod
     def made(path: Path, folders: tuple[str, ...]) -> _Tree:
-        path.mkdir(parents=True)  # who tidies up may have taken what nothing was in
+        path.mkdir(parents=True)  # a cleaner of temporary files may have removed an empty parent
         for name in folders:
             (path / name).mkdir()
         return _Tree(path, folders, _modes(path, folders))
 
     def is_there(self) -> bool:
-        """Whether nobody has tidied it away, or locked anybody out."""
+        """Whether it and its folders exist, with unchanged mode, user and group."""
         with suppress(OSError):
             return _modes(self.path, self.folders) == self.modes
         return False
 
     def renamed(self, path: Path) -> _Tree | None:
-        """Return it under another name, where whoever had it has left nothing."""
+        """Rename it to `path` and return it, if it equals a new one; else None."""
         with suppress(OSError):
             is_empty = not any(any((self.path / name).iterdir()) for name in self.folders)
             nothing_more = {each.name for each in self.path.iterdir()} == set(self.folders)
@@ -84,7 +84,7 @@ def _modes(path: Path, folders: tuple[str, ...]) -> tuple[tuple[int, int, int], 
 
 
 class _Home:
-    """What all scratch directories of this process are in, so that one lock says of all of them that it lives."""
+    """The parent of all scratch directories of this process; one lock on it shows that the process is alive."""
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
@@ -120,7 +120,7 @@ class _Home:
             self._leave()
 
     def _new_path(self) -> Path:
-        """Short: a socket in a trial's temporary directory has 107 bytes for its path (multiprocessing, PyTorch)."""
+        """Return a short path: a socket below it must fit into 107 bytes (multiprocessing, PyTorch)."""
         return self._directory / str(next(self._names))
 
     def _leave(self) -> None:
@@ -135,7 +135,7 @@ _home = _Home()
 
 
 def _have_a_home_of_ones_own() -> None:
-    global _home  # noqa: PLW0603 - a forked child has neither the lock nor a claim to what is locked
+    global _home  # noqa: PLW0603 - a forked child does not hold its parent's lock
     _home = _Home()
 
 
@@ -144,7 +144,7 @@ os.register_at_fork(after_in_child=_have_a_home_of_ones_own)
 
 @contextmanager
 def _locked_directory() -> Iterator[Path]:
-    """Yield a new directory that is removed at the end. What killed processes left goes first: the kernel knows."""
+    """Yield a new locked directory and remove it at the end; first remove those of killed processes."""
     shared = user_folder()
     _clear_away_the_dead(shared)
     directory, alive = _made(shared)
@@ -156,12 +156,12 @@ def _locked_directory() -> Iterator[Path]:
 
 
 def _this_machine() -> str:
-    """Eight characters in place of a name that may have 64."""
+    """Return eight characters for this machine, whose name may have 64."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
 def _made(shared: Path) -> tuple[Path, FileLock]:
-    """Whoever clears away at this very moment may take a directory that is not locked yet for a dead one's."""
+    """Make and lock a directory; try again if another process removed it before it was locked."""
     while True:
         directory = shared / f"{_this_machine()}-{uuid4().hex[:8]}"
         directory.mkdir(mode=0o700)
@@ -170,11 +170,11 @@ def _made(shared: Path) -> tuple[Path, FileLock]:
 
 
 def _clear_away_the_dead(shared: Path) -> None:
-    """Of this machine only: on a shared disk another machine's locks are not always seen."""
+    """Remove directories of dead processes of this machine; a shared disk may not show other machines' locks."""
     for directory in shared.glob(f"{_this_machine()}-*"):
         if directory.is_symlink() or not (directory / _LOCK).exists():
-            continue  # being made this very moment, or not ours
-        with suppress(FileNotFoundError):  # somebody else clears it away too
+            continue  # not locked yet by its maker, or not a scratch directory
+        with suppress(FileNotFoundError):  # another process removed it first
             if (lock := FileLock.try_take(directory / _LOCK, Share.ALONE)) is not None:
                 shutil.rmtree(directory, ignore_errors=True)
                 lock.release()

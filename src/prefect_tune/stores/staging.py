@@ -1,4 +1,4 @@
-"""Local directories at both ends of a transfer: what is sent, and where restored files are put together."""
+"""Local directories for transfers: the files to upload, and the directory that a restore fills."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ TRANSFERS = 8
 
 @contextmanager
 def side_by_side(workers: int = TRANSFERS) -> Iterator[Mapper]:
-    """Run up to `workers` transfers at once, and no more in memory; the first error ends the rest."""
+    """Yield a `map` that runs up to `workers` calls at once, in threads; the first error cancels the rest.
+
+    At most `2 * workers` calls are submitted ahead of the result that is awaited.
+    """
     with ThreadPoolExecutor(workers, thread_name_prefix="transfer") as pool:
 
         def windowed(function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterator[_Out]:
             waiting = iter(items)
             first = list(islice(waiting, 2 * workers))
-            if len(first) == 1:  # a small checkpoint: for one transfer a thread costs more than it brings
+            if len(first) == 1:  # for a single call, a thread costs more than it saves
                 yield function(first[0])
                 return
             running: list[Future[_Out]] = [pool.submit(function, item) for item in first]
@@ -56,14 +59,14 @@ class StagedFiles:
         """List `directory`.
 
         Raises:
-            InvalidInput: it is not a directory, or holds what cannot be restored elsewhere
+            InvalidInput: it is not a directory, or has an entry that cannot be restored elsewhere
                 (a link to a directory, a dangling link, a socket, a name that is not UTF-8).
         """
         self.directory = directory
         self.files: tuple[FileStat, ...]
         self.empty_directories: tuple[str, ...]
         if not directory.is_dir():
-            raise InvalidInput(f"checkpoint directory {directory}: expected a directory, found nothing of the kind")
+            raise InvalidInput(f"checkpoint directory {directory}: expected a directory, found none")
         self._found = _found_in(directory)
         self.files = tuple(FileStat(path, each.size_bytes, each.mode) for path, each in self._found.files.items())
         self.empty_directories = self._found.empty_directories
@@ -83,7 +86,7 @@ class StagedFiles:
         try:
             descriptor = os.open(f"{self.directory}/{file.path}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as gone:
-            raise StagedFilesChanged(f"{self.directory / file.path}: was there when the save began") from gone
+            raise StagedFilesChanged(f"{self.directory / file.path}: was deleted while it was being saved") from gone
         try:
             done = 0
             while done < piece.length and (read := os.preadv(descriptor, [buffer[done:]], piece.offset + done)):
@@ -99,7 +102,7 @@ class StagedFiles:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file as it was found; one that was written to since differs."""
+    """A file's status when the directory was listed; a later write changes it."""
 
     size_bytes: int
     mode: int
@@ -151,13 +154,13 @@ def _require_portable(entry: os.DirEntry[str]) -> None:
 
 
 class DirectorySink:
-    """A fresh directory beside `destination` that becomes it in one rename, once everything is in it."""
+    """A new directory beside `destination`, renamed to it when all files are written."""
 
     def __init__(self, manifest: Manifest, destination: Path) -> None:
         self._manifest = manifest
         self._destination = destination
         self._building = destination.with_name(f".{destination.name}.{uuid4().hex}")
-        self._other_modes: list[tuple[str, int]] = []  # a umask is in the way, or the file may not be written to
+        self._other_modes: list[tuple[str, int]] = []  # set at the end: read-only, or against the umask
 
     def __enter__(self) -> Self:
         try:
@@ -182,7 +185,7 @@ class DirectorySink:
             if error is None:
                 self._finish()
         finally:
-            shutil.rmtree(self._building, ignore_errors=True)  # the destination by now, if all went well
+            shutil.rmtree(self._building, ignore_errors=True)  # was renamed if all went well
 
     def _furnish(self) -> None:
         self._building.mkdir(parents=True)

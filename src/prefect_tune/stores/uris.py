@@ -1,6 +1,6 @@
-"""What a URI names, and the store that opens there with what the surroundings know: no block, no Prefect.
+"""Parse a path or URI, and open its store without a block and without Prefect.
 
-Credentials come from where each cloud's tools look for them: the environment, a profile, the machine's role.
+Credentials come from where each cloud's tools look for them: environment variables, a profile, the machine's role.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Client", "Location", "arrow_filesystem", "open_arrow", "open_locatio
 
 
 class Client(Enum):
-    """Which client reaches a scheme."""
+    """The client for a scheme."""
 
     FILES = "the operating system"
     S3 = "obstore, S3"
@@ -50,15 +50,15 @@ _OPTIONS: Mapping[Client, frozenset[str]] = {
 }
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
 _IN_PROCESS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
-"""Kinds of pyarrow file systems whose calls end by themselves, or that are nowhere but in this process."""
+"""Kinds of pyarrow file systems that need no child process: their calls end, or they exist only in this process."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A folder somewhere. `container` is a bucket, or for `OTHER` clients the host; empty for files.
+    """A parsed path or URI. `container` is a bucket, or for `OTHER` clients the host; empty for files.
 
-    `path` has no slash at its ends, but for files, where it is absolute.
+    `path` has no slash at its ends; for files it is absolute.
     """
 
     client: Client
@@ -77,7 +77,7 @@ class Location:
 
     @property
     def arrow_path(self) -> str:
-        """The path as pyarrow's file systems want it: with the bucket in front, where there is one."""
+        """The path as pyarrow's file systems expect it: with the bucket in front, if there is one."""
         match self.client:
             case Client.FILES:
                 return self.path
@@ -87,15 +87,15 @@ class Location:
                 return f"{self.container}/{self.path}".rstrip("/")
 
     def at(self, path: str) -> Location:
-        """Return another path of the same container."""
+        """Return this location with another path."""
         return replace(self, path=path)
 
 
 def read_uri(uri: str | os.PathLike[str]) -> Location:
-    """Return what `uri`, or a path of this machine, names. Nothing is asked or opened.
+    """Parse a URI or a local path. Opens and requests nothing.
 
     Raises:
-        InvalidInput: it names nothing that could be opened; what is missing is said.
+        InvalidInput: `uri` is not valid; the message says why.
     """
     text = os.fspath(uri)
     scheme = _SCHEME.match(text)
@@ -108,7 +108,7 @@ def read_uri(uri: str | os.PathLike[str]) -> Location:
     parts = urlsplit(text)
     if parts.password or (parts.username and client in _OPTIONS):
         raise InvalidInput(
-            f"{name}://…@{parts.hostname}{parts.path}: no credentials in a URI: use a block, or the environment"
+            f"{name}://…@{parts.hostname}{parts.path}: expected no credentials in a URI: use a block or the environment"
         )
     if client is Client.FILES:
         return _file(text, unquote(parts.path), parts.netloc)
@@ -116,7 +116,7 @@ def read_uri(uri: str | os.PathLike[str]) -> Location:
         return _other(text, name)
     container, _, account = parts.netloc.partition("@")
     if not container:
-        raise InvalidInput(f"{text!r}: it names no bucket")
+        raise InvalidInput(f"{text!r}: expected a bucket after {name}://, found none")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := options.keys() - _OPTIONS.get(client, frozenset()):
         known = ", ".join(sorted(_OPTIONS.get(client, ()))) or "none"
@@ -126,7 +126,7 @@ def read_uri(uri: str | os.PathLike[str]) -> Location:
 
 def _file(uri: str, path: str, host: str) -> Location:
     if host not in ("", "localhost"):
-        raise InvalidInput(f"{uri!r}: a file URI names no host; file:///{host}{path}?")
+        raise InvalidInput(f"{uri!r}: expected no host in a file URI; did you mean file:///{host}{path}?")
     return Location(Client.FILES, "file", "", os.path.normpath(path))
 
 
@@ -135,8 +135,8 @@ def _other(uri: str, scheme: str) -> Location:
 
     if scheme not in _ARROW_SCHEMES and scheme not in fsspec.available_protocols():
         known = ", ".join(sorted(_CLIENTS))
-        place = uri.partition("?")[0]  # what follows may be a token
-        raise InvalidInput(f"{place!r}: unknown scheme {scheme!r}; known are {known}, and those of fsspec and pyarrow")
+        place = uri.partition("?")[0]  # the query may have a token
+        raise InvalidInput(f"{place!r}: unknown scheme {scheme!r}; known are {known}, and fsspec's and pyarrow's")
     host, _, path = uri.partition("://")[2].partition("/")
     return Location(Client.OTHER, scheme, host, path.rstrip("/"))
 
@@ -149,16 +149,16 @@ def _path_for_fsspec(location: Location) -> str:
     try:
         kind = fsspec.get_filesystem_class(location.scheme)
     except (ImportError, ValueError):
-        return f"{location.container}/{location.path}"  # said when it is opened: this only names it
-    return str(kind._strip_protocol(location.uri))  # noqa: SLF001  fsspec's way for those who hold a URI
+        return f"{location.container}/{location.path}"  # opening it raises the error; this only formats the path
+    return str(kind._strip_protocol(location.uri))  # noqa: SLF001  how fsspec turns a URI into a path
 
 
 @contextmanager
 def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectStore]:
-    """Open the store whose root is `location`; all its operations together end within `timeout`.
+    """Open the store with the root `location`; all its operations together end within `timeout`.
 
     Raises:
-        InvalidInput: its client does not accept these settings, or is not installed.
+        InvalidInput: the client does not accept these settings, or is not installed.
     """
     deadline = Deadline.after(timeout)
     match location.client:
@@ -185,9 +185,9 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
 def open_arrow(
     filesystem: Callable[[], FileSystem], root: str, kind: str, *, timeout: timedelta
 ) -> Iterator[ObjectStore]:
-    """Open the folder `root` of a pyarrow file system of a certain kind (a scheme, or its type).
+    """Open the folder `root` of a pyarrow file system; `kind` is its scheme or its pyarrow type name.
 
-    Those that may hang for ever work in a process of their own, which the timeout ends.
+    Kinds whose calls may hang run in a child process, which is killed at the timeout.
     """
     deadline = Deadline.after(timeout)
     if kind.removeprefix("py::fsspec+") in _IN_PROCESS:
@@ -216,7 +216,7 @@ def _connected(location: Location, constructor: Callable[..., Any], limit: timed
         return constructor(client_options=options, retry_config=times["retry_config"])
     except (BaseError, ValueError) as error:
         raise InvalidInput(
-            f"{location.uri}: the client does not accept it: {str(error).partition(chr(10))[0]}"
+            f"{location.uri}: obstore does not accept this location: {str(error).partition(chr(10))[0]}"
         ) from error
 
 
@@ -241,13 +241,13 @@ def _constructor(location: Location) -> Callable[..., Any]:
 
 def _endpoint(location: Location) -> str | None:
     endpoint = location.options.get("endpoint_url") or location.options.get("endpoint_override")
-    if endpoint and "://" not in endpoint:  # as pyarrow writes it: host:port, and the scheme by itself
+    if endpoint and "://" not in endpoint:  # pyarrow's form: host:port, with the scheme as an option of its own
         return f"{location.options.get('scheme', 'https')}://{endpoint}"
     return endpoint or (ambient_endpoint(os.environ) if location.client is Client.S3 else None)
 
 
 def _allows_http(location: Location) -> bool:
-    """Whoever wrote an http address, here or into the environment, meant it."""
+    """Whether HTTP is allowed: by an option, the environment, or an endpoint that begins with `http://`."""
     asked = location.options.get("allow_http")
     is_allowed = ambient_http(os.environ) if asked is None else _is_true(asked)
     return is_allowed or (_endpoint(location) or "").startswith("http://")
@@ -258,16 +258,16 @@ def _is_true(text: str) -> bool:
 
 
 def _access(location: Location) -> S3Access:
-    """Return who asks, and where the bucket lies: what the URI leaves open, the surroundings say."""
+    """Return credentials and region: the URI's region, the rest from the environment or a profile."""
     found = ambient_access(os.environ, anonymous=_is_true(location.options.get("anonymous", "")))
     return replace(found, region=location.options.get("region") or found.region)
 
 
 def arrow_filesystem(location: Location) -> FileSystem:
-    """Return pyarrow's file system for `location`, whose `arrow_path` is meant to be used with it.
+    """Return the pyarrow file system for `location`; use it with `location.arrow_path`.
 
     Raises:
-        InvalidInput: what the scheme needs is not installed.
+        InvalidInput: a package that the scheme needs is not installed.
     """
     import fsspec
     import pyarrow.fs as arrow

@@ -15,7 +15,7 @@ __all__ = ["user_folder"]
 
 _NAMES = 1000
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # they say nothing of what was to be opened
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # of this process or machine, not a fault of the folder
 
 
 def user_folder() -> Path:
@@ -62,13 +62,13 @@ def _is_made(folder: Path) -> bool:
 
 
 def _found(folder: Path) -> str | None:
-    """Return what is wrong with what lies at `folder`; None for a folder that only this user can write to."""
+    """Return what `folder` is instead of a folder that only this user can write to; None if it is one."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as refused:
         if refused.errno in _SHORTAGES:
             raise
-        return f"what cannot be opened as a folder ({refused.strerror})"
+        return f"an entry that cannot be opened as a folder ({refused.strerror})"
     try:
         status = os.fstat(opened)
     finally:

@@ -1,4 +1,4 @@
-"""Whether a local directory holds exactly what a manifest says."""
+"""Verify a local directory against a manifest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["holds_exactly"]
 
 
 def holds_exactly(manifest: Manifest, directory: Path) -> bool:
-    """Read `directory` and say whether it is the checkpoint of `manifest`, byte for byte and nothing else."""
+    """Read `directory` and return whether it has exactly the files and folders of `manifest`, byte for byte."""
     try:
         staged = StagedFiles(directory)
         found = [(file.path, file.size_bytes) for file in staged.files]
