@@ -55,9 +55,7 @@ def deploy(
     ] = _Collision.CANCEL_NEW,
     automations: Annotated[
         bool,
-        typer.Option(
-            "--automations/--no-automations", help="Install automations: restart crashed runs, six alerts."
-        ),
+        typer.Option("--automations/--no-automations", help="Install automations: restart crashed runs, six alerts."),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -116,10 +114,7 @@ def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str)
 
 def _require_nothing_of_one(asked: Mapping[str, Any], schedules: object) -> None:
     if asked or schedules:
-        raise WrongUsage(
-            "--params, --param, --cron and --every-seconds need one FLOW and "
-            "--name NAME"
-        )
+        raise WrongUsage("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
 
 
 def _general(flows: Sequence[str], prefix: str, suffix: str) -> Sequence[Wanted]:

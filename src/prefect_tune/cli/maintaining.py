@@ -23,9 +23,7 @@ def maintain(
     experiments: Annotated[
         list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Names or patterns.", show_default=False)
     ] = None,
-    verify: Annotated[
-        Literal["sample", "all", "none"], typer.Option(help="Which checkpoints to verify.")
-    ] = "sample",
+    verify: Annotated[Literal["sample", "all", "none"], typer.Option(help="Which checkpoints to verify.")] = "sample",
     keep_last: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Prune finished experiments to the last N.", show_default=False),

@@ -56,9 +56,7 @@ _Where = Annotated[str, asks("--target", "TARGET", "Storage of the experiment.")
 _Stop = Annotated[list[str] | None, asks("--stop", "step=N", "When a trial stops; or MODULE:NAME.")]
 _Space = Annotated[Path | None, asks("--space", "FILE", "The search space, as JSON or YAML.")]
 _Set = Annotated[list[str] | None, asks("--set", "NAME=VALUE", "A parameter, such as x=3, n=choice(1,2).")]
-_AtOnce = Annotated[
-    int | None, asks("--max-concurrent-trials", "N", "Trials at once. Default: one per CPU.")
-]
+_AtOnce = Annotated[int | None, asks("--max-concurrent-trials", "N", "Trials at once. Default: one per CPU.")]
 _Budget = Annotated[float | None, asks("--time-budget-seconds", "S", "After S all save and end, resumable.")]
 _Scheduler = Annotated[str | None, asks("--scheduler", "JSON", 'Such as {"ASHA": {"max_t": 81}}.')]
 _Search = Annotated[str | None, asks("--search", "JSON", "Likewise. Default: random and grid search.")]
@@ -77,9 +75,7 @@ _Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "F
 _Tags = Annotated[list[str] | None, asks("--tag", "TAG", "Tag of each task run, for Prefect's tag limits.")]
 _Limits = Annotated[list[str] | None, asks("--concurrency-limit", "NAME", "Global limit that each attempt waits for.")]
 _Grace = Annotated[float, asks("--grace-period-seconds", "S", "Time to save after a stop signal. Default: 25.")]
-_Silence = Annotated[
-    float | None, asks("--silence-timeout-seconds", "S", "Restart a trial after S of silence.")
-]
+_Silence = Annotated[float | None, asks("--silence-timeout-seconds", "S", "Restart a trial after S of silence.")]
 _Beginning = Annotated[_Resume, typer.Option(metavar="HOW", help="auto; must: it exists; never: it is new.")]
 _Changed = Annotated[_OnCodeChange, typer.Option(metavar="WHAT", help="If the source changed: warn, or refuse.")]
 _In = Annotated[_Isolation, typer.Option(metavar="WHAT", help="process of its own, or thread.")]
@@ -143,7 +139,9 @@ def resume(
     at: Annotated[int | None, asks("--at", "ENTRY", "Fork at this journal entry. Default: the last.")] = None,
     rerun_errored: Annotated[bool, typer.Option("--rerun-errored", help="Retry errored trials.")] = False,
     only_errored: Annotated[bool, typer.Option("--only-errored", help="Retry those, and nothing else.")] = False,
-    num_samples: Annotated[int | None, asks("--num-samples", "N", "Trials in all; more than before.", at_least=1)] = None,
+    num_samples: Annotated[
+        int | None, asks("--num-samples", "N", "Total trials; more than before.", at_least=1)
+    ] = None,
     samples_per_run: _MoreSamples = None,
     stop: _Stop = None,
     space: _Space = None,

@@ -1,4 +1,4 @@
-"""Loggers: callbacks that write what is reported where people look for it."""
+"""Loggers: callbacks that write reports to CSV, JSON, TensorBoard, MLflow or Weights & Biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CSV file for each trial."""
+"""A logger that writes a CSV file for each trial."""
 
 from __future__ import annotations
 

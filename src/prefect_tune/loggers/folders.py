@@ -1,4 +1,4 @@
-"""A logger's folder on this machine: one for each trial, and a mark that says whose files these are."""
+"""The base class of loggers that write files into a local folder for each trial."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DEFAULT_DIRECTORY = "~/prefect-tune-results"
 
 
 class FolderLogger(Callback):
-    """A logger whose files lie at `<directory>/<experiment>/<trial>/`.
+    """A logger that writes to `<directory>/<experiment>/<trial>/`.
 
-    On a machine that has none of them, it is told everything from the beginning, and so writes them again.
+    On a machine without these files, all events are delivered again from the first, so the files are rewritten.
     """
 
     def __init__(self, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
@@ -30,7 +30,9 @@ class FolderLogger(Callback):
         self._mark = ""
 
     def setup(self, search: SearchInfo) -> None:
-        self._folder = self._directory.absolute() / search.experiment  # wherever this process stands later
+        self._folder = (
+            self._directory.absolute() / search.experiment
+        )  # the process may change its working directory later
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f".{self.name}"
         if not path.exists():
@@ -49,21 +51,21 @@ class FolderLogger(Callback):
         replace_file(self.folder_of(trial.trial) / "params.json", json.dumps(dict(trial.config), indent=2).encode())
 
     def folder_of(self, trial: str) -> Path:
-        """Return the folder of a trial, which is made where it is not there."""
+        """Return the folder of a trial, creating it if it is missing."""
         folder = self._folder / trial
         folder.mkdir(exist_ok=True)
         return folder
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` at `path` in place of what is there: whole, whatever becomes of this process."""
+    """Replace the file at `path` by `data` atomically."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.replace(path)
 
 
 def sync_to_disk(path: Path) -> None:
-    """Return when the file, or the names in the folder, survive a power cut."""
+    """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,7 +74,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def require_package(module: str, extra: str, logger: str) -> None:
-    """See that a package can be imported, without importing it.
+    """Check that a package is installed, without importing it.
 
     Raises:
         InvalidInput: it is not installed.

@@ -1,4 +1,4 @@
-"""A file of JSON lines for each trial."""
+"""A logger that writes a file of JSON lines for each trial."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class JSONRows(RowFile):
         super().__init__(path, _step_of)
 
     def add(self, trial: str, report: StepReport) -> str:
-        """Add the row of a step, in place of it and of all later ones; return it."""
+        """Write the row of a step, replacing the rows of this and all later steps; return it."""
         said = {"trial": trial, "step": report.step, "trained_seconds": report.trained_seconds}
         row = json.dumps({**said, **{name: value for name, value in report.metrics.items() if name not in said}})
         self.append(report.step, row)

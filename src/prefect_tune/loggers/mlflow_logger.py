@@ -1,4 +1,4 @@
-"""MLflow: a run for each trial, on whatever tracking server or database."""
+"""A logger that writes an MLflow run for each trial, to a tracking server or a database."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _LONGEST_PARAMETER = 6000
 class MLflowLogger(Callback):
     """Logs each trial as a run: its configuration as parameters, numbers as metrics by step.
 
-    Metrics in MLflow cannot be taken back. So where steps are trained again, the trial gets a new run with
-    what still counts, and the run before it is deleted.
+    MLflow cannot delete metrics. So when steps are trained again, the trial gets a new run with the metrics of
+    the steps before, and the earlier run is deleted.
 
     Args:
-        tracking_uri: such as `"sqlite:///mlflow.db"`. Default: what MLflow is set up for.
+        tracking_uri: such as `"sqlite:///mlflow.db"`. Default: MLflow's own setting.
         experiment_name: in MLflow. Default: the name of the search's experiment.
         tags: of every run.
 
@@ -113,12 +113,12 @@ class _TrialRun:
         self._name = trial.trial
         found = self._tagged(_TRIAL, tags[_TRIAL])
         self._id = found[0].info.run_id if found else self._create(trial)
-        for other in found[1:]:  # whoever made the copy died before it could delete what it had copied
+        for other in found[1:]:  # a killed process made a copy and did not delete the original
             client.delete_run(other.info.run_id)
         self._last = max((each.step for each in self._history(_STEPS)), default=0) if found else 0
 
     def keep_up_to(self, step: int) -> None:
-        """Have a run without the metrics of later steps."""
+        """Replace the run by a copy without the metrics of later steps, if it has any."""
         if self._last <= step:
             return
         for rest in self._tagged(_COPY_OF, self._id):

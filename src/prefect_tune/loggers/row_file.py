@@ -1,4 +1,4 @@
-"""A file of rows, one for each step, in which a step that is trained again takes the place of what it was before."""
+"""A file with one row per step; a step that is trained again replaces its earlier row and all later rows."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ __all__ = ["RowFile"]
 
 
 class RowFile:
-    """Lines of text, of which all from the `head`th on are rows.
+    """A text file with `head` header lines, followed by rows.
 
-    A line that a crash has torn counts as never written. Each row is handed to the operating system as it
-    comes, and is safe from a power cut once `sync` returns.
+    A line that a crash cut off is ignored. Each row is passed to the operating system at once, and survives a
+    power cut after `sync`.
     """
 
     def __init__(self, path: Path, step_of: Callable[[str], int | None], *, head: int = 0) -> None:
-        """Look at what is there.
+        """Open the file, which may have rows already.
 
         Args:
-            step_of: the step that a row is of; None for what is no row.
-            head: how many lines come before the rows.
+            step_of: returns the step of a row; None for a line that is not a row.
+            head: the number of lines before the rows.
         """
         self.path = path
         self._step_of = step_of
         self._head = head
         self.last = 0
-        """The last step that it has."""
+        """The last step in the file."""
         self._is_dirty = False
         self.keep_up_to(None)
 
     def lines(self) -> Sequence[str]:
-        """Return all lines that are whole."""
+        """Return all complete lines."""
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         return text.split("\n")[:-1]
 
     def keep_up_to(self, step: int | None) -> None:
-        """Remove the rows of later steps, and what is no row; None keeps all rows."""
+        """Remove the rows of later steps, and lines that are not rows; None keeps all rows."""
         lines = self.lines()
         kept = [*lines[: self._head], *self._rows(lines[self._head :], step)]
         if len(kept) < len(lines) or self._is_torn():
@@ -56,7 +56,7 @@ class RowFile:
         return bool(data) and not data.endswith(b"\n")
 
     def append(self, step: int, line: str) -> None:
-        """Add the row of a step, in place of it and of all later ones."""
+        """Write the row of a step, replacing the rows of this and all later steps."""
         if step <= self.last:
             self.keep_up_to(step - 1)
         with self.path.open("a", encoding="utf-8") as file:
@@ -65,12 +65,12 @@ class RowFile:
         self._is_dirty = True
 
     def rewrite(self, lines: Sequence[str]) -> None:
-        """Put these lines in place of all."""
+        """Replace the content by these lines."""
         replace_file(self.path, "".join(f"{line}\n" for line in lines).encode())
         self._is_dirty = True
 
     def sync(self) -> None:
-        """Return when every row is safe."""
+        """Sync all rows to the disk."""
         if self._is_dirty:
             sync_to_disk(self.path)
             sync_to_disk(self.path.parent)

@@ -1,4 +1,4 @@
-"""What the loggers have in common that write a file of rows for each trial."""
+"""The base class of loggers that write a file with one row per step for each trial."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Rows(Protocol):
         ...
 
     def add(self, trial: str, report: StepReport) -> object:
-        """Add the row of a step, in place of it and of all later ones."""
+        """Write the row of a step, replacing the rows of this and all later steps."""
         ...
 
     def sync(self) -> None:
-        """Return when every row is safe from a power cut."""
+        """Sync all rows to the disk."""
         ...
 
 
@@ -42,7 +42,7 @@ class RowLogger(FolderLogger, ABC):
 
     @abstractmethod
     def open_rows(self, folder: Path) -> Rows:
-        """Return the rows in the folder of a trial, those that are there already among them."""
+        """Open the rows in the folder of a trial, including existing ones."""
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
         self.write_config(trial)

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, by `tensorboardX`: the lightest writer there is, without torch and TensorFlow."""
+"""A logger that writes TensorBoard event files with `tensorboardX`, which needs neither torch nor TensorFlow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MOST_OPEN = 64
 class TensorBoardLogger(FolderLogger):
     """Writes an event file into each trial's folder: `tensorboard --logdir <directory>/<experiment>`.
 
-    Numbers become scalars, by step; nested ones such as `eval/loss`; everything else is left out. With a trial's
-    end its configuration and last metrics are listed under HPARAMS. Where steps are trained again, a second event
-    file says from which step on it takes the place of the first.
+    Numbers become scalars by step, nested ones as `eval/loss`; other values are left out. When a trial ends, its
+    configuration and last metrics are listed under HPARAMS. When steps are trained again, a new event file
+    replaces the earlier one from its first step on.
 
     Args:
         directory: where the folder `<experiment>/<trial>` is.
@@ -35,7 +35,7 @@ class TensorBoardLogger(FolderLogger):
     def __init__(self, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
         require_package("tensorboardX", "tensorboard", "TensorBoardLogger")
         super().__init__(directory)
-        self._files: OrderedDict[str, _EventFile] = OrderedDict()  # the one that waited longest comes first
+        self._files: OrderedDict[str, _EventFile] = OrderedDict()  # least recently used first
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
         self._close(trial.trial)
@@ -66,7 +66,7 @@ class TensorBoardLogger(FolderLogger):
         return super().get_state()
 
     def _open(self, trial: str, step: int) -> _EventFile:
-        """What an earlier file has of `step` and beyond does not count any more."""
+        """Open an event file that replaces earlier ones from `step` on."""
         while len(self._files) >= _MOST_OPEN:
             self._close(next(iter(self._files)))
         self._files[trial] = _EventFile(self.folder_of(trial), step)
@@ -87,7 +87,7 @@ class TensorBoardLogger(FolderLogger):
 
 
 class _EventFile:
-    """An event file, without the threads that writers have for those who must not wait."""
+    """An event file, written in the calling thread."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -106,17 +106,17 @@ class _EventFile:
         self.write(step=step, summary=Summary(value=told))
 
     def write(self, **fields: object) -> None:
-        """Write an event, at the time that it is now."""
+        """Write an event with the current time."""
         from tensorboardX.proto.event_pb2 import Event
 
         self._writer.write_event(Event(wall_time=time.time(), **fields))
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Pass all events to the operating system."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush, and write no more."""
+        """Flush and close the file."""
         self._writer.close()
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases, offline: a run for each trial, to be sent with `wandb sync` whenever one likes."""
+"""A logger that writes an offline Weights & Biases run for each trial, to upload later with `wandb sync`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _MOST_OPEN = 16
 class WandbLogger(FolderLogger):
     """Writes an offline run for each trial: `wandb sync <directory>/<experiment>/wandb/offline-run-*`.
 
-    What such a run has logged cannot be taken back, nor can the run be gone on with. So where a trial goes on,
-    its run is written anew from `wandb.json` in its folder, and the one before it is removed: when the search is
-    over there is one for each trial, with one row for each step that counts. Send them then.
+    An offline run can be neither corrected nor resumed. So when a trial resumes, its run is written again from
+    `wandb.json` in its folder, and the earlier run is removed. At the end of the search there is one run for each
+    trial, with one row for each step that counts. Upload them then.
 
     Args:
         project: in W&B. Default: the name of the experiment.
@@ -46,7 +46,7 @@ class WandbLogger(FolderLogger):
         self._project = project
         self._experiment = ""
         self._rows: dict[str, JSONRows] = {}
-        self._runs: OrderedDict[str, Run] = OrderedDict()  # the one that waited longest comes first
+        self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
 
     def setup(self, search: SearchInfo) -> None:
         super().setup(search)
@@ -96,7 +96,7 @@ class WandbLogger(FolderLogger):
         return self._rows[trial.trial]
 
     def _open(self, trial: Trial) -> Run:
-        """A new run with the rows that there are, in place of all earlier ones."""
+        """Open a new run with the rows so far, and remove the trial's earlier runs."""
         import wandb
 
         while len(self._runs) >= _MOST_OPEN:
@@ -104,7 +104,7 @@ class WandbLogger(FolderLogger):
         name = f"{self._experiment}-{trial.trial}"
         run = wandb.init(
             mode="offline",
-            reinit="create_new",  # beside the others, and beside one of the user's own
+            reinit="create_new",  # other runs, also the user's own, stay active
             id=name,
             name=trial.trial,
             group=self._experiment,

@@ -1,1 +1,1 @@
-"""What people see in a terminal: values, tables, and a search that is running. No Prefect is needed."""
+"""Terminal output: values, tables, and the progress of a running search; independent of Prefect."""

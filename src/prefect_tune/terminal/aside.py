@@ -1,4 +1,4 @@
-"""What others write to a terminal while a table stands there: kept aside, for whoever draws to print it above."""
+"""Capture what other code writes to a terminal while a live table is shown, to print it above the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_CHUNKS = 20_000
 
 
 class Aside(io.TextIOBase):
-    """Stands in for a terminal's stream. Whoever writes never waits for the terminal."""
+    """Replaces a terminal's stream and keeps what is written; a write never waits for the terminal."""
 
     def __init__(self, terminal: TextIO) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Aside(io.TextIOBase):
         return True
 
     def take_lines(self) -> Sequence[str]:
-        """Return the lines that are whole by now."""
+        """Return the complete lines since the last call."""
         with self._guard:
             whole, newline, rest = "".join(self._chunks).rpartition("\n")
             self._chunks.clear()
@@ -60,7 +60,7 @@ class Aside(io.TextIOBase):
         return whole.split("\n") if newline else ()
 
     def let_through(self) -> None:
-        """Write what is left to the terminal, and from now on all at once. Raises what the terminal raises."""
+        """Write the rest to the terminal, and pass later writes straight through. Raises the terminal's errors."""
         self._lets_through = True
         with self._guard:
             rest = "".join(self._chunks)
@@ -71,10 +71,10 @@ class Aside(io.TextIOBase):
 
 @contextmanager
 def set_aside(aside: Aside, terminal: Sequence[TextIO]) -> Iterator[None]:
-    """Have what is written to these streams go to `aside`: by `print`, and by handlers of logging.
+    """Redirect what `print` and logging handlers write to these streams into `aside`.
 
-    Handlers that tell people about every task (Prefect's, with a Rich console of their own) say from now on only
-    what is at least a warning, unless somebody looks for errors at level DEBUG: the table tells the rest.
+    Handlers with a Rich console of their own (Prefect's, which log every task run) show only warnings and errors
+    meanwhile, unless their level is DEBUG.
     """
     with ExitStack() as undoing:
         for name in ("stdout", "stderr"):
@@ -88,7 +88,7 @@ def set_aside(aside: Aside, terminal: Sequence[TextIO]) -> Iterator[None]:
 
 
 def _redirect(handler: logging.StreamHandler[TextIO], stream: TextIO) -> Callable[[], None]:
-    """Return what puts it back."""
+    """Redirect the handler, and return a function that undoes it."""
     before, level = handler.stream, handler.level
     console = getattr(handler, "console", None)
     handler.stream = stream

@@ -1,4 +1,4 @@
-"""A running search as text: as much as fits a terminal, or one line."""
+"""Render the progress of a search: as much as fits a terminal, or one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONG_RUNGS = 8
 
 
 def frame(sight: Sight, width: int, height: int) -> RenderableType:
-    """Return what fits a terminal of so many columns and lines, without its last line."""
+    """Render for a terminal of `width` columns and `height` lines, leaving its last line free."""
     room = max(0, height - 1 - _HEAD)
     notes = sight.notes[-min(_MOST_NOTES, room // 3) :] if room >= 3 else ()
     rows = _chosen(sight, min(_MOST_ROWS, room - len(notes)))
@@ -37,7 +37,7 @@ def frame(sight: Sight, width: int, height: int) -> RenderableType:
 
 
 def line(sight: Sight) -> str:
-    """Return how it stands in one line, for a log."""
+    """Return the progress as one line, for a log."""
     parts = [f"{_trial_counts(sight)} after {said_span(sight.elapsed)}"]
     if sight.left is not None and sight.running:
         parts.append(f"about {said_span(sight.left)} left")
@@ -73,7 +73,7 @@ def _trial_counts(sight: Sight) -> str:
 
 
 def _rungs(sight: Sight) -> str:
-    """How many trials came how far."""
+    """Return the number of trials that the scheduler has judged at each rung."""
     rungs = list(sight.rungs.items())
     shown = rungs if len(rungs) <= _LONG_RUNGS else [*rungs[: _LONG_RUNGS // 2], *rungs[-_LONG_RUNGS // 2 :]]
     said_rungs = [f"{count} at step {step}" for step, count in shown]
@@ -88,7 +88,7 @@ def _compared(sight: Sight, trial: Trial) -> str:
 
 
 def _chosen(sight: Sight, most: int) -> Sequence[Trial]:
-    """Those that run, as far as they leave a third to the best of the others."""
+    """Return the trials to show: running ones, with a third of the lines for the best of the others."""
     others = min(len(sight.others), max(most // 3, most - len(sight.running)))
     return [*sight.running[: most - others], *sight.others[:others]] if most > 0 else ()
 
@@ -118,6 +118,6 @@ def _labelled(name: str, text: str) -> Text:
 
 
 def _cut(text: Text) -> Text:
-    """One line stays one line."""
+    """Truncate instead of wrapping."""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text

@@ -1,4 +1,4 @@
-"""How values and tables look in a terminal."""
+"""Format values and tables for a terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_span", "said_time", "shown", "visible"]
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Also what turns the direction of text, breaks lines, and is half a character, which no terminal can be sent."""
+"""Control characters, bidirectional marks, line separators, and surrogates, which cannot be encoded."""
 
 
 def visible(text: str) -> str:
-    """Return `text` with its control characters spelled out: what lies on a target gives a terminal no commands."""
+    """Return `text` with control characters escaped, so that text from a target cannot control the terminal."""
     return _CONTROL.sub(_spelled, text)
 
 
@@ -28,7 +28,7 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 def shown(*parts: Table | str) -> None:
-    """Print tables and lines to stdout; a line is never taken for markup."""
+    """Print tables and lines to stdout; lines are not parsed as markup."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -37,21 +37,21 @@ def shown(*parts: Table | str) -> None:
 
 
 def columns(*names: str) -> Table:
-    """Return a table without lines, to which rows are added."""
+    """Return an empty table without borders."""
     from rich.table import Table
 
     return Table(*names, box=None, header_style="dim", pad_edge=False)
 
 
 def plain(cells: Iterable[str]) -> Iterator[Text]:
-    """Return cells as they are: what a user named is no markup."""
+    """Return cells as plain text: names chosen by users are not parsed as markup."""
     from rich.text import Text
 
     return (Text(visible(cell)) for cell in cells)
 
 
 def facts_table(facts: Mapping[str, object]) -> Table:
-    """Return names and values, a line each."""
+    """Return a table with a row for each name and value."""
     from rich.table import Table
     from rich.text import Text
 
@@ -62,7 +62,7 @@ def facts_table(facts: Mapping[str, object]) -> Table:
 
 
 def said(value: object) -> str:
-    """Return a value as people read it."""
+    """Format a value for people."""
     match value:
         case Mapping():
             return ", ".join(f"{name} {said(each)}" for name, each in value.items())
@@ -82,12 +82,12 @@ def said_counts(counts: Mapping[str, int]) -> str:
 
 
 def said_time(at: str) -> str:
-    """Return a time of the journal to the second."""
+    """Format a time of the journal to the second."""
     return at.replace("T", " ")[:19]
 
 
 def said_span(span: timedelta) -> str:
-    """Return how long something takes: `8 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Format a duration: `8 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     seconds = max(0, round(span.total_seconds()))
     for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= size:

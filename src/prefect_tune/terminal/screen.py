@@ -1,4 +1,4 @@
-"""A table that stands in a terminal while something runs, drawn in a thread of its own."""
+"""A live table in a terminal, drawn in a thread of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ONLY_ONE = threading.Lock()
 
 
 def can_show(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a table can stand there: in a terminal that can move its cursor, where nobody asked for none."""
+    """Return whether `stream` can show a live table: it is a terminal with cursor control, and nothing forbids it."""
     if environment.get("PREFECT_TUNE_PROGRESS") == "off" or environment.get("TERM") == "dumb":
         return False
     return _is_terminal(stream) and (stream.encoding or "").lower().replace("-", "") == "utf8"
@@ -40,12 +40,12 @@ def _is_terminal(stream: TextIO | None) -> TypeGuard[TextIO]:
 def standing(
     draw: Callable[[int, int], RenderableType], broke: Callable[[Exception], None], terminal: TextIO
 ) -> Iterator[None]:
-    """Have the table stand there meanwhile, and nothing of it afterwards; of several at once only the first is shown.
+    """Show a live table during the `with` block, and remove it afterwards; of several at once only the first is shown.
 
     Args:
-        draw: returns it for so many columns and lines; called in a thread of its own, again and again.
-        broke: is told in that thread when the terminal or `draw` fails; that ends the table and nothing else.
-        terminal: where.
+        draw: returns the table for a number of columns and lines; called repeatedly, in a thread of its own.
+        broke: called in that thread with the error if the terminal or `draw` fails; only the table ends then.
+        terminal: the stream of the terminal.
     """
     if not _ONLY_ONE.acquire(blocking=False):
         yield
@@ -64,12 +64,12 @@ def standing(
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Have it be an error like any other: Rich would close stdout, and end the process."""
-        raise BrokenPipeError(f"{self.file}: nobody reads it any more")
+        """Raise an ordinary error; Rich would close stdout and end the process."""
+        raise BrokenPipeError(f"{self.file}: its reader has closed it")
 
 
 class Screen(threading.Thread):
-    """Draws until it is ended, or the terminal breaks. However long a drawing takes, it takes a 20th of the time."""
+    """Draws until `end`, or until the terminal fails. Drawing takes at most a 20th of the time."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Screen(threading.Thread):
         self._over = threading.Event()
 
     def end(self) -> None:
-        """Have it take the table away; a terminal that does not take even that is left as it is."""
+        """Remove the table and end the thread; a terminal that does not respond is left as it is."""
         self._over.set()
         self.join(_PATIENCE.total_seconds())
 
@@ -95,8 +95,8 @@ class Screen(threading.Thread):
         try:
             self._stand()
             self._aside.let_through()
-        except Exception as error:  # noqa: BLE001 - the thread's edge: whatever broke, the search goes on without it
-            with suppress(OSError, ValueError):  # it may be the terminal that broke
+        except Exception as error:  # noqa: BLE001 - the thread's edge: the search continues without the table
+            with suppress(OSError, ValueError):  # the terminal may be the cause
                 self._aside.let_through()
             self._broke(error)
 
@@ -109,7 +109,7 @@ class Screen(threading.Thread):
             redirect_stderr=False,
             vertical_overflow="crop",
         ) as live:
-            self.console.show_cursor()  # whatever becomes of this process, the terminal has one
+            self.console.show_cursor()  # so that the terminal has one even if this process is killed
             patience = 0.0
             while not self._over.wait(patience):
                 began = time.thread_time()
@@ -120,8 +120,8 @@ class Screen(threading.Thread):
             self._print_lines()
 
     def _measure(self) -> None:
-        """Of this very terminal: Rich asks whatever stdin, stdout or stderr are."""
-        width, height = os.get_terminal_size(self.console.file.fileno())  # which raises when it has hung up
+        """Read the size of this terminal: Rich reads that of stdin, stdout or stderr."""
+        width, height = os.get_terminal_size(self.console.file.fileno())  # raises if the terminal has hung up
         if width and height:
             self.console.size = ConsoleDimensions(width, height)
 

@@ -20,7 +20,7 @@ _WIDEST_CELL = 24
 
 
 def trials_table(trials: Sequence[Trial], metrics: Sequence[str]) -> Table:
-    """Return a row for each trial: what it is compared by, and as much of what its configuration differs in as fits."""
+    """Return a table with a row per trial: its metrics, and as many of the differing parameters as fit."""
     from rich.console import Console
     from rich.text import Text
 
@@ -34,7 +34,7 @@ def trials_table(trials: Sequence[Trial], metrics: Sequence[str]) -> Table:
 
 
 def cells_of(trials: Sequence[Trial], metrics: Sequence[str], width: int) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the columns and the rows, together no wider than `width` where that is possible."""
+    """Return column names and rows that are no wider than `width` if that is possible."""
     found: dict[str, list[str]] = {
         "trial": [each.trial for each in trials],
         "status": [str(each.status) for each in trials],
@@ -61,7 +61,7 @@ def _width(name: str, cells: Sequence[str]) -> int:
 
 
 def _configuration(trials: Sequence[Trial]) -> Mapping[str, list[str]]:
-    """The parameters that are not the same in all trials; of one trial, all."""
+    """Return the parameters that differ between the trials; all parameters for a single trial."""
     configs = [flat(each.config) for each in trials]
     names = dict.fromkeys(name for config in configs for name in config)
     found = {name: [_short(said(config.get(name))) for config in configs] for name in names}

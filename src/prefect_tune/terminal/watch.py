@@ -1,4 +1,4 @@
-"""What is known of a running search at a glance, from what the search tells as it goes."""
+"""The state of the live progress view, updated from the events and reports of a running search."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ _TOO_EARLY = timedelta(seconds=1)
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a search is going to be, as far as that can be known beforehand."""
+    """The expected extent of a search, as far as it is known at its start."""
 
     experiment: str
     objective: Objective | None = None
     trial_count: int | None = None
-    """How many trials there will be, earlier ones among them."""
+    """Total number of trials, including those of earlier runs."""
     step_count: int | None = None
-    """After how many steps a trial has had enough at the latest."""
+    """The most steps that a trial trains."""
     time: timedelta | None = None
     """The time budget of this run."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """Something that happened to a trial, in a few words."""
+    """An event of a trial, in a few words."""
 
     at: datetime
     trial: str
@@ -68,32 +68,32 @@ class Sight:
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
     left: timedelta | None = None
-    """How long it will take yet, estimated from how it went in this run."""
+    """Estimated time left, from the pace of this run."""
     rungs: Mapping[int, int] = field(default_factory=dict)
     """How many trials the scheduler has judged, by step."""
     running: Sequence[Trial] = ()
-    """With their newest reports, in the order in which they were proposed."""
+    """Running trials with their newest reports, in the order of proposal."""
     others: Sequence[Trial] = ()
-    """Those that do not run and can be compared, the best first."""
+    """Trials that do not run and can be compared, the best first."""
     best: Trial | None = None
     notes: Sequence[Noted] = ()
     """The last events, oldest first."""
 
     @property
     def trial_count(self) -> int:
-        """How many trials there are by now."""
+        """Number of trials so far."""
         return sum(self.counts.values())
 
     @property
     def ended_count(self) -> int:
-        """How many of them are over."""
+        """Number of trials that have ended."""
         return sum(self.counts.get(each, 0) for each in ENDED)
 
 
 class Watch:
-    """Takes note of what a search tells, in the search's thread; `sight` may be called in another one.
+    """Collects the events and reports of a search, in the search's thread; `sight` may be called from another one.
 
-    Times are given by the caller: seconds on a clock that only goes on, and the time of day for what is noted.
+    The caller passes the times: seconds of a monotonic clock, and the time of day for notes.
     """
 
     def __init__(self, experiment: Experiment, outlook: Outlook, now: float) -> None:
@@ -101,7 +101,7 @@ class Watch:
         self._began = now
         self._guard = threading.Lock()
         self._experiment = experiment
-        self._live: dict[str, StepReport] = {}  # the last reports of the attempts that go on
+        self._live: dict[str, StepReport] = {}  # the last reports of the running attempts
         self._report_count = 0
         self._rungs = Counter(
             each.report.step
@@ -114,17 +114,17 @@ class Watch:
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
         self._done_before = share_of_trials(experiment.trials.values(), {}, outlook)
 
-    # ------------------------------------------------------------------------------------------------ to be told
+    # --------------------------------------------------------------------------------------------------- updates
 
     def happened(self, event: Event, experiment: Experiment, at: datetime) -> None:
-        """Hear of an event, and of the state after it."""
+        """Take in a journaled event and the state after it."""
         with self._guard:
             self._experiment = experiment
             for each in event.events if isinstance(event, Absorbed) else (event,):
                 self._hear(each, at)
 
     def told(self, trial: str, report: StepReport, experiment: Experiment) -> None:
-        """Hear of a step as soon as it is trained."""
+        """Take in a step's report as soon as the step is trained."""
         with self._guard:
             self._experiment = experiment
             self._reported(trial, report)
@@ -145,20 +145,20 @@ class Watch:
             self._notes.append(noted)
 
     def _reported(self, trial: str, report: StepReport) -> None:
-        """The journal tells again what was told as soon as it was trained."""
+        """Count a report once: `told` passes it first, and the journal's event passes it again."""
         known = self._live.get(trial)
         if known is None or report.step > known.step:
             self._live[trial] = report
             self._report_count += 1
 
     def _is_known(self, noted: Noted) -> bool:
-        """Whether it is told twice: by the trial, and by the search that asked it to end."""
+        """Whether this note is a repetition: the trial and the search that stopped it both journal the end."""
         return any(each.trial == noted.trial and each.text == noted.text for each in self._notes)
 
-    # --------------------------------------------------------------------------------------------- to be looked at
+    # ----------------------------------------------------------------------------------------------------- reading
 
     def sight(self, now: float) -> Sight:
-        """Return how the search stands; takes some microseconds for each trial."""
+        """Return the current progress; takes a few microseconds per trial."""
         with self._guard:
             experiment, live = self._experiment, dict(self._live)
             notes, rungs, reports = tuple(self._notes), dict(self._rungs), self._report_count
@@ -187,7 +187,7 @@ class Watch:
         return (reports - before) / (now - since) if now > since else 0.0
 
     def _left(self, elapsed: timedelta, done: float) -> timedelta | None:
-        """As long as it takes at the pace of this run, or until the time budget is spent."""
+        """Return the time left at the pace of this run, or until the time budget ends if that is sooner."""
         budget = self._outlook.time - elapsed if self._outlook.time is not None else None
         count, done_now = self._outlook.trial_count, done - self._done_before
         if count is None or done_now <= 0 or elapsed < _TOO_EARLY:
@@ -197,19 +197,19 @@ class Watch:
 
 
 def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
-    """Those that can be compared; without an objective the last that have ended."""
+    """Return the comparable trials, the best first; without an objective, the last ones that ended."""
     if objective is None:
         return [each for each in reversed(trials) if each.status in ENDED]
     return [each for each, _ in ranked(trials, objective)]
 
 
 def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: Outlook) -> float:
-    """Return how many trials' worth of training is done; a paused one seldom goes on."""
+    """Return the sum of the shares of training done; a paused trial counts as done, since few are resumed."""
     return sum(share_of_trial(each, live.get(each.trial), outlook) for each in trials)
 
 
 def share_of_trial(trial: Trial, report: StepReport | None, outlook: Outlook) -> float:
-    """Return how much of its training is done, from 0 to 1."""
+    """Return the share of the trial's training that is done, from 0 to 1."""
     if trial.status in ENDED or trial.status is Status.PAUSED:
         return 1.0
     step = max(trial.step, report.step if report else 0)
@@ -227,7 +227,7 @@ def _note(event: Event, at: datetime) -> Noted | None:
         case Started(trial=trial, attempt=attempt, from_step=step) if attempt > 1:
             return Noted(at, trial, f"attempt {attempt}, from step {step}")
         case Quarantined(trial=trial, reason=reason):
-            return Noted(at, trial, f"a checkpoint is put aside: {first_line(reason)}", is_bad=True)
+            return Noted(at, trial, f"a checkpoint is quarantined: {first_line(reason)}", is_bad=True)
         case Requeued(trial=trial, reason=reason):
             return Noted(at, trial, f"goes on: {first_line(reason)}")
         case Decided(trial=trial, decision=Exploit(source=source)):
