@@ -1,1 +1,1 @@
-"""The main job, on real data: train, be killed in the middle of an upload, resume, compare."""
+"""The demo: train on real data, kill the run in the middle of an upload, resume it, compare the results."""

@@ -1,4 +1,4 @@
-"""One process that runs the flow, as a user's script would; it begins when a request comes in by its standard input."""
+"""A process that runs the flow, as a user's script would; it starts when it reads a request from its stdin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS_FILE = "weights.npy"
 
 
 class ActRequest(Value):
-    """What the flow is called with."""
+    """The arguments of the flow."""
 
     target: str
     experiment: str
@@ -35,7 +35,7 @@ def _perform() -> None:
 
     line = sys.stdin.readline()
     if not line:
-        return  # whoever started this is gone
+        return  # the demo has ended
     act = ActRequest.model_validate_json(line)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     durable_trainable(
@@ -50,7 +50,7 @@ def _perform() -> None:
 
 
 def _end_with_parent() -> None:
-    """Nothing more is ever written to the standard input: reading it ends when the other side is closed."""
+    """Exit when stdin is closed: after the request nothing is written to it."""
     sys.stdin.read()
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""What the demo claims, as a function of what it measured."""
+"""The claims of the demo, checked against its measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Findings", "Killed", "claims"]
 
 @dataclass(frozen=True)
 class Killed:
-    """What was found when the process had been killed."""
+    """The measurements after the process was killed."""
 
     exit_code: int
     step: int
@@ -24,7 +24,7 @@ class Killed:
     newest_step: int
     """The step of the newest committed checkpoint."""
     arrived: Mapping[str, int]
-    """Path and size of each blob of that upload that was on the target."""
+    """Path and size of each blob of that upload on the target."""
     torn_files: int
 
 

@@ -1,4 +1,4 @@
-"""What the demo trains: a network on scikit-learn's digits, in NumPy, with nothing hidden from its checkpoint."""
+"""The demo's trainable: a NumPy network on scikit-learn's digits, whose checkpoint has its complete state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the demo looks: three tracks, one beneath the other, and what was found."""
+"""Render the demo: three tracks, one below the other, and the claims."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that the demo says, whether it held, and lines that show it."""
+    """A claim of the demo, whether it held, and lines of evidence."""
 
     held: bool
     text: str
@@ -61,7 +61,7 @@ def _cell(step: int, track: Track, width: int) -> int:
 
 
 def tracks(shown: Iterable[Track], columns: int, status: str) -> Group:
-    """Return the tracks, and below them what is going on."""
+    """Return the tracks, and the status below them."""
     table = Table.grid(padding=(0, 2))
     for _ in range(5):
         table.add_column(no_wrap=True)

@@ -1,4 +1,4 @@
-"""The process of an act, seen from the demo: how far it has trained, and how it ended."""
+"""The demo's handle of a process that runs the flow: its progress, its exit code, and how to kill it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class ActProcess:
         return self._process.poll() is None
 
     def begin(self, act: ActRequest) -> None:
-        """Have it run the flow."""
+        """Send the request, on which the process runs the flow."""
         request = cast("IO[str]", self._process.stdin).fileno()
-        with suppress(BrokenPipeError):  # it has ended, and `wait` tells why
+        with suppress(BrokenPipeError):  # it has ended; `wait` returns its exit code
             os.write(request, f"{act.model_dump_json()}\n".encode())
 
     def kill(self) -> None:
@@ -48,7 +48,7 @@ class ActProcess:
         self._process.kill()
 
     def wait(self) -> int:
-        """Return its exit code, once everything that it said has been read; minus the signal that ended it."""
+        """Read all its output, and return its exit code, or minus the signal that killed it."""
         code = self._process.wait()
         self._reading.join()
         return code
@@ -57,10 +57,10 @@ class ActProcess:
         """Wait for it.
 
         Raises:
-            TuneError: it failed; what it said last is in the message.
+            TuneError: it failed; the message has its last output.
         """
         if code := self.wait():
-            raise TuneError(f"a run of the demo ended with exit code {code}; it said:\n" + "\n".join(self._said))
+            raise TuneError(f"a run of the demo ended with exit code {code}; last output:\n" + "\n".join(self._said))
 
     def _read(self, output: IO[str]) -> None:
         for line in output:

@@ -1,4 +1,4 @@
-"""The three tracks on a terminal, kept current while the acts go on."""
+"""Show the three tracks on a terminal while the runs of the demo go on."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Screen:
         self._status = ""
         self._live.stop()
         if not self._console.is_terminal:
-            self._console.print()  # there, what is live ends without a line break
+            self._console.print()  # there, Rich's live display ends without a line break
 
     def say(self, status: str) -> None:
-        """Say what is going on now."""
+        """Show the current status."""
         self._status = status
 
     def change(self, act: int, **changes: Any) -> None:

@@ -1,4 +1,4 @@
-"""A Prefect server for the time of the demo: on a database of its own, silent."""
+"""A Prefect server for the duration of the demo, with a database of its own and without output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TemporaryServer:
         """
         if not self.server.answers():
             said = (self.home / "server.log").read_text(errors="replace")[-2000:]
-            raise TuneError(f"the demo's Prefect server at {self.server.url} did not start; it said:\n{said}")
+            raise TuneError(f"the demo's Prefect server at {self.server.url} did not start; its last output:\n{said}")
 
 
 @contextmanager

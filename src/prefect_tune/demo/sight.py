@@ -1,4 +1,4 @@
-"""What lies on the target: the demo believes nothing else."""
+"""Read the demo's experiment from the target; the demo takes its measurements only from there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sight:
 
     @classmethod
     def of(cls, trial: TrialKey, listing: list[Listed]) -> Self:
-        """Read a listing: the names say which save, counted by the journal, brought a blob."""
+        """Parse a listing; the name of a blob has the number of its save."""
         keys = (CheckpointKey.from_manifest_path(trial, each.path) for each in listing)
         committed = sorted((key for key in keys if key), key=lambda key: key.sequence)
         newest = committed[-1].sequence if committed else -1
@@ -52,12 +52,12 @@ class Sight:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The size of what a save without a manifest has brought."""
+        """The size of the blobs of saves without a manifest."""
         return sum(blob.size_bytes for blob in self.in_flight)
 
 
 class Watch:
-    """A trial on its target, looked at and never written to."""
+    """A read-only view of a trial on its target."""
 
     def __init__(self, target: StorageTarget, store: ObjectStore, trial: TrialKey) -> None:
         self._target = target
@@ -69,11 +69,11 @@ class Watch:
         return Sight.of(self.trial, list(self._store.list(self.trial.folder)))
 
     def state(self) -> Trial:
-        """Return the trial as the journal tells it."""
+        """Return the trial's state from the journal."""
         return load(self._store, self.trial.experiment, side_by_side=map).trial(self.trial.trial)
 
     def starts(self) -> list[int]:
-        """Return the step from which each attempt went on."""
+        """Return the step from which each attempt started."""
         entries = history(self._store, self.trial.experiment, side_by_side=map)
         return [event.from_step for entry in entries for event in entry.events if isinstance(event, Started)]
 

@@ -1,4 +1,4 @@
-"""The demo: an undisturbed run, one that is killed in the middle of an upload, and the resume."""
+"""Run the demo: an undisturbed run, a run that is killed in the middle of an upload, and its resume."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What may be chosen."""
+    """The options of the demo."""
 
     target: str | None = None
     """A URI, a path or a `block-type/name` slug; by default a temporary folder."""
@@ -79,7 +79,7 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What the acts share."""
+    """What the runs of the demo share."""
 
     options: DemoOptions
     screen: Screen
@@ -96,7 +96,7 @@ class _Stage:
 
     @property
     def doomed_step(self) -> int:
-        """The last checkpoint but one: the run is killed in its upload."""
+        """The step of the last checkpoint but one, during whose upload the run is killed."""
         return (self.options.steps - 1) // self.save_every * self.save_every
 
     def request(self, experiment: str) -> ActRequest:
@@ -138,7 +138,7 @@ def _directory(options: DemoOptions) -> Iterator[Path]:
 
 
 def _set_up(options: DemoOptions, directory: Path, screen: Screen, at_end: ExitStack) -> _Stage:
-    """Start a server unless the user has one, and see meanwhile that the target can be used."""
+    """Start a server unless the user has one, and check meanwhile that the target can be used."""
     place = options.target or (directory / "target").as_uri()
     name = f"demo-{uuid4().hex[:6]}"
     screen.say(f"looking at {place}")
@@ -205,7 +205,7 @@ def _train_to_the_end(stage: _Stage, act: int, watch: Watch) -> None:
 
 
 def _be_killed(stage: _Stage) -> tuple[Watch, Killed]:
-    """Run until a kill hits an upload in its middle; one that came too late is another experiment's."""
+    """Run until a kill hits the middle of an upload; after a kill that came too late, try a new experiment."""
     for attempt in range(_TRIES):
         watch = stage.watch(f"killed-{attempt + 1}")
         with stage.screen.act(_KILLED):
@@ -249,7 +249,7 @@ def _quarter_there(watch: Watch, sight: Sight) -> bool:
 def _follow(stage: _Stage, act: int, watch: Watch, process: ActProcess) -> Iterator[Sight]:
     """Yield what is on the target, for as long as the process runs."""
     while process.is_running:
-        with suppress(StoreUnavailable):  # the next look will tell
+        with suppress(StoreUnavailable):  # try again at the next look
             sight = watch.look()
             stage.screen.trained(act, process.step, sight.newest_step)
             stage.screen.say(_status(process, sight))

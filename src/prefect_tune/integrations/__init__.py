@@ -1,1 +1,1 @@
-"""Other libraries, each an extra: what trains, what searches, what shows results."""
+"""Integrations of other libraries, each an extra: training frameworks and Optuna."""

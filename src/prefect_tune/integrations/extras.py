@@ -1,4 +1,4 @@
-"""What is said where a library is missing that an extra brings."""
+"""The error for a missing library that an extra installs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["missing"]
 
 
 def missing(error: ModuleNotFoundError, extra: str, *modules: str) -> ImportError:
-    """Return what to raise for `error`: how to install the extra, or the error itself if something else is missing."""
+    """Return the error to raise: one that says how to install the extra, or `error` if another module is missing."""
     if (error.name or "").partition(".")[0] not in (modules or (extra,)):
         return error
     install = f"pip install 'prefect-tune[{extra}]'"

@@ -1,4 +1,4 @@
-"""Keras 3: a callback that reports each epoch, and saves and restores everything that the next one depends on."""
+"""A Keras 3 callback that reports each epoch, and saves and restores the state that the next epoch depends on."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _VARIABLES, _PLACE = "variables.npz", "place.json"
 
 
 def restored_epoch() -> int:
-    """Return the `initial_epoch` to go on from: as many as are trained."""
+    """Return the `initial_epoch` of a resumed trial: the number of epochs trained; 0 on a fresh start."""
     directory = restored_directory()
     return int(json.loads((directory / _PLACE).read_text())["epochs"]) if directory else 0
 
 
 def load_variables(directory: str | Path, model: Any) -> None:
-    """Give a model that is built and compiled its weights, its optimizer's state and its seeds; no code is run.
+    """Load weights, optimizer state and seeds into a built and compiled model, without running code.
 
     Raises:
-        InvalidInput: it has other variables than the one that was saved.
+        InvalidInput: the model has other variables than the saved one.
     """
     variables = _variables_of(model)
     with np.load(Path(directory, _VARIABLES), allow_pickle=False) as saved:
@@ -47,7 +47,7 @@ def load_variables(directory: str | Path, model: Any) -> None:
 
 
 class TuneReportCheckpointCallback(keras.callbacks.Callback):
-    """Report each epoch, save when the flow's `checkpoint` says so and at the end, and go on from there.
+    """Report each epoch, save when the flow's `checkpoint` says so and at the end, and resume from there.
 
     ```python
     model.fit(images, labels, epochs=20, initial_epoch=restored_epoch(), callbacks=[TuneReportCheckpointCallback()])
@@ -55,8 +55,8 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
 
     Restores weights, the optimizer's state, the seeds of layers, and the global generators of Python, NumPy and
     PyTorch, from which `fit` draws the order of the data. The model has to be compiled, and built by its first `fit`.
-    What other callbacks remember (`EarlyStopping`, `ReduceLROnPlateau`) counts anew after a resume: use `pt.Plateau`.
-    A place within an epoch is not kept: an interval is one epoch at least.
+    Other callbacks (`EarlyStopping`, `ReduceLROnPlateau`) lose their state on a resume: use `pt.Plateau`.
+    The position within an epoch is not saved: an interval is at least one epoch.
 
     Args:
         metrics: which to report; `{"loss": "val_loss"}` renames. Default: all.
@@ -80,7 +80,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
         del logs
         if epoch != self._epochs:
             raise InvalidInput(f"model.fit: pass initial_epoch=restored_epoch(), {self._epochs} here; found {epoch}")
-        if self._random is not None:  # what made the model has drawn from the generators, and must not have
+        if self._random is not None:  # building the model has advanced the generators: set them back
             _set_random_state(self._random)
             self._random = None
 
@@ -101,7 +101,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
 
 
 def _variables_of(model: Any) -> Sequence[Any]:
-    """Each once: weights, seeds, and what the optimizer keeps; metrics begin anew with each epoch."""
+    """Return weights, seeds and the optimizer's variables, each once; metrics are reset with each epoch."""
     optimizer = model.optimizer
     if not optimizer.built:
         optimizer.build(model.trainable_variables)

@@ -1,4 +1,4 @@
-"""LightGBM: each round reported, the booster saved, and gone on from with the very trees that would have come."""
+"""LightGBM: report each round, save the booster, and resume with exactly the trees of an undisturbed training."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class TuneReportCheckpointCallback:
     lgb.train(params, data, **continuing(200), valid_sets=[test], callbacks=[TuneReportCheckpointCallback()])
     ```
 
-    Exact as long as no round draws anything. What bagging, `feature_fraction`, GOSS, DART and extra trees draw
-    hangs on generators that LightGBM neither saves nor seeds anew: with these use `train`, which is exact.
+    A resume is exact as long as no round draws random numbers. Bagging, `feature_fraction`, GOSS, DART and extra
+    trees use generators that LightGBM neither saves nor reseeds: with these use `train`, which is exact.
     Put it last: a callback behind it does not see the round at which the trial ends.
 
     Args:
@@ -93,8 +93,8 @@ def train(
 ) -> lgb.Booster:
     """Train as `lgb.train` does, in segments that each begin with generators of their own, seeded by `seed`.
 
-    A trial that is resumed goes back to where its segment began and trains it again: so its trees are those of an
-    undisturbed one, whatever the rounds draw, with the same number of threads. Each round is reported once.
+    A resumed trial trains its last segment again from the segment's start. So its trees equal those of an
+    undisturbed trial, also if rounds draw random numbers, with the same number of threads. Each round is reported once.
 
     Args:
         params: LightGBM's. Of seeds, `seed` alone counts.

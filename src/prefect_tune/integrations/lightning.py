@@ -1,4 +1,4 @@
-"""Lightning: a callback that reports and saves, exact in the middle of an epoch too."""
+"""A Lightning callback that reports and saves; a resume is exact also in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILE = "checkpoint.ckpt"
 
 
 def restored_checkpoint() -> str | None:
-    """Return the `ckpt_path` to go on from; None on a fresh start."""
+    """Return the `ckpt_path` of a resumed trial; None on a fresh start."""
     directory = restored_directory()
     return str(directory / _FILE) if directory else None
 
@@ -55,7 +55,7 @@ class TuneReportCheckpointCallback(Callback):
         self._reported_step = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be taken to a process that is spawned: a strategy begins to start ranks there."""
+        """Refuse pickling for a spawned process: a strategy would start several ranks."""
         if get_spawning_popen() is not None:
             raise InvalidInput(
                 f"Trainer(strategy=...): expected no other process, found one being spawned. {ONE_PROCESS}"

@@ -1,4 +1,4 @@
-"""What the callbacks of all frameworks have in common: which metrics they tell, and how they learn of the end."""
+"""Shared by the callbacks of all frameworks: select metrics, report a step, and stop at the trial's end."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def chosen(metrics: Mapping[str, object], wanted: Wanted) -> Mapping[str, object
         return dict(metrics)
     names = _by_name_here(wanted)
     if absent := [name for name in names.values() if name not in metrics]:
-        raise BadMetric(f"metrics {absent} are wanted, and the framework has {sorted(metrics)}")
+        raise BadMetric(f"expected metrics {absent}, found only {sorted(metrics)}")
     return {here: metrics[there] for here, there in names.items()}
 
 
 def goes_on_after(metrics: Mapping[str, object], save: Callable[[str], None]) -> bool:
-    """Report a step, saved where that is due; return False when the trial is over, for the framework to end its loop.
+    """Report a step, with a checkpoint if one is due; return False if the trial is over and the loop must end.
 
-    What follows the loop runs as it does after an early stop. Whatever it reports counts for nothing.
+    Code after the loop runs as after early stopping; its reports are ignored.
     """
     try:
         report_step(metrics, save)
@@ -43,7 +43,7 @@ def goes_on_after(metrics: Mapping[str, object], save: Callable[[str], None]) ->
 
 
 def restored_directory() -> Path | None:
-    """Return the local directory of the checkpoint to go on from; None on a fresh start."""
+    """Return the local directory of the checkpoint to resume from; None on a fresh start."""
     checkpoint = get_checkpoint()
     return Path(checkpoint.path) if checkpoint is not None else None
 

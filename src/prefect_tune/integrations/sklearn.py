@@ -1,4 +1,4 @@
-"""scikit-learn's estimators with `partial_fit`, trained batch by batch, saved without pickle."""
+"""Train scikit-learn estimators that have `partial_fit`, batch by batch, and save them without pickle."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def load_estimator(directory: str | Path, *, trusted_types: frozenset[str] = fro
 class PartialFitTrainable(Trainable):
     """An estimator that learns by `partial_fit`. Override `make_estimator`, `make_data` and `evaluate`.
 
-    A step is `batches_per_step` batches. Each pass over the data is shuffled anew, in an order that hangs on `seed` and
-    the number of the pass alone. A resumed trial ends with the very weights of an undisturbed one: an estimator whose
+    A step is `batches_per_step` batches. Each pass over the data is shuffled, in an order that depends only on `seed`
+    and the number of the pass. A resumed trial ends with the very weights of an undisturbed one: an estimator whose
     `random_state` is None is given `seed`, since scikit-learn would draw from NumPy's global state.
     A changed configuration (population based training) sets the parameters of the restored estimator.
     """

@@ -1,4 +1,4 @@
-"""PyTorch: the whole state of a training in one file that loads without running code."""
+"""Save the complete state of a PyTorch training in one file that loads without running code."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None,
 
 
 def load_state(directory: str | Path, **parts: Stateful) -> dict[str, Any]:
-    """Give each part its state back, and every random generator; return what was saved as `extra`.
+    """Restore the state of each part and of every random generator; return what was saved as `extra`.
 
-    The file is read with `weights_only=True`: somebody else's checkpoint runs no code. An optimizer's learning rate is
-    part of its state: where a scheduler gives the trial another configuration (PBT), set it again afterwards.
+    The file is read with `weights_only=True`, so an untrusted checkpoint runs no code. An optimizer's learning rate is
+    part of its state: if a scheduler changes the trial's configuration (PBT), set it again afterwards.
 
     Raises:
         InvalidInput: the parts are not those that were saved.
@@ -77,7 +77,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Give the global generators back what `random_state` returned.
+    """Restore the global generators from what `random_state` returned.
 
     States of CUDA devices count only where there are as many devices.
     """
@@ -91,10 +91,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 class ResumableLoader(torch.utils.data.DataLoader[Any]):
-    """A `DataLoader` that goes on in the middle of an epoch, with the batches that come next.
+    """A `DataLoader` that resumes in the middle of an epoch, with the next batch.
 
-    The order of epoch n hangs on `seed` and n alone. Each `for` over it is the rest of the present epoch; what was
-    handed out counts as trained. Lightning saves and restores it by itself.
+    The order of epoch n depends only on `seed` and n. Each `for` over it yields the rest of the current epoch; a
+    yielded batch counts as trained. Lightning saves and restores it by itself.
 
     Args:
         dataset: with a length.

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: a callback that has it save at an interval, and hands over what it saved."""
+"""A callback for Hugging Face's Trainer that saves at an interval, and reports the trainer's checkpoints."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
         control.should_training_stop = control.should_training_stop or self._over
 
     def _ask(self, state: Any, control: Any) -> None:
-        """Have the Trainer log and save next; `on_save` hears of it when everything else is done."""
+        """Request that the Trainer logs and saves next; it calls `on_save` last."""
         if not self._over:
             control.should_log = control.should_save = True
             self._asked_at = state.global_step

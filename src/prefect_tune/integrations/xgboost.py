@@ -1,4 +1,4 @@
-"""XGBoost: each round reported, the booster saved, and gone on from with the very trees that would have come."""
+"""XGBoost: report each round, save the booster, and resume with exactly the trees of an undisturbed training."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
     xgb.train(params, data, **continuing(200), evals=[(test, "test")], callbacks=[TuneReportCheckpointCallback()])
     ```
 
-    Exact as long as no round draws anything. Where rounds draw rows or columns (`subsample`, `colsample_*`, DART), the
-    trees after a resume are others, as good but not the same: the state of XGBoost's generators cannot be had. With
-    these use `train`, which is exact. `early_stopping_rounds` counts anew after a resume: use `pt.Plateau`.
+    A resume is exact as long as no round draws random numbers. If rounds sample rows or columns (`subsample`,
+    `colsample_*`, DART), the trees after a resume differ, because XGBoost does not expose its generators' state. With
+    these use `train`, which is exact. `early_stopping_rounds` restarts its count on a resume: use `pt.Plateau`.
 
     Args:
         metrics: which to report, as `"test-mlogloss"`; `{"loss": "test-mlogloss"}` renames. Default: all.
@@ -90,8 +90,8 @@ def train(
 ) -> xgb.Booster:
     """Train as `xgb.train` does, in segments that each begin with generators of their own, seeded by `seed`.
 
-    A trial that is resumed goes back to where its segment began and trains it again: so its trees are those of an
-    undisturbed one, whatever the rounds draw, with the same number of threads. Each round is reported once.
+    A resumed trial trains its last segment again from the segment's start. So its trees equal those of an
+    undisturbed trial, also if rounds draw random numbers, with the same number of threads. Each round is reported once.
 
     Args:
         params: XGBoost's.

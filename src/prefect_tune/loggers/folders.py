@@ -30,9 +30,7 @@ class FolderLogger(Callback):
         self._mark = ""
 
     def setup(self, search: SearchInfo) -> None:
-        self._folder = (
-            self._directory.absolute() / search.experiment
-        )  # the process may change its working directory later
+        self._folder = self._directory.absolute() / search.experiment  # the working directory may change later
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f".{self.name}"
         if not path.exists():

@@ -1,1 +1,1 @@
-"""An experiment as a page to look at: facts, charts, Markdown and HTML. Pure: no Prefect, no target, no clock."""
+"""Reports of an experiment: facts, charts, Markdown and HTML. Pure functions: no Prefect, no target, no clock."""

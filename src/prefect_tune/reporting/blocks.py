@@ -1,4 +1,4 @@
-"""The parts of a page, before it is Markdown or HTML."""
+"""The elements of a report page, before they are rendered as Markdown or HTML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Block", "Cell", "Code", "Details", "Figure", "Heading", "Link", "Tab
 
 @dataclass(frozen=True)
 class Link:
-    """Text that leads somewhere."""
+    """Text with a hyperlink."""
 
     text: str
     address: str
@@ -19,7 +19,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Verbatim:
-    """Text to be copied: a path, a command."""
+    """Text to copy: a path, a command."""
 
     text: str
 
@@ -45,7 +45,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture, what it shows in words, and how it is read."""
+    """A picture, its description, and its legend."""
 
     svg: str
     shows: str
@@ -62,7 +62,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines as they are."""
+    """Preformatted lines."""
 
     text: str
     language: str = "json"
@@ -70,7 +70,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Details:
-    """What is shown when somebody wants to see it."""
+    """A collapsed section that the reader can open."""
 
     summary: str
     blocks: Sequence[Block]

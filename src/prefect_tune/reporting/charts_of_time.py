@@ -1,4 +1,4 @@
-"""Charts of what happened when: who owned the experiment, every attempt, and whose weights a population trains."""
+"""Charts over time: the owners of the experiment, all attempts, and the lineage of a population's weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS = 26
 _BARS = 500
 _MOST_LANES = 40
 _BREAK = 26.0
-"""The width at which a long time without anybody at work is drawn, in pixels."""
+"""The width, in pixels, of a long time in which no attempt ran."""
 _INKS = {End.FINISHED: GREEN, End.STOPPED: ORANGE, End.FAILED: RED}
 
 
@@ -35,9 +35,9 @@ class _Clock:
     """Times as places from left to right; long times in which nothing happened take little room."""
 
     knots: Sequence[tuple[float, float]]
-    """Seconds, and where they lie."""
+    """Pairs of seconds and horizontal position."""
     breaks: Sequence[tuple[float, timedelta]]
-    """Where time is left out, and how much."""
+    """The position and length of each idle time that is left out."""
     begin: datetime
 
     def at(self, when: datetime) -> float:
@@ -49,7 +49,7 @@ class _Clock:
 
 
 def timeline(material: Material) -> str | None:
-    """Draw who owned the experiment, and beneath it every attempt; None where nothing has started."""
+    """Draw the owners of the experiment and, below them, all attempts; None if no attempt has started."""
     story, now = material.story, material.now
     if not story.reigns:
         return None
@@ -69,7 +69,7 @@ def timeline(material: Material) -> str | None:
 
 
 def _still(stint: Stint, material: Material) -> datetime:
-    """How long an attempt without an end goes on: as long as its owner was heard of."""
+    """Return the end to draw for an attempt without one: the last journal entry of its owner."""
     return max(stint.began, material.story.reigns[-1].last)
 
 
@@ -117,7 +117,7 @@ def _draw_reigns(drawing: Drawing, clock: _Clock, reigns: Sequence[Reign]) -> No
 
 
 def _lanes(stints: Sequence[Stint]) -> Sequence[tuple[str, Sequence[Stint]]]:
-    """A row for each trial; of many trials a row for each slot, in which one comes after the other."""
+    """Return a row per trial; for many trials a row per slot, with trials one after the other."""
     of_trials: dict[str, list[Stint]] = {}
     for each in stints:
         of_trials.setdefault(each.trial, []).append(each)
@@ -160,7 +160,7 @@ def _draw_stint(drawing: Drawing, clock: _Clock, stint: Stint, y_and_row: tuple[
 
 
 def _draw_load(drawing: Drawing, clock: _Clock, stints: Sequence[Stint], top_and_bottom: tuple[float, float]) -> None:
-    """Of too many attempts to see any: how many went on at once, and where some were lost."""
+    """For too many attempts to draw each: draw how many ran at once, and where attempts were lost."""
     top, bottom = top_and_bottom
     left_at = [(clock.at(each.began), clock.at(each.ended or each.began)) for each in stints]
     columns = [0] * int(_RIGHT - _LEFT + 1)
@@ -193,7 +193,7 @@ def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
 
 
 def lineage_chart(material: Material) -> str | None:
-    """Draw each member of a population, in the ink of whose weights it trains; None where nobody was cloned."""
+    """Draw each member of a population in the color of its weights' first member; None if no trial was cloned."""
     clones = [each for each in material.story.clones if each.trial != each.source]
     if not clones:
         return None
@@ -215,7 +215,7 @@ def lineage_chart(material: Material) -> str | None:
 
 
 def _members(material: Material, clones: Sequence[Clone]) -> Sequence[str]:
-    """Those who took part, of very many the best."""
+    """Return the trials that cloned or were cloned; of many, the best."""
     part = {each.trial for each in clones} | {each.source for each in clones}
     ranked = [each.trial for each in material.ranking if each.trial in part]
     others = [each.trial for each in material.trials if each.trial in part and each.trial not in set(ranked)]
@@ -228,7 +228,7 @@ def _founders(names: Sequence[str]) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """From one exploit of a member to its next one."""
+    """A member's training between two exploits."""
 
     trial: str
     begin: float
@@ -237,7 +237,7 @@ class _Piece:
 
 
 def _pieces(material: Material, clones: Sequence[Clone], founders: Mapping[str, str]) -> Sequence[_Piece]:
-    """Weights that are cloned keep the ink of the member that they began in."""
+    """Cloned weights keep the color of the member that trained them first."""
     inks, begins, pieces = dict(founders), dict.fromkeys(founders, 0.0), []
     for clone in clones:
         if clone.trial in inks:

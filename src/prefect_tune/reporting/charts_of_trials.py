@@ -33,7 +33,7 @@ _LABEL = 'font-size="10.5" font-weight="700"'
 
 
 def learning_curves(material: Material) -> str | None:
-    """Draw a panel for each metric; None where nothing was reported."""
+    """Draw a panel for each metric; None if nothing was reported."""
     metrics = [name for name in material.story.metrics if any(name in each for each in material.story.curves.values())]
     if not metrics:
         return None
@@ -68,7 +68,7 @@ def _curves(drawing: Drawing, frame: Frame, material: Material, metric: str) -> 
 
 
 def _name_ends(drawing: Drawing, frame: Frame, ends: Sequence[tuple[str, Point, bool]]) -> None:
-    """Beside where each curve ends, unless another name stands there."""
+    """Write each name beside the end of its curve, unless it would overlap another name."""
     taken: list[Point] = []
     for trial, (x, y), is_best in ends:
         at = (min(x, frame.right) + 6, min(frame.bottom, max(frame.top + 8, y + 4)))
@@ -135,7 +135,7 @@ def _axes(material: Material, frame: Frame) -> Iterator[_Axis]:
 
 
 def _axis(name: str, values: Mapping[str, object], frame: Frame) -> _Axis | None:
-    """Text of too many kinds is left out."""
+    """Return the axis of a parameter; None for text with too many different values."""
     there = [each for each in values.values() if each is not None]
     numbers = numbers_in({str(index): each for index, each in enumerate(there)})
     if there and len(numbers) == len(there) and len(set(there)) > 3:
@@ -150,7 +150,7 @@ def _category(value: object) -> str:
 
 
 def _through(axes: Sequence[_Axis], places: Sequence[float], trial: str, frame: Frame) -> Sequence[Point]:
-    """What a trial has not lies below the axis."""
+    """Return the trial's points on all axes; a missing value is below the axis."""
     found = ((x, axis.at(trial, frame)) for axis, x in zip(axes, places, strict=True))
     return [(x, frame.bottom + 10 if y is None else y) for x, y in found]
 
@@ -172,7 +172,7 @@ def _label(category: str) -> str:
         return category[:14]
 
 
-# --------------------------------------------------------------------------------------------- what matters
+# -------------------------------------------------------------------------------------- parameter importance
 
 
 def importance_chart(material: Material) -> str | None:
@@ -195,7 +195,7 @@ def importance_chart(material: Material) -> str | None:
 
 
 def rung_chart(material: Material) -> str | None:
-    """Draw what was compared at each of a scheduler's rungs, and who went on; None where nothing was decided."""
+    """Draw the metrics compared at each of a scheduler's rungs, and which trials continued; None without rungs."""
     rungs = _rungs(material)
     if material.objective is None or not rungs or len(rungs) > 12 or material.story.clones:
         return None
@@ -217,7 +217,7 @@ def rung_chart(material: Material) -> str | None:
 
 
 def _rungs(material: Material) -> Mapping[int, Sequence[tuple[float, bool]]]:
-    """At each step at which trials were compared: the metric there, and whether the trial went on."""
+    """Return, for each rung's step, the metric of each trial and whether the trial continued."""
     metric = material.objective.metrics[0] if material.objective else ""
     rungs: dict[int, list[tuple[float, bool]]] = {}
     for trial in material.trials:

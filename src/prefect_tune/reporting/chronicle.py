@@ -1,4 +1,4 @@
-"""What a journal tells over time: who owned the experiment when, every attempt, curves, and what it all cost."""
+"""The history of an experiment, from its journal: owners, attempts, learning curves and costs over time."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reign:
-    """One owner's time with the experiment."""
+    """The time during which one run owned the experiment."""
 
     epoch: int
     owner: Owner
     began: datetime
     last: datetime
-    """When it was last heard of."""
+    """The time of its last journal entry."""
     trials: int = 0
-    """That it added."""
+    """The number of trials that it added."""
     samples: int = 0
-    """That it was to add to those of earlier runs, where it was told so."""
+    """The number of samples it was asked to add to those of earlier runs; 0 if not asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stint:
-    """One attempt of a trial, in time."""
+    """One attempt of a trial, with its times."""
 
     trial: str
     attempt: int
     began: datetime
     from_step: int
     step: int
-    """The newest that it reported."""
+    """The last step that it reported."""
     owner: Owner | None
     ended: datetime | None = None
     end: End | None = None
@@ -78,67 +78,67 @@ class Stint:
 
 @dataclass(frozen=True, slots=True)
 class Clone:
-    """A trial went on from a copy of another one's checkpoint."""
+    """A trial continued from a copy of another trial's checkpoint."""
 
     trial: str
     at_step: int
-    """Where it stood before."""
+    """Its step before."""
     source: str
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What was sent to the target. Of commits that an earlier version journaled it is not known."""
+    """Bytes committed and uploaded. Commits that earlier versions journaled do not have the uploaded bytes."""
 
     commits: int = 0
     committed_bytes: int = 0
     measured_bytes: int = 0
-    """Of them those of which the next two are known."""
+    """The part of `committed_bytes` for which the next two fields are known."""
     sent_bytes: int = 0
     upload_seconds: float = 0.0
     cloned_bytes: int = 0
-    """Of checkpoints that are copies of others', and cost no byte."""
+    """Size of checkpoints that are copies of others; these upload no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """An extract, which changes no more."""
+    """An immutable extract of the history."""
 
     metrics: tuple[str, ...] = ()
     curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
-    """By trial, by metric; thinned."""
+    """Points by trial and metric, thinned out."""
     stints: Sequence[Stint] = ()
     reigns: Sequence[Reign] = ()
     clones: Sequence[Clone] = ()
     costs: Costs = Costs()
     newest: Mapping[str, StepReport] = field(default_factory=dict)
-    """Of the attempts that go on, whose last steps the journal may not know yet."""
+    """The last reports of running attempts, which the journal may not have yet."""
     is_whole: bool = True
-    """Whether it begins with the first entry."""
+    """Whether it begins with the journal's first entry."""
 
 
 class Chronicle:
-    """Is told the events in their order, and keeps about a KiB for each trial, however long it trains.
+    """Builds the history from events in their order; keeps about 1 KiB per trial, however long it trains.
 
-    Not for two threads at once.
+    Not thread-safe.
     """
 
     def __init__(self, metrics: Sequence[str] = (), *, is_whole: bool = True) -> None:
-        """Args: metrics: whose curves are kept. Default: the first four numbers that are reported."""
+        """Args: metrics: the metrics whose curves are kept. Default: the first four numeric ones reported."""
         self._metrics = tuple(metrics)
         self._is_whole = is_whole
         self._curves: dict[str, dict[str, Series]] = {}
         self._stints: list[Stint] = []
-        self._open: dict[str, int] = {}  # where in the list a trial's attempt stands that has not ended
-        self._due: dict[str, datetime] = {}  # when a trial was given a slot
+        self._open: dict[str, int] = {}  # the index of each trial's open attempt in the list
+        self._due: dict[str, datetime] = {}  # when the trial got a slot
         self._owners: dict[str, Owner] = {}
         self._heard: dict[str, datetime] = {}  # when
-        self._over_since: dict[str, datetime] = {}  # attempts that ended without a word
+        self._over_since: dict[str, datetime] = {}  # attempts that ended without an entry of their own
         self._reigns: list[Reign] = []
         self._clones: list[Clone] = []
-        self._steps: dict[str, int] = {}  # the newest of each trial
-        self._newest: dict[str, StepReport] = {}  # of the attempts that go on
+        self._steps: dict[str, int] = {}  # the last step of each trial
+        self._newest: dict[str, StepReport] = {}  # of running attempts
         self._costs = Costs()
 
     def tell(self, entry: Entry) -> None:
@@ -148,7 +148,7 @@ class Chronicle:
             self.tell_event(event, at)
 
     def tell_event(self, event: Event, at: datetime) -> None:
-        """Take in the next event, which was written, or is about to be, then."""
+        """Take in the next event, journaled at `at` or about to be."""
         if isinstance(event, Opened) and event.trial is None:
             self._reigns.append(Reign(event.epoch, event.owner, at, at))
             self._cut([trial for trial in self._open if trial not in self._owners])
@@ -162,7 +162,7 @@ class Chronicle:
         self._hear_of_owner(at)
 
     def _count(self, event: Event) -> None:
-        """What the newest owner brings to the experiment."""
+        """Count what the current owner adds to the experiment."""
         if not self._reigns:
             return
         newest = self._reigns[-1]
@@ -172,7 +172,7 @@ class Chronicle:
             self._reigns[-1] = replace(newest, samples=newest.samples + event.samples)
 
     def _hear_of_owner(self, at: datetime) -> None:
-        """What one could not journal any more, the next one takes in."""
+        """Extend the time of the run that owned the experiment at `at`, which may be an earlier one."""
         for place in range(len(self._reigns) - 1, -1, -1):
             reign = self._reigns[place]
             if at >= reign.began:
@@ -180,23 +180,23 @@ class Chronicle:
                 return
 
     def _cut(self, trials: Iterable[str]) -> None:
-        """Whose journal is another's now has trained until it was last heard of."""
+        """Note for trials that another owner takes over that their open attempts ended at their last entry."""
         for trial in trials:
             if trial in self._open:
                 self._over_since[trial] = self._heard[trial]
 
     def tell_report(self, trial: str, report: StepReport) -> None:
-        """Take in a step that the journal will tell of later."""
+        """Take in a step's report before the journal has it."""
         if trial in self._open:
             self._report(trial, report)
 
     def owner_is(self, owner: Owner, epoch: int, at: datetime) -> None:
-        """Take note of who owns it, where the entry that says so was not told."""
+        """Record the owner, if the entry with the change of owner was not passed to `tell`."""
         if not self._reigns or self._reigns[-1].epoch != epoch:
             self._reigns.append(Reign(epoch, owner, at, at))
 
     def story(self, trials: Collection[str]) -> Story:
-        """Return all of it, with the curves of these trials."""
+        """Return the history, with the curves of these trials."""
         drawn = {trial: self._curves[trial] for trial in trials if trial in self._curves}
         return Story(
             metrics=self._metrics,
@@ -243,13 +243,13 @@ class Chronicle:
             self._heard[trial] = at
 
     def _started(self, event: Started, at: datetime) -> None:
-        """The journal hears of a start later than it gives the slot."""
+        """Begin an attempt when its trial got the slot, which is earlier than its entry."""
         trial = event.trial
         self._ended(trial, End.LOST, at)
         owner = self._owners.get(trial) or (self._reigns[-1].owner if self._reigns else None)
         began = self._due.pop(trial, at)
         if self._reigns and began < self._reigns[-1].began:
-            began = at  # it was given to an attempt of an earlier owner
+            began = at  # the slot belonged to an attempt of an earlier owner
         self._open[trial] = len(self._stints)
         self._stints.append(Stint(trial, event.attempt, began, event.from_step, event.from_step, owner))
         for series in self._curves.get(trial, {}).values():
@@ -293,7 +293,7 @@ class Chronicle:
                 self._curves.setdefault(event.trial, {})[name] = Series([(copy.step, number)])
 
     def _ended(self, trial: str, end: End, at: datetime) -> None:
-        """An attempt that died without a word was over when it was last heard of, and not when that was found out."""
+        """End an attempt; one that died counts until its last entry, not until its death was detected."""
         place = self._open.pop(trial, None)
         self._newest.pop(trial, None)
         if place is None:
@@ -304,7 +304,7 @@ class Chronicle:
 
 
 def moment(at: str) -> datetime:
-    """Return the time that an entry carries; the beginning of all times where it is none."""
+    """Return the time of an entry; the earliest possible time if it has none."""
     try:
         found = datetime.fromisoformat(at)
     except ValueError:
@@ -323,7 +323,7 @@ def _end_of(event: Finished | Paused | GaveUp) -> End:
 
 
 def told(entries: Iterable[Entry], metrics: Sequence[str] = ()) -> Chronicle:
-    """Return the chronicle of these entries, the first of a journal first."""
+    """Return the history of these entries, which are in the journal's order."""
     chronicle = Chronicle(metrics)
     for entry in entries:
         chronicle.tell(entry)

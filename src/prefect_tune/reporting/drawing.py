@@ -1,8 +1,8 @@
-"""Vector graphics by hand, in inks that can be read on white and on black.
+"""Draw SVG, in colors that are readable on white and on black.
 
 No plotting library: matplotlib was tried, and needs 1.2 CPU s to be imported, 0.3 s and 84 kB for each chart, and
-80 MiB; this takes milliseconds and a tenth of the bytes. A picture is shown as an `<img>`, which knows nothing of the
-theme of the page around it: so it has no background, and inks in the middle between black and white.
+80 MiB; this takes milliseconds and a tenth of the bytes. A picture is shown as an `<img>`, which does not know the
+theme of its page. So it has no background, and colors halfway between black and white.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pen:
 
 
 class Drawing:
-    """A picture of this size, in pixels, to which shapes are added."""
+    """A picture of a given size in pixels, to which shapes are added."""
 
     def __init__(self, width: float, height: float) -> None:
         self.width = width
@@ -72,7 +72,7 @@ class Drawing:
             self._shapes.append(f'<path class="dots" d="{path}" stroke-linecap="round" {pen.stroke()}/>')
 
     def bar(self, corner: Point, size: Point, pen: Pen, *, title: str = "") -> None:
-        """Fill a rectangle; `corner` is its upper left one. The title is shown by who opens the picture."""
+        """Fill a rectangle; `corner` is its upper left one. A viewer of the SVG shows the title."""
         (x, y), (width, height) = corner, size
         place = f'x="{_short(x)}" y="{_short(y)}" width="{_short(max(0.5, width))}" height="{_short(height)}"'
         inner = f"><title>{safe(title)}</title></rect>" if title else "/>"
@@ -99,12 +99,12 @@ class Drawing:
 
 
 def data_uri(svg: str) -> str:
-    """Return a picture as the address of an image that is fetched from nowhere."""
+    """Return the picture as a `data:` URI."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
 def safe(text: str, most: int = 80) -> str:
-    """Return somebody's text, on one line and not too long, as text and nothing else."""
+    """Return untrusted text on one line, shortened to `most` characters and escaped."""
     line = " ".join(_NO_XML.sub("", text).split())
     return escape(line if len(line) <= most else f"{line[: most - 1]}…")
 

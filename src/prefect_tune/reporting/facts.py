@@ -1,4 +1,4 @@
-"""What a report says in words and numbers: the same on a page, in an artifact, and as JSON."""
+"""The facts and numbers of a report: the same on a page, in an artifact, and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefect_tune.reporting.material import Material
 __all__ = ["Cost", "Facts", "Links", "Run", "TrialFacts", "facts_of"]
 
 Links: TypeAlias = Callable[[Owner], str | None]
-"""Says where a run can be looked at, if anywhere."""
+"""Returns the URL of a run; None if it has none."""
 _TRIALS = 50
 _ERRORS = 10
 _RUNS = 20
@@ -39,28 +39,28 @@ class TrialFacts:
     """The newest one, as a path below the target."""
     checkpoint_step: int | None
     run: str | None
-    """Where its last attempt can be looked at."""
+    """The URL of its last attempt's run."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Somebody's time with the experiment."""
+    """One run's time as the owner of the experiment."""
 
     epoch: int
     owner: str
     began_at: str
     last_heard_at: str
     attempts: int
-    """That began in this time."""
+    """The number of attempts that began in this time."""
     trials_added: int
     samples_asked: int
-    """To be added to those of earlier runs; 0 where it was not told how many."""
+    """The number of samples to add to those of earlier runs; 0 if none was given."""
     link: str | None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What it took."""
+    """The cost of the experiment."""
 
     trained_seconds: float
     attempts: int
@@ -69,14 +69,14 @@ class Cost:
     wasted_steps: int
     """Steps that were trained, lost, and trained again."""
     wasted_seconds: float
-    """About: by what a step takes on average."""
+    """An estimate, from the average time of a step."""
     checkpoints_committed: int
     committed_bytes: int
     measured_bytes: int
-    """Of them those of which it is known what was sent: an earlier version did not journal it."""
+    """The part of `committed_bytes` with known uploads; earlier versions did not journal uploads."""
     sent_bytes: int
     saved_bytes: int
-    """Not sent, since it was on the target already."""
+    """Not uploaded, because the bytes were on the target already."""
     upload_seconds: float
 
 
@@ -95,7 +95,7 @@ class Facts:
     trial_count: int
     expected_trial_count: int | None
     best: Sequence[TrialFacts]
-    """One; with several metrics the Pareto front; none where nothing can be compared."""
+    """One trial; with several metrics the Pareto front; empty if no trial can be compared."""
     trials: Sequence[TrialFacts]
     """The best first, and no more than 50."""
     errors: Sequence[TrialFacts]
@@ -106,18 +106,18 @@ class Facts:
     cost: Cost
     settings: Mapping[str, object] = field(default_factory=dict)
     ended_because: str = ""
-    """Why the last run was ended before there was nothing more to do, where the journal says so."""
+    """Why the last run ended early; empty if the journal does not say."""
     is_whole: bool = True
-    """Whether curves, times and costs are of the whole history."""
+    """Whether curves, times and costs cover the whole history."""
 
     @property
     def ended_count(self) -> int:
-        """How many trials are over."""
+        """The number of trials that have ended."""
         return sum(self.trials_by_status.get(str(each), 0) for each in ENDED)
 
 
 def facts_of(material: Material, links: Links) -> Facts:
-    """Return what is to be said of it."""
+    """Return the facts of an experiment."""
     state, story, objective = material.experiment, material.story, material.objective
     owners = {each.trial: each.owner for each in story.stints}
     say = _Says(state.name, owners, links)

@@ -1,4 +1,4 @@
-"""What is around the marks of a chart: axes, grid, names."""
+"""The axes, grid and labels of a chart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END, MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where the marks of a chart lie."""
+    """The plot area of a chart."""
 
     left: float
     top: float
@@ -25,7 +25,7 @@ class Frame:
 
 
 def framed(drawing: Drawing, frame: Frame, x: Scale, y: Scale, names: tuple[str, str]) -> None:
-    """Draw a grid by the ticks of two scales, and name what they are."""
+    """Draw a grid at the ticks of two scales, and label the axes."""
     width, height = frame.right - frame.left, frame.bottom - frame.top
     for place, said in y.ticks(max(3, int(height / 38))):
         drawing.line([(frame.left, place), (frame.right, place)], GRID)

@@ -1,4 +1,4 @@
-"""A page as one HTML file that fetches nothing, light or dark as its reader likes it."""
+"""Render a page as one self-contained HTML file, light or dark as the browser prefers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ img{max-width:100%;height:auto;display:block}summary{cursor:pointer;color:var(--
 
 
 def as_html(blocks: Sequence[Block]) -> str:
-    """Return the page. Whatever a user named is text, and no markup."""
+    """Return the page. Names chosen by users are escaped."""
     title = next((block.text for block in blocks if isinstance(block, Heading)), "")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = (

@@ -1,10 +1,10 @@
-"""How much a parameter matters, from the trials that there are.
+"""The importance of each parameter, estimated from the trials of an experiment.
 
 For each parameter by itself: the share of the variance of the trials' ranks that lies between groups of alike values,
 less what chance alone would give. That is epsilon squared (Kelley 1935, "An unbiased correlation ratio measure") of the
-Kruskal-Wallis test (1952), with numbers grouped by quantiles. It needs no model and draws nothing, sees what goes up
-and down again, does not mind outliers, and is near 0 for what does not matter. What only matters together with another
-parameter is not in it. Optuna's fANOVA sees that, and needs a second of imports and a forest of trees each time.
+Kruskal-Wallis test (1952), with numbers grouped by quantiles. It needs no model and no random numbers, detects
+relations that are not monotonic, is robust against outliers, and is near 0 for parameters without effect. It does not
+show interactions between parameters; Optuna's fANOVA does, but needs a second of imports and a random forest each time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import groupby
 __all__ = ["FEWEST", "importances"]
 
 FEWEST = 8
-"""Of fewer trials nothing is said."""
+"""With fewer trials no importance is given."""
 _EACH = 4
-"""Trials in a group at least, on average."""
+"""The least number of trials per group, on average."""
 _MOST_GROUPS = 8
 
 
@@ -65,7 +65,7 @@ def _group(value: object, edges: Sequence[float]) -> Hashable:
 
 
 def _ranks(values: Sequence[float]) -> Sequence[float]:
-    """From 1; who is equal has the mean of its places."""
+    """Return ranks from 1; equal values get their mean rank."""
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks, before = [0.0] * len(values), 0
     for _, alike in groupby(order, key=values.__getitem__):

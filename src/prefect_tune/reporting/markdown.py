@@ -1,4 +1,4 @@
-"""A page as Markdown, with pictures in it: what the Prefect UI shows, and GitHub and editors too."""
+"""Render a page as Markdown with embedded pictures, for the Prefect UI, GitHub and editors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
 def as_markdown(blocks: Sequence[Block]) -> str:
-    """Return the page. Whatever a user named is text, and no markup."""
+    """Return the page. Names chosen by users are escaped."""
     return "\n".join(line for block in blocks for line in _lines(block)) + "\n"
 
 
@@ -46,7 +46,7 @@ def _lines(block: Block) -> Iterator[str]:
 
 
 def _table(table: Table) -> Iterator[str]:
-    """Markdown knows no table without a head: where there is none, the first row is it."""
+    """Markdown has no table without a header: without one, the first row is the header."""
     rows = [[_cell(cell) for cell in row] for row in table.rows]
     if not rows:
         return
@@ -72,5 +72,5 @@ def _verbatim(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """On one line, and what would be markup with a backslash before it."""
+    """Return `text` on one line, with markup characters escaped by a backslash."""
     return _MARKUP.sub(r"\\\1", _CONTROL.sub(" ", text))

@@ -1,4 +1,4 @@
-"""What a report is made of: the trials as they stand now, compared, with the values in which they differ."""
+"""The data of a report: the current trials, their ranking, and the parameters in which they differ."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from prefect_tune.reporting.importance import importances
 __all__ = ["DRAWN", "Material", "material", "spread"]
 
 DRAWN = 60
-"""How many learning curves are drawn."""
+"""The most learning curves that are drawn."""
 _MOST_PARAMETERS = 200
 
 
 class Tells(Protocol):
-    """A chronicle, or what asks one in another thread."""
+    """A history's `story`, or a function that calls it in another thread."""
 
     def __call__(self, trials: Collection[str], /) -> Story: ...
 
@@ -40,30 +40,30 @@ class Material:
     objective: Objective | None
     story: Story
     trials: Sequence[Trial]
-    """In the order in which they were added, with their newest reports."""
+    """The trials in the order in which they were added, with their newest reports."""
     losses: Mapping[str, Losses]
-    """Of the trials that can be compared, the best first."""
+    """The losses of the trials that can be compared, the best first."""
     expected: int | None = None
-    """How many trials there are to be."""
+    """The expected number of trials."""
     cells: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """The parameters in which the trials differ, by the trials' order; None where one has it not."""
+    """The parameters in which the trials differ, with a value per trial; None if a trial does not have it."""
 
     @cached_property
     def ranking(self) -> Sequence[Trial]:
-        """Those that can be compared, the best first."""
+        """The trials that can be compared, the best first."""
         known = {each.trial: each for each in self.trials}
         return [known[name] for name in self.losses]
 
     @cached_property
     def best(self) -> Sequence[Trial]:
-        """The best one; with several metrics those of the Pareto front; nobody where nothing can be compared."""
+        """The best one; with several metrics the Pareto front; empty if no trial can be compared."""
         if self.objective is None or len(self.objective.metrics) == 1:
             return self.ranking[:1]
         known = {each.trial: each for each in self.trials}
         return [known[name] for name in front(self.losses.items())]
 
     def compared(self, trial: str) -> Mapping[str, float]:
-        """Return what a trial is compared by, as it was reported; a bool as a number. Nothing where it cannot be."""
+        """Return the metrics that compare a trial, as reported, a bool as a number; empty if it has none."""
         if self.objective is None or trial not in self.losses:
             return {}
         told = zip(self.objective.metrics, self.objective.modes, self.losses[trial], strict=True)
@@ -71,14 +71,14 @@ class Material:
 
     @cached_property
     def importances(self) -> Mapping[str, float]:
-        """How much each parameter matters to the first metric, the largest first."""
+        """The importance of each parameter for the first metric, the largest first."""
         places = [place for place, each in enumerate(self.trials) if each.trial in self.losses]
         parameters = {name: [values[place] for place in places] for name, values in self.cells.items()}
         return importances(parameters, [self.losses[self.trials[place].trial][0] for place in places])
 
 
 def material(experiment: Experiment, tells: Tells, *, uri: str, now: datetime, expected: int | None = None) -> Material:
-    """Return what a report of the experiment is made of."""
+    """Return the data for a report of the experiment."""
     objective = objective_in(experiment.settings)
     story = tells(_drawn(experiment, objective))
     trials = [with_report(each, story.newest.get(each.trial)) for each in experiment.trials.values()]
@@ -87,7 +87,7 @@ def material(experiment: Experiment, tells: Tells, *, uri: str, now: datetime, e
 
 
 def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:
-    """Return at most so many: the first half of them, which is the better one, and a few of all the others."""
+    """Return at most `most` items: half of them the first (best) ones, the others spread over the rest."""
     if len(items) <= most:
         return items
     best, others = items[: most // 2], items[most // 2 :]

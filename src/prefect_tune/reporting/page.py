@@ -1,4 +1,4 @@
-"""An experiment as a page: what is on it, in which order, and how much of it."""
+"""Compose the report page of an experiment: its sections, their order, and their limits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _FIGURES = (
 
 
 def page_of(material: Material, links: Links) -> Sequence[Block]:
-    """Return the page: at most some 300 KB, however many trials there are."""
+    """Return the page: at most about 300 KB, for any number of trials."""
     facts = facts_of(material, links)
     return [*_top(facts), *_best(facts), *_figures(material), *_trials(facts), *_errors(facts), *_end(facts)]
 
@@ -78,11 +78,11 @@ def _top(facts: Facts) -> Iterator[Block]:
     ]
     yield Table((), [row for row in rows if row[1]])
     if not facts.is_whole:
-        yield Text(["Curves, times and costs are of this run only; ", Verbatim("prefect-tune report"), " tells all."])
+        yield Text(["Curves, times and costs are of this run only; ", Verbatim("prefect-tune report"), " shows all."])
 
 
 def _headline(facts: Facts) -> str:
-    """In one line: how good, how far, what is wrong."""
+    """Return one line with the best metric, the progress, and the errors."""
     parts = []
     if len(facts.best) == 1 and facts.metric:
         name = facts.metric[0]
@@ -120,7 +120,7 @@ def _best(facts: Facts) -> Iterator[Block]:
         shown = [(name, _clipped(_value(value), 60)) for name, value in config[:_CONFIG]]
         yield Table(("parameter", "value"), shown)
     if best.checkpoint:
-        yield Text(["Its newest checkpoint, and the command that brings it:"])
+        yield Text(["Its newest checkpoint, and the command that downloads it:"])
         yield Code(f"{below(facts.where, best.checkpoint)}\n{_export(facts, best)}", "text")
 
 
@@ -137,7 +137,7 @@ def _figures(material: Material) -> Iterator[Block]:
     for title, draw, legend in _FIGURES:
         try:
             svg = draw(material)
-        except Exception as error:  # noqa: BLE001  whatever it is, the rest of the page is there, and says so
+        except Exception as error:  # noqa: BLE001  show the rest of the page, with the error
             yield Text([f"{title} could not be drawn: {_clipped(f'{type(error).__name__}: {error}', 200)}"])
             continue
         if svg is not None:
@@ -160,7 +160,7 @@ def _trials(facts: Facts) -> Iterator[Block]:
     folders = below(facts.where, f"{facts.experiment}/trials/TRIAL/checkpoints")
     more = facts.trial_count - len(facts.trials)
     also = f" The best {len(facts.trials)} are shown; {more} more are in the journal." if more else ""
-    yield Text(["Checkpoints lie at ", Verbatim(folders), f".{also}"])
+    yield Text(["Checkpoints are stored at ", Verbatim(folders), f".{also}"])
 
 
 def _row(trial: TrialFacts, facts: Facts, parameters: Sequence[str], *, has_retries: bool) -> Sequence[Cell]:
@@ -179,7 +179,7 @@ def _row(trial: TrialFacts, facts: Facts, parameters: Sequence[str], *, has_retr
 
 
 def _telling(facts: Facts) -> Sequence[str]:
-    """The parameters that differ, first those that matter."""
+    """Return the parameters that differ, the most important first."""
     configs = [flat(each.config) for each in facts.trials]
     names = dict.fromkeys([*facts.importance, *(name for config in configs for name in config)])
     differ = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
@@ -214,7 +214,7 @@ def _end(facts: Facts) -> Iterator[Block]:
 
 
 def _runs(facts: Facts) -> Table:
-    """Who ran it, when, and what each has brought to it: those of a schedule are all here."""
+    """Return a table of all runs, scheduled ones included: owner, times, and what each added."""
     is_extended = any(each.samples_asked for each in facts.runs)
     rows: list[Sequence[Cell]] = [
         (

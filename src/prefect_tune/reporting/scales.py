@@ -1,4 +1,4 @@
-"""From numbers to places on a page, and the ticks between them."""
+"""Map numbers to positions on a chart's axis, and choose the ticks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Numbers from `low` to `high` lie from `begin` to `end`; what is beyond lies at the edge."""
+    """Maps numbers from `low` to `high` to positions from `begin` to `end`; numbers beyond are at the edge."""
 
     low: float
     high: float
@@ -26,13 +26,13 @@ class Scale:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Return where `value` lies."""
+        """Return the position of `value`."""
         low, high = self._on_axis(self.low), self._on_axis(self.high)
         share = (self._on_axis(value) - low) / (high - low)
         return self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin)
 
     def ticks(self, most: int = 6) -> Sequence[tuple[float, str]]:
-        """Return at most so many places, and what is written there."""
+        """Return at most `most` positions with their labels."""
         values = self._decades(most) if self.is_log else self._round_numbers(most)
         return [(self.at(value), said_number(value)) for value in values]
 
@@ -59,14 +59,14 @@ class Scale:
 
 
 def fitted(values: Sequence[float], begin: float, end: float, *, may_be_log: bool = True, room: float = 0.0) -> Scale:
-    """Return the scale on which these numbers can be told apart; there may be none.
+    """Return a scale that fits these numbers; `values` may be empty.
 
     Args:
-        values: what lies on it.
-        begin: where the smallest lies.
-        end: where the largest lies.
-        may_be_log: whether it may go by orders of magnitude, where the numbers do.
-        room: how much of the range is free on both sides.
+        values: the numbers to show.
+        begin: the position of the smallest.
+        end: the position of the largest.
+        may_be_log: whether the scale may be logarithmic, if the numbers span orders of magnitude.
+        room: the share of the range that is left free on both sides.
     """
     ordered = sorted(values) or [0.0, 1.0]
     low, high = _without_outliers(ordered)
@@ -81,14 +81,14 @@ def fitted(values: Sequence[float], begin: float, end: float, *, may_be_log: boo
 
 
 def _is_by_magnitude(ordered: Sequence[float], low: float, high: float) -> bool:
-    """Whether half of them lie in half of the orders of magnitude, rather than in half of the range."""
+    """Whether the numbers spread more evenly over orders of magnitude than over the range."""
     middle = ordered[len(ordered) // 2]
     by_magnitude = (math.log(middle) - math.log(low)) / (math.log(high) - math.log(low))
     return abs(by_magnitude - 0.5) <= abs((middle - low) / (high - low) - 0.5)
 
 
 def _without_outliers(ordered: Sequence[float]) -> tuple[float, float]:
-    """All of them, unless a few are so far away that the others would be one line."""
+    """Return the range of the numbers, without outliers that would squeeze the others into one line."""
     low, high = ordered[0], ordered[-1]
     if len(ordered) < 20 or low > 0:  # positive ones have room on a logarithmic axis
         return low, high

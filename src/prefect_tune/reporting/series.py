@@ -1,4 +1,4 @@
-"""A learning curve in bounded memory."""
+"""A learning curve with a bounded number of points."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Series:
             self.add(step, value)
 
     def add(self, step: float, value: float) -> None:
-        """Add the next number; one of a step that was there is told again. What is done again was `cut` before."""
+        """Add the next number; a step that is not after the last one is ignored. `cut` first to replace steps."""
         if self._steps and step <= self._steps[-1]:
             return
         if self._since < self._stride and len(self._steps) > 1:
@@ -42,14 +42,14 @@ class Series:
             self._thin()
 
     def cut(self, step: float) -> None:
-        """Forget what comes after `step`."""
+        """Remove the points after `step`."""
         kept = bisect_right(self._steps, step)
         if kept < len(self._steps):
             del self._steps[kept:], self._values[kept:]
             self._since = self._stride
 
     def points(self) -> Sequence[tuple[float, float]]:
-        """Return what is kept, by step."""
+        """Return the points, by step."""
         return list(zip(self._steps, self._values, strict=True))
 
     def _thin(self) -> None:
@@ -60,7 +60,7 @@ class Series:
 
 
 def numbers_in(metrics: Mapping[str, object]) -> Mapping[str, float]:
-    """Return what can be drawn of them."""
+    """Return the numeric metrics, which can be drawn."""
     found = ((name, _number(value)) for name, value in leaves(metrics))
     return {name: number for name, number in found if number is not None}
 

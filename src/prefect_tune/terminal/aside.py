@@ -74,7 +74,7 @@ def set_aside(aside: Aside, terminal: Sequence[TextIO]) -> Iterator[None]:
     """Redirect what `print` and logging handlers write to these streams into `aside`.
 
     Handlers with a Rich console of their own (Prefect's, which log every task run) show only warnings and errors
-    meanwhile, unless their level is DEBUG.
+    meanwhile, unless Prefect's log level is DEBUG.
     """
     with ExitStack() as undoing:
         for name in ("stdout", "stderr"):

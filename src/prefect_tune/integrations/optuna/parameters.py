@@ -1,4 +1,4 @@
-"""A space in Optuna's terms: what a domain is called there, and how values go to and fro.
+"""Convert domains to Optuna's distributions, and values between the two.
 
 A parameter has the name that `prefect_tune.core.search.space` gives it: `lr`, `model.depth`, `model?1.depth`.
 """
@@ -59,7 +59,7 @@ def parameters_in(
             case Found(name, _, drawn) if name in domains:
                 found[name] = drawn
             case Found():
-                pass  # computed from the others
+                pass  # a function computes it from the others
             case Misfit(name) if name in domains:
                 return None
             case _:
@@ -176,7 +176,7 @@ def stored_as(domain: Domain, drawn: object) -> Scalar:
 
 
 def _labels(domain: Choice | Grid) -> list[Scalar]:
-    """What Optuna knows the options by: themselves where it can tell them apart, else their indexes."""
+    """Return Optuna's choices: the options, or their indexes if Optuna cannot distinguish the options."""
     plain = [each for each in domain.options if each is None or isinstance(each, bool | int | float | str)]
     if len(plain) == len(domain.options) == len(set(plain)):
         return list(plain)
@@ -184,7 +184,7 @@ def _labels(domain: Choice | Grid) -> list[Scalar]:
 
 
 def _drawable(domain: Choice | Grid) -> list[int]:
-    """The indexes of the options, but those of weight 0. Other weights are no concern of a sampler that learns."""
+    """Return the indexes of the options with a weight other than 0. Samplers ignore other weights."""
     weights = domain.weights if isinstance(domain, Choice) else None
     return [index for index in range(len(domain.options)) if weights is None or weights[index] > 0]
 

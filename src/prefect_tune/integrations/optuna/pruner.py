@@ -1,4 +1,4 @@
-"""Any pruner of Optuna as a scheduler that stops trials."""
+"""A scheduler that stops trials by any of Optuna's pruners."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OptunaPruner(Scheduler):
 
 
 class _OptunaSchedule(Schedule):
-    """A study in which each trial has reported what it reported here. No pruner draws."""
+    """An Optuna study with the reports of all trials. Pruners draw no random numbers."""
 
     def __init__(self, pruner: BasePruner, objective: Objective, seed: int) -> None:
         self._pruner = pruner

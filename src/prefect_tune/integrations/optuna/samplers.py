@@ -1,4 +1,4 @@
-"""What is known of each sampler: what it needs, how it is replayed, and where its chance comes from."""
+"""Optuna's samplers: their requirements, and how they are seeded and replayed deterministically."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SeededSampler:
         return copy.deepcopy(self._pristine, dict(self._shared))
 
     def hearing(self, number: int) -> BaseSampler:
-        """Return the sampler that hears of the end of one trial: what it keeps of that, all later copies know."""
+        """Return the sampler for the end of one trial: what it stores then, all later copies have."""
         self._seed_all("ended", number)
         return self._pristine
 
@@ -156,7 +156,7 @@ def _check_fixed(sampler: BaseSampler, names: Collection[str]) -> None:
 
 
 def _parts_of(value: object, seen: set[int]) -> Iterator[object]:
-    """Everything that a sampler is made of, each once, in an order that is always the same."""
+    """Yield all objects that a sampler consists of, each once, in a fixed order."""
     if id(value) in seen:
         return
     seen.add(id(value))

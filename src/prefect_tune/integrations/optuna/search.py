@@ -1,4 +1,4 @@
-"""Any sampler of Optuna as a search: proposals that follow from the journal alone, so that a resume goes on exactly.
+"""A search by any of Optuna's samplers, whose proposals depend only on the journal, so that a resume is exact.
 
 Optuna draws from a generator that runs on, and keeps what a sampler notes down in its storage. Here each proposal is
 drawn by a fresh copy of the sampler, seeded by the experiment's seed and the number of the trial, and what was noted
@@ -126,7 +126,7 @@ class _OptunaProposals(Proposals):
         fixed = self._waiting[0][1] if self._waiting else _NOTHING
         trial, config = self._ask(number, fixed)
         if not fixed and self._sampler.ends_by_itself and _identity(trial) in self._tried:
-            self._is_over = True  # what was asked for in vain stays with Optuna, and nobody asks it again
+            self._is_over = True  # Optuna keeps the unused trial; the sampler is not asked again
             return _OVER
         self._take(config)
         known = parameters_in(self._readable, self._domains, config)
@@ -144,7 +144,7 @@ class _OptunaProposals(Proposals):
             return
         trial, proposed = self._ask(number, fixed)
         if self._sampler.ends_by_itself and not is_same(proposed, config):
-            trial.system_attrs = {}  # somebody else's idea: what was to be tried in its place is still to be
+            trial.system_attrs = {}  # another search proposed it: the queued point is still to be tried
         self._keep(number, config, trial, known)
 
     def reported(self, number: int, report: StepReport) -> None:
@@ -200,7 +200,7 @@ class _OptunaProposals(Proposals):
         pruned = stopped and self._has_one_metric
         if self._has_one_metric:
             self._trials.set_trial_intermediate_value(trial_id, last.step, values[0])
-        with suppress(BadMetric):  # nobody there thought of these constraints
+        with suppress(BadMetric):  # the other experiment may lack the metrics of these constraints
             self._describe(trial_id, config, last, _FOREIGN)
         state = TrialState.PRUNED if pruned else TrialState.COMPLETE
         self._trials.set_trial_state_values(trial_id, state, None if pruned else values)

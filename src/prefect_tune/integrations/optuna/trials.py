@@ -1,4 +1,4 @@
-"""Optuna's memory of an experiment: in memory only, since the journal is what survives."""
+"""An Optuna storage and study of an experiment, in memory only: a resume rebuilds them from the journal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Study(optuna.Study):
 
 
 def values_of(objective: Objective, metrics: Metrics, where: str) -> tuple[float, ...]:
-    """Return the metrics that count, as they were reported: whoever gave a sampler numbers of his own gave such.
+    """Return the objective's metrics as reported, without turning them into losses, since a sampler may expect them so.
 
     Raises:
         BadMetric: as `Objective.losses` does.
