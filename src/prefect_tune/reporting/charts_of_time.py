@@ -32,7 +32,7 @@ _INKS = {End.FINISHED: GREEN, End.STOPPED: ORANGE, End.FAILED: RED}
 
 @dataclass(frozen=True)
 class _Clock:
-    """Times as places from left to right; long times in which nothing happened take little room."""
+    """A time axis on which long idle times are compressed."""
 
     knots: Sequence[tuple[float, float]]
     """Pairs of seconds and horizontal position."""

@@ -229,7 +229,7 @@ def _runs(facts: Facts) -> Table:
         for each in facts.runs
     ]
     samples = ["samples asked for"] * is_extended
-    return Table(("run", "owner", "began", "last heard of", *samples, "trials added", "attempts"), rows)
+    return Table(("run", "owner", "began", "last entry", *samples, "trials added", "attempts"), rows)
 
 
 def _cost(facts: Facts) -> Sequence[tuple[str, Cell]]:
