@@ -154,8 +154,8 @@ def test_what_is_asked_for_wrongly_is_told_in_one_line(
     [
         (["--set", "lr"], "--set 'lr': expected name=value, such as lr=loguniform(1e-4,1e-1)"),
         (["--set", "lr=logunif(1,2)"], "--set 'lr=logunif(1,2)': unknown distribution 'logunif'"),
-        (["--set", "lr=loguniform(1e-4,1e-1"], "--set 'lr=loguniform(1e-4,1e-1': expected loguniform(...) with its closing bracket"),
-        (["--set", "n=choice[1,2]"], "--set 'n=choice[1,2]': begins as choice(...) does"),
+        (["--set", "lr=loguniform(1e-4,1e-1"], "--set 'lr=loguniform(1e-4,1e-1': expected loguniform(...) in"),
+        (["--set", "n=choice[1,2]"], "--set 'n=choice[1,2]': expected choice(...) in"),
         (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': in the brackets expected JSON"),
         (["--set", 'n=choice("a,b",c)'], "in the brackets expected JSON"),
         (["--set", "n=choice('a')"], "in the brackets expected JSON"),

@@ -89,7 +89,7 @@ def _value(text: str, setting: str) -> Any:
     call = _CALL.fullmatch(text.strip())
     if call is None:
         if torn := _TORN.match(text):
-            raise WrongUsage(f"--set {setting!r}: expected {torn[1]}(...) with its closing bracket{_QUOTED}")
+            raise WrongUsage(f"--set {setting!r}: expected {torn[1]}(...) in round brackets{_QUOTED}")
         return _plain(text)
     name, arguments = call[1], _arguments(call[2], setting)
     if name not in _DOMAINS:
