@@ -63,14 +63,14 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     """What the tasks `save_checkpoint` and `restore_checkpoint` do, without Prefect around it."""
     from obstore.store import S3Store
 
-    from prefect_tune.core.commit import commit, reusable
-    from prefect_tune.core.layout import CheckpointKey, TrialKey
-    from prefect_tune.core.manifest import About
-    from prefect_tune.core.restore import read_manifest, restore
-    from prefect_tune.core.reverification import Reverification
+    from prefect_tune.core.checkpoints.commit import commit, reusable
+    from prefect_tune.core.checkpoints.manifest import About
+    from prefect_tune.core.checkpoints.reverification import Reverification
+    from prefect_tune.core.recovery.restore import read_manifest, restore
+    from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
     from prefect_tune.stores.deadline import Deadline
-    from prefect_tune.stores.object_storage import ObstoreStore, client_times
-    from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
+    from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, side_by_side
+    from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
 
     trial = TrialKey(experiment="experiment", trial="trial")
     key = CheckpointKey(trial=trial, step=step, sequence=step)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prefect_tune.core import journal
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     Adopted,
     CheckpointRef,
     Committed,
@@ -20,9 +19,10 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.segments import write_due_segment
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal.snapshots import write_due_segment
+from prefect_tune.core.models import Stamp, StepReport
 from tests.fakes.memory_store import MemoryStore
 
 __all__ = ["NAME", "OWNER", "History", "new_stamp", "next_report", "write_history"]

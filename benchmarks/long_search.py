@@ -55,7 +55,7 @@ class _Meter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        from prefect_tune.stores.posix import PosixStore
+        from prefect_tune.stores.posix.posix_store import PosixStore
 
         def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
@@ -76,7 +76,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
     from prefect.testing.utilities import prefect_test_harness
 
     import prefect_tune as pt
-    from prefect_tune.flows import search
+    from prefect_tune.tuner import run_search
     from tests.fakes.acting_crew import ActingCrew
 
     schedulers = {
@@ -89,7 +89,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
     crew = ActingCrew(_STEPS, meter.started)
     with (
         prefect_test_harness(server_startup_timeout=300),
-        patch.object(search, "LocalCrew", lambda *_args, **_options: crew),
+        patch.object(run_search, "LocalCrew", lambda *_args, **_options: crew),
         meter.counting(),
     ):
         before = resident_bytes("VmRSS") >> 20

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from benchmarks.long_history import NAME, OWNER, new_stamp
 from benchmarks.resident import resident_bytes
-from prefect_tune.core import journal
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.store import Buffer, Listed, ObjectStore
-from prefect_tune.stores.posix import PosixStore
-from prefect_tune.stores.staging import side_by_side
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal import journal
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.fakes.object_stores import object_store
 
 __all__ = ["Measured"]

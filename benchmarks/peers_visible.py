@@ -45,7 +45,7 @@ class Computes(pt.Trainable):
 
 def _show_nothing(audience: ModuleType) -> None:
     """Take away the report, the progress, the events and the assets; everything else stays as it is."""
-    from prefect_tune.flows.listening import Listeners
+    from prefect_tune.monitoring.listener import Listeners
 
     class Nobody(Listeners):
         def conclude(self) -> None:
@@ -62,8 +62,8 @@ def _show_nothing(audience: ModuleType) -> None:
 
 
 def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:  # noqa: FBT001  a command line
-    from prefect_tune.core.cadence import Cadence
-    from prefect_tune.flows import audience  # with most of Prefect: both load it before their call
+    from prefect_tune.core.checkpoints.cadence import Cadence
+    from prefect_tune.monitoring import subscribers as audience  # with most of Prefect: both load it before their call
 
     if not shown:
         _show_nothing(audience)

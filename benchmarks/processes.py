@@ -25,8 +25,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.tables import circumstances, table, write
-from prefect_tune.core.wire import Broke, FromTrial, StepDone, TrialEnded
-from prefect_tune.tasks.nursery import Nursery, supervised_process
+from prefect_tune.core.messages.process_messages import Broke, FromTrial, StepDone, TrialEnded
+from prefect_tune.supervisor.process_pool import Nursery, supervised_process
 from tests.fakes.nurseries import start_of
 
 FEW = 5

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.long_history import History, write_history
 from benchmarks.opening import Measured
 from benchmarks.tables import circumstances, table, write
-from prefect_tune.stores.staging import side_by_side
+from prefect_tune.stores.local.staging import side_by_side
 from tests.fakes.object_stores import object_store
 from tests.fakes.s3_sink import S3SinkProcess
 

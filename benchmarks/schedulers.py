@@ -19,14 +19,14 @@ from statistics import mean, median
 from typing import Any, TypeAlias
 
 from benchmarks.tables import circumstances, table, write
-from prefect_tune.core.objective import Objective
 from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Decision, Schedule, Scheduler, Stop, TrialReport
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.schedulers.scheduler import Decision, Schedule, Scheduler, Stop, TrialReport
 from prefect_tune.core.search.domains import uniform
+from prefect_tune.core.search.objective import Objective
 from tests.fakes import digits
 from tests.fakes.virtual_driver import Config, Outcome, State, VirtualRun, World
 

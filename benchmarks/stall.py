@@ -45,7 +45,7 @@ def train(config: Mapping[str, object]) -> None:
 def main() -> None:
     """Print one row for each way to commit."""
     from prefect_tune.blocks import S3Target, SyncConfig
-    from prefect_tune.core.retention import Retention
+    from prefect_tune.core.experiment.retention import Retention
     from prefect_tune.flows.durable_trainable import durable_trainable
     from tests.fakes.s3_sink import S3SinkProcess
 

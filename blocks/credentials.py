@@ -16,7 +16,7 @@ from prefect.blocks.core import Block
 from pydantic import BeforeValidator
 
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.stores.aws_surroundings import S3Access, S3Keys, session_keys
+from prefect_tune.stores.aws_environment import S3Access, S3Keys, session_keys
 
 __all__ = [
     "AwsBlock",

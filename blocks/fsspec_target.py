@@ -12,15 +12,15 @@ from prefect.types import SecretDict
 from pydantic import Field, HttpUrl, field_validator
 
 from prefect_tune.blocks.logos import FILES_LOGO
-from prefect_tune.blocks.target import StorageTarget
+from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.isolated import IsolatedStore
 
 __all__ = ["FsspecTarget", "known_schemes"]
 
-_FACTORY = "prefect_tune.stores.arrow:open_fsspec"
+_FACTORY = "prefect_tune.stores.arrow.arrow_store:open_fsspec"
 _ON_THIS_MACHINE = frozenset({"file", "local"})
 _IN_PROCESS = frozenset({"memory"})  # in a child process it would be lost when that is killed
 
@@ -93,7 +93,7 @@ class FsspecTarget(StorageTarget):
         deadline = Deadline.after(timeout)
         arguments = self._arguments()
         if arguments["scheme"] in _IN_PROCESS:
-            from prefect_tune.stores.arrow import open_fsspec
+            from prefect_tune.stores.arrow.arrow_store import open_fsspec
 
             yield open_fsspec(**arguments)
         else:

@@ -12,12 +12,12 @@ from typing import ClassVar
 from pydantic import Field, HttpUrl, field_validator
 
 from prefect_tune.blocks.logos import FILES_LOGO
-from prefect_tune.blocks.target import StorageTarget
-from prefect_tune.core.store import ObjectStore
+from prefect_tune.blocks.storage_target import StorageTarget
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.isolated import IsolatedStore
-from prefect_tune.stores.posix import PosixStore, make_root
-from prefect_tune.stores.posix_leftovers import Sweeps
+from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from prefect_tune.stores.posix.temp_file_cleanup import Sweeps
 
 __all__ = ["LocalTarget"]
 
@@ -80,7 +80,9 @@ class LocalTarget(StorageTarget):
         deadline = Deadline.after(timeout)
         if self.may_hang:
             arguments = {"root": self.path, "must_exist": self.must_exist}
-            with IsolatedStore("prefect_tune.stores.mounted:open_mounted", arguments, deadline=deadline) as store:
+            with IsolatedStore(
+                "prefect_tune.stores.child_process.mounted_store:open_mounted", arguments, deadline=deadline
+            ) as store:
                 yield store
         else:
             if not self.must_exist:

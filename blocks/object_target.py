@@ -12,9 +12,9 @@ from urllib.parse import urlencode, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from prefect_tune.blocks.target import StorageTarget
+from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
 
 __all__ = ["ObjectTarget", "bare_name", "http_endpoint", "one_at_most"]
@@ -85,7 +85,7 @@ class ObjectTarget(StorageTarget, ABC):
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
-        from prefect_tune.stores.object_storage import ObstoreStore
+        from prefect_tune.stores.object_store.obstore_store import ObstoreStore
 
         deadline = Deadline.after(timeout)
         connector = self._connector()
@@ -103,7 +103,7 @@ class ObjectTarget(StorageTarget, ABC):
     def _connected(self, connector: Callable[..., Any], limit: timedelta) -> Any:
         from obstore.exceptions import BaseError
 
-        from prefect_tune.stores.object_storage import client_times
+        from prefect_tune.stores.object_store.obstore_store import client_times
 
         times = client_times(limit)
         options = {**times["client_options"], **self._transport()}

@@ -13,16 +13,16 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticSerializationError
 
 from prefect_tune.blocks.azure_target import AzureTarget
-from prefect_tune.blocks.form import Form
 from prefect_tune.blocks.fsspec_target import FsspecTarget
 from prefect_tune.blocks.gcs_target import GcsTarget
 from prefect_tune.blocks.local_target import LocalTarget
 from prefect_tune.blocks.logos import PREFECT_LOGO
-from prefect_tune.blocks.resolve import resolve_target, target_from_fields, target_reference, validate_target
+from prefect_tune.blocks.resolve_target import resolve_target, target_from_fields, target_reference, validate_target
 from prefect_tune.blocks.s3_target import S3Target
-from prefect_tune.blocks.target import StorageTarget
+from prefect_tune.blocks.storage_target import StorageTarget
+from prefect_tune.blocks.strict_block import Form
+from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.excludes import NEVER_ARTIFACTS
 
 __all__ = ["SyncConfig", "SyncerLike"]
 

@@ -13,43 +13,57 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from prefect_tune.blocks import SyncConfig, resolve_target
-from prefect_tune.checkpoint import Checkpoint
-from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput, TrialFailed
-from prefect_tune.core.events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.experiment_stoppers import of_experiment
-from prefect_tune.core.failures import FailurePolicy, GiveUp, Quarantine, Resumable, TryAgain, is_forgiven, verdict
-from prefect_tune.core.journal import Loaded
-from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.retention import Retention
-from prefect_tune.core.stoppers import Stopper
-from prefect_tune.core.trial import Status, Trial, newest_checkpoint, newest_key
-from prefect_tune.flows.agreement import require_goes_on
-from prefect_tune.flows.assets import Place
-from prefect_tune.flows.dispatches import Subject
-from prefect_tune.flows.forms import SyncField, TargetField, TrainableField
-from prefect_tune.flows.going_on import answers_for
-from prefect_tune.flows.herald import Herald, heralded, this_run
-from prefect_tune.flows.limits import has_had_enough, require_possible
-from prefect_tune.flows.listening import Listeners, SoloListener
-from prefect_tune.flows.own_server import flow_with_server
-from prefect_tune.flows.reporter import Reporter, reported
-from prefect_tune.flows.request import experiment_name, name_of, stopper_for, storable_config, valid_trainable
-from prefect_tune.flows.restarts import owner_after
-from prefect_tune.flows.resuming import read_known
-from prefect_tune.flows.training_turns import TrainingTurn, code_changed, first_turn, followed, next_turn
-from prefect_tune.flows.turns import as_one_owner, say_what_is_resumable
+from prefect_tune.core.events.experiment_events import Cause, Event, GaveUp, Quarantined, Requeued, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment_stoppers import of_experiment
+from prefect_tune.core.experiment.failure_policy import (
+    FailurePolicy,
+    GiveUp,
+    Quarantine,
+    Resumable,
+    TryAgain,
+    is_forgiven,
+    verdict,
+)
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint, newest_key
+from prefect_tune.core.journal.journal import Loaded
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.monitoring.assets import Place
+from prefect_tune.monitoring.event_builder import Subject
+from prefect_tune.monitoring.event_emitter import Herald, heralded, this_run
+from prefect_tune.monitoring.listener import Listeners, SoloListener
+from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.parameters.form_schema import SyncField, TargetField, TrainableField
+from prefect_tune.parameters.limits import has_had_enough, require_possible
+from prefect_tune.parameters.resume_compatibility import require_goes_on
+from prefect_tune.parameters.resume_mode import read_known
+from prefect_tune.parameters.training_request import (
+    experiment_name,
+    name_of,
+    stopper_for,
+    storable_config,
+    valid_trainable,
+)
+from prefect_tune.prefect_api.flow_with_server import flow_with_server
+from prefect_tune.retry_policy import retrying_refusals, unseen
+from prefect_tune.runtime.checkpoint import Checkpoint
+from prefect_tune.supervisor.graceful_shutdown import interruptible
+from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.supervisor.search_link import SoloLine
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan, payload
+from prefect_tune.suspension.answers import answers_for
+from prefect_tune.suspension.restart_guard import owner_after
+from prefect_tune.suspension.suspend_loop import as_one_owner, say_what_is_resumable
+from prefect_tune.suspension.training_answers import TrainingTurn, code_changed, first_turn, followed, next_turn
 from prefect_tune.tasks import restore_experiment_state, run_trial
-from prefect_tune.tasks.attempt import Failed
+from prefect_tune.tasks.attempt_supervisor import Failed
 from prefect_tune.tasks.experiment_state import check_target, write_entry
-from prefect_tune.tasks.interruption import interruptible
-from prefect_tune.tasks.line import SoloLine
-from prefect_tune.tasks.nursery import Nursery
-from prefect_tune.tasks.plan import Orders, TrialPlan, payload
-from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import retrying_refusals, unseen
-from prefect_tune.terminal.watch import Outlook
+from prefect_tune.terminal.progress_state import Outlook
 
 __all__ = ["TrialResult", "durable_trainable"]
 

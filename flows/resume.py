@@ -8,23 +8,23 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
-from prefect_tune.core.journal import Loaded
-from prefect_tune.core.values import valid_name
-from prefect_tune.flows.asked import OF_THE_RUN, from_settings, only_in_code
-from prefect_tune.flows.extending import require_one_count
-from prefect_tune.flows.forms import (
+from prefect_tune.core.journal.journal import Loaded
+from prefect_tune.core.models import valid_name
+from prefect_tune.parameters.form_schema import (
     CallbacksField,
     OtherTrainableField,
     RerunField,
     SyncField,
     TargetField,
 )
-from prefect_tune.flows.own_server import flow_with_server
-from prefect_tune.flows.results import Results
-from prefect_tune.flows.resuming import read_known
-from prefect_tune.flows.search import searched
-from prefect_tune.flows.trust import require_trusted, trusted_here
-from prefect_tune.tasks.forking import ForkRequest, fork_experiment
+from prefect_tune.parameters.resume_mode import read_known
+from prefect_tune.parameters.samples_per_run import require_one_count
+from prefect_tune.parameters.search_request import OF_THE_RUN, from_settings, only_in_code
+from prefect_tune.prefect_api.flow_with_server import flow_with_server
+from prefect_tune.results.results import Results
+from prefect_tune.tasks.fork_experiment import ForkRequest, fork_experiment
+from prefect_tune.trust.require_trusted import require_trusted, trusted_here
+from prefect_tune.tuner.run_search import searched
 
 __all__ = ["resume"]
 

@@ -2,100 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
-from pydantic import TypeAdapter
 
-from prefect_tune.blocks import SyncConfig, resolve_target, target_reference
-from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.events import Cause
-from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.retention import Retention
-from prefect_tune.core.values import Value
-from prefect_tune.flows.crew import attempt_of
-from prefect_tune.tasks import attempt as outcomes
-from prefect_tune.tasks.interruption import interruptible
-from prefect_tune.tasks.plan import Orders, TrialPlan
-from prefect_tune.tasks.store_line import StoreLine
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.executors.remote_link import StoreLine
+from prefect_tune.executors.trial_executor import attempt_of
+from prefect_tune.executors.trial_parameters import TrialParameters, orders_from
+from prefect_tune.supervisor.graceful_shutdown import interruptible
+from prefect_tune.tasks import attempt_supervisor as outcomes
 
-__all__ = ["TrialParameters", "orders_as_parameters", "orders_from", "train_trial"]
-
-_orders: TypeAdapter[Orders] = TypeAdapter(Orders)
-_AS_TEXT = "json"
-
-
-class TrialParameters(Value):
-    """A `TrialPlan` as flow run parameters: without secrets, and valid in any process."""
-
-    target: str
-    trial: TrialKey
-    trainable: str
-    stopper: str
-    needs_curve: bool
-    cadence: Cadence
-    retention: Retention
-    sync: dict[str, Any]
-    fingerprint: dict[str, str]
-    grace_period_seconds: float
-    silence_timeout_seconds: float | None
-    tags: tuple[str, ...] = ()
-    concurrency_limits: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, plan: TrialPlan) -> TrialParameters:
-        """Return the parameters of `plan`.
-
-        Raises:
-            InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
-        """
-        if ":" not in plan.trainable:
-            raise InvalidInput(
-                "trials='deployment': another machine has to import the trainable; pass it as 'package.module:Name'"
-            )
-        if plan.isolation != "process":
-            raise InvalidInput("isolation='thread': trials that run as deployments run in processes")
-        return cls(
-            target=target_reference(plan.target),
-            trial=plan.trial,
-            trainable=plan.trainable,
-            stopper=plan.stopper,
-            needs_curve=plan.needs_curve,
-            cadence=plan.cadence,
-            retention=plan.retention,
-            sync=plan.sync.parameters(),
-            fingerprint=dict(plan.fingerprint),
-            grace_period_seconds=plan.grace.total_seconds(),
-            silence_timeout_seconds=plan.silence.total_seconds() if plan.silence else None,
-            tags=plan.tags,
-            concurrency_limits=plan.concurrency_limits,
-        )
-
-    def plan(self) -> TrialPlan:
-        """Return the plan of these parameters."""
-        silence = self.silence_timeout_seconds
-        return TrialPlan(
-            target=resolve_target(self.target),
-            trial=self.trial,
-            trainable=self.trainable,
-            stopper=self.stopper,
-            needs_curve=self.needs_curve,
-            cadence=self.cadence,
-            retention=self.retention,
-            sync=SyncConfig.model_validate(self.sync),
-            fingerprint=self.fingerprint,
-            grace=timedelta(seconds=self.grace_period_seconds),
-            silence=None if silence is None else timedelta(seconds=silence),
-            tags=self.tags,
-            concurrency_limits=self.concurrency_limits,
-            apart=True,
-        )
+__all__ = ["train_trial"]
 
 
 @flow(name="train-trial", flow_run_name="train {parameters.trial.trial}", persist_result=False)
@@ -120,19 +40,3 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
             return Failed(message=message)
         case outcomes.Done(reason=reason) | outcomes.Yielded(reason=reason):
             return Completed(message=reason)
-
-
-def orders_as_parameters(orders: Orders) -> dict[str, Any]:
-    """Return `orders` as a parameter: one JSON text, which Prefect does not interpret.
-
-    They hold configurations and answers from a target. In an object, Prefect would load blocks that it refers to
-    (`$ref`), and render templates (`__prefect_kind`).
-    """
-    return {_AS_TEXT: _orders.dump_json(replace(orders)).decode()}
-
-
-def orders_from(parameter: Mapping[str, Any]) -> Orders:
-    """Return the orders from `orders_as_parameters`; earlier versions passed an object in place of the text."""
-    if parameter.keys() == {_AS_TEXT}:
-        return _orders.validate_json(parameter[_AS_TEXT])
-    return _orders.validate_python(parameter)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.failures import FailurePolicy
-from prefect_tune.core.retention import Retention
-from prefect_tune.flows.asked import Asked
-from prefect_tune.flows.extending import require_one_count
-from prefect_tune.flows.forms import (
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.parameters.form_schema import (
     CallbacksField,
     MetricField,
     ModeField,
@@ -19,8 +17,10 @@ from prefect_tune.flows.forms import (
     TargetField,
     TrainableField,
 )
-from prefect_tune.flows.own_server import flow_with_server
-from prefect_tune.flows.results import Results
+from prefect_tune.parameters.samples_per_run import require_one_count
+from prefect_tune.parameters.search_request import Asked
+from prefect_tune.prefect_api.flow_with_server import flow_with_server
+from prefect_tune.results.results import Results
 
 __all__ = ["tune"]
 
@@ -140,6 +140,6 @@ def tune(
     """
     given = dict(locals())  # the parameters; the fields of `Asked` have the same names
     require_one_count(num_samples, samples_per_run)
-    from prefect_tune.flows.search import searched  # own_server imports it while its server starts
+    from prefect_tune.tuner.run_search import searched  # own_server imports it while its server starts
 
     return searched(Asked(**given))

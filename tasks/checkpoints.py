@@ -10,22 +10,22 @@ from pathlib import Path
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.clone import clear, clone, newest_of
-from prefect_tune.core.collect import leftover
-from prefect_tune.core.commit import commit, reusable
+from prefect_tune.core.checkpoints.commit import commit, reusable
+from prefect_tune.core.checkpoints.manifest import About, Manifest
+from prefect_tune.core.checkpoints.reverification import Reverification
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError, UnknownVersion
-from prefect_tune.core.events import CheckpointRef
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.manifest import About, Manifest
-from prefect_tune.core.restore import checkpoints_with, read_manifest, restore, verify
-from prefect_tune.core.reverification import Reverification
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Trial
-from prefect_tune.core.values import Stamp
-from prefect_tune.stores.staging import DirectorySink, StagedFiles, side_by_side
-from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING, is_away, retrying
+from prefect_tune.core.events.experiment_events import CheckpointRef
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.checkpoint_gc import leftover
+from prefect_tune.core.operations.clone import clear, clone, newest_of
+from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest, restore, verify
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.retry_policy import RETRYING, is_away, retrying
+from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, side_by_side
+from prefect_tune.supervisor.run_identity import new_stamp
 
 __all__ = [
     "ClonedCheckpoint",
@@ -79,9 +79,9 @@ def save_checkpoint(
         key: experiment, trial, step and sequence: the checkpoint's name on the target.
         directory: the local directory; all its files are published.
         about: step, metrics, write id and so on. A try with the same write id is the same save.
-        parent: the newest live checkpoint, as `core.trial.parent_of_next` returns it: its bytes are not sent again.
-        collected_up_to: the result of `core.trial.reused_from`; see `core.commit.reusable`.
-        reverification: which reused blobs are read back first; see `core.reverification`.
+        parent: the newest live checkpoint, as `trial_transitions.parent_of_next` returns it: its bytes are not sent again.
+        collected_up_to: the result of `trial_transitions.reused_from`; see `commit.reusable`.
+        reverification: which reused blobs are read back first; see `reverification`.
         timeout_seconds: limit of each try; no upload goes on in the background after it.
 
     Raises:
@@ -107,7 +107,7 @@ def find_damaged(
     *,
     timeout_seconds: float = 120.0,
 ) -> Mapping[CheckpointKey, str]:
-    """Return which of the checkpoints refer to one of the damaged `blobs`; see `core.restore.checkpoints_with`."""
+    """Return which of the checkpoints refer to one of the damaged `blobs`; see `restore.checkpoints_with`."""
 
     def look() -> Mapping[CheckpointKey, str]:
         with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
@@ -119,7 +119,7 @@ def find_damaged(
 def find_leftovers(
     target: StorageTarget, trial: TrialKey, state: Trial, settled_from: int, *, timeout_seconds: float = 120.0
 ) -> Sequence[CheckpointKey]:
-    """Return the checkpoints on `target` that are retired or were never committed; see `core.collect.leftover`."""
+    """Return the checkpoints on `target` that are retired or were never committed; see `checkpoint_gc.leftover`."""
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         return leftover(store, trial, state, settled_from)
 
@@ -248,7 +248,7 @@ def delete_checkpoint(
 ) -> int:
     """Delete checkpoints that the journal has retired; keep the blobs that a live checkpoint or a clone refers to.
 
-    Idempotent. See `prefect_tune.core.clone.clear`.
+    Idempotent. See `prefect_tune.core.operations.clone.clear`.
 
     Args:
         target: the storage target that holds them.

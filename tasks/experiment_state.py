@@ -10,8 +10,7 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, TargetCheck
-from prefect_tune.core.adopt import adopt
-from prefect_tune.core.commit import Mapper
+from prefect_tune.core.checkpoints.commit import Mapper
 from prefect_tune.core.errors import (
     JournalCorrupt,
     ObjectNotFound,
@@ -21,17 +20,18 @@ from prefect_tune.core.errors import (
     Superseded,
     UnknownVersion,
 )
-from prefect_tune.core.events import Event, Owner
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import Loaded, append, entries_beyond, read, take_over
-from prefect_tune.core.layout import JournalKey, journal_key
-from prefect_tune.core.segments import write_due_segment
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.values import Stamp, digest_of
-from prefect_tune.stores.staging import side_by_side
-from prefect_tune.tasks.book import Listener
-from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import CHECKING, RETRYING, retrying, unseen
+from prefect_tune.core.events.experiment_events import Event, Owner
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal.journal import Loaded, append, entries_beyond, read, take_over
+from prefect_tune.core.journal.snapshots import write_due_segment
+from prefect_tune.core.models import Stamp, digest_of
+from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.storage.layout import JournalKey, journal_key
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.retry_policy import CHECKING, RETRYING, retrying, unseen
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.supervisor.journal_writer import Listener
+from prefect_tune.supervisor.run_identity import new_stamp
 
 __all__ = [
     "Opening",

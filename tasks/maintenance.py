@@ -11,24 +11,24 @@ from typing import TypeVar
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.aside import put_aside
-from prefect_tune.core.commit import Mapper
+from prefect_tune.core.checkpoints.commit import Mapper
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.experiment_names import experiment_names
-from prefect_tune.core.inspection import Inspection, Limits, inspect
-from prefect_tune.core.journal import load
-from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.core.retention import Retention
-from prefect_tune.core.rounds import Change, Remembered, last_number, last_round, leave_round
-from prefect_tune.core.standing import best_of
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.tidying import Collected, collect_from, look_for_garbage, look_for_prunable, prune
-from prefect_tune.core.trial import ENDED, Trial
-from prefect_tune.core.unreadable import Unreadable, unless_unreadable
-from prefect_tune.stores.staging import side_by_side
-from prefect_tune.tasks.stamp import new_stamp
-from prefect_tune.tasks.transient import RETRYING, retrying
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.summary import best_of
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
+from prefect_tune.core.operations.maintenance_state import Change, Remembered, last_number, last_round, leave_round
+from prefect_tune.core.operations.quarantine import put_aside
+from prefect_tune.core.operations.scrub import Inspection, Limits, inspect
+from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
+from prefect_tune.core.storage.experiment_listing import experiment_names
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.retry_policy import RETRYING, retrying
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.supervisor.run_identity import new_stamp
 
 __all__ = [
     "CollectedTrials",
@@ -70,7 +70,7 @@ class PrunedTrials:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Which checkpoints of an experiment to read; see `core.inspection`."""
+    """Which checkpoints of an experiment to read; see `scrub`."""
 
     begins_at: int = 0
     """The position on the ring of checkpoints where the last round ended."""
@@ -88,7 +88,7 @@ def verify_checkpoints(
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Inspection:
-    """Read the sampled live checkpoints of `experiment` and check every byte; write nothing. See `core.inspection`.
+    """Read the sampled live checkpoints of `experiment` and check every byte; write nothing. See `scrub`.
 
     Raises:
         JournalCorrupt, UnknownVersion: the journal cannot be read.
@@ -110,7 +110,7 @@ def quarantine_checkpoints(
 ) -> Sequence[CheckpointKey]:
     """Quarantine damaged checkpoints, also while another process owns the journal; return those now quarantined.
 
-    Idempotent. See `core.aside`. Raises as `verify_checkpoints`, and `CommitUnknown`.
+    Idempotent. See `quarantine`. Raises as `verify_checkpoints`, and `CommitUnknown`.
     """
     by_trial: dict[TrialKey, dict[CheckpointKey, str]] = {}
     for key, reason in damaged.items():
@@ -164,7 +164,7 @@ def collect_garbage(
     until: datetime | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> CollectedTrials:
-    """Delete the objects of an experiment that nothing refers to, and return them by trial; see `core.tidying`.
+    """Delete the objects of an experiment that nothing refers to, and return them by trial; see `trial_gc`.
 
     Args:
         dry_run: only list them; delete and write nothing.
@@ -252,7 +252,7 @@ def names_on(target: StorageTarget) -> Sequence[str]:
 
 
 def remember(target: StorageTarget, experiment: str, known: Remembered, change: Change) -> Remembered:
-    """Write the record that the next maintenance round reads; see `core.rounds.leave_round`."""
+    """Write the record that the next maintenance round reads; see `maintenance_state.leave_round`."""
 
     def write() -> Remembered:
         with target.open(timeout=timedelta(minutes=2)) as store:

@@ -11,9 +11,9 @@ from pathlib import Path
 from prefect import task
 from prefect.logging import get_run_logger
 
-from prefect_tune.core.curves import curve
+from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, Superseded
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     Adopted,
     AttemptEnded,
     Cause,
@@ -25,18 +25,26 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal import Loaded, history
-from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.schedulers.scheduler import Exploit
-from prefect_tune.core.trial import ENDED, Status, Trial, newest_checkpoint, newest_key
-from prefect_tune.core.values import StepReport, plural
-from prefect_tune.core.wire import Start
-from prefect_tune.stores.scratch import ScratchDirectory
-from prefect_tune.stores.staging import side_by_side
-from prefect_tune.tasks.attempt import Done, Failed, Outcome, Yielded, events_of, supervise
-from prefect_tune.tasks.book import Book
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.learning_curves import curve
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_checkpoint, newest_key
+from prefect_tune.core.journal.journal import Loaded, history
+from prefect_tune.core.messages.process_messages import Start
+from prefect_tune.core.models import StepReport, plural
+from prefect_tune.core.schedulers.base import Exploit
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.retry_policy import RETRYING, retrying_refusals, unseen
+from prefect_tune.stores.local.scratch import ScratchDirectory
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.supervisor.concurrency_slots import place_held
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.process_channel import Log, trial_in_place
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.supervisor.search_link import Line
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan, import_path
+from prefect_tune.tasks.attempt_supervisor import Done, Failed, Outcome, Yielded, events_of, supervise
 from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
+from prefect_tune.tasks.commit_worker import Ledger
 from prefect_tune.tasks.experiment_state import (
     Opening,
     experiment_id,
@@ -45,14 +53,6 @@ from prefect_tune.tasks.experiment_state import (
     write_directly,
     write_entry,
 )
-from prefect_tune.tasks.held import place_held
-from prefect_tune.tasks.ledger import Ledger
-from prefect_tune.tasks.line import Line
-from prefect_tune.tasks.plan import Orders, TrialPlan, import_path
-from prefect_tune.tasks.stamp import new_stamp, this_owner
-from prefect_tune.tasks.transient import RETRYING, retrying_refusals, unseen
-from prefect_tune.tasks.trial_artifacts import TrialArtifacts
-from prefect_tune.tasks.trial_channel import Log, trial_in_place
 
 __all__ = ["AttemptResult", "curve_up_to", "run_trial"]
 

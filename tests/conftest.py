@@ -35,11 +35,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _TOGETHER = frozenset(
     {
         "tests/browser/test_clicks.py",
-        "tests/flows/test_callbacks.py",
+        "tests/monitoring/test_callback_runner.py",
         "tests/flows/test_deployed.py",
         "tests/flows/test_events.py",
-        "tests/flows/test_results.py",
-        "tests/stores/test_isolated.py",
+        "tests/results/test_results.py",
+        "tests/stores/child_process/test_subprocess_store.py",
         "tests/test_docs_site.py",
         "tests/test_packaging.py",
     }

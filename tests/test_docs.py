@@ -16,21 +16,21 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune import loggers
-from prefect_tune.core import layout
-from prefect_tune.core.events import Event
-from prefect_tune.core.experiment import Entry
-from prefect_tune.core.experiment_stoppers import ExperimentStopper, of_experiment
-from prefect_tune.core.manifest import Manifest
+from prefect_tune.core.checkpoints.manifest import Manifest
+from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.experiment.experiment import Entry
+from prefect_tune.core.experiment.experiment_stoppers import ExperimentStopper, of_experiment
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search import space_json
-from prefect_tune.flows.automations import uninstall_automations
-from prefect_tune.flows.request import stopper_for
-from prefect_tune.flows.shipped import shipped
+from prefect_tune.core.storage import layout
+from prefect_tune.deploy.apply_automations import uninstall_automations
+from prefect_tune.deploy.automation_specs import shipped
 from prefect_tune.flows.tune import tune
+from prefect_tune.parameters.training_request import stopper_for
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.event_table import events_table
 from tests.fakes.experiments import write_experiment
@@ -61,7 +61,7 @@ TESTED = {
     SPACES: {"python", "json"},
     SCHEDULERS: {"python"},
     OPTUNA: {"python"},
-    STOPPING: {"python", "json", "bash"},  # bash: in tests/cli/test_stopping.py
+    STOPPING: {"python", "json", "bash"},  # bash: in tests/cli/test_stop.py
     RESULTS: {"python"},
     CLI: {"bash"},  # by tests/cli/test_page.py
     SEARCHES: {"python"},
@@ -74,7 +74,7 @@ TESTED = {
     RECIPES / "dask.md": {"python", "bash"},
     RECIPES / "ray.md": {"python"},
     AUTOMATIONS: {"python"},
-    DEPLOYMENTS: {"python", "bash", "json"},  # json: in tests/flows/test_parameters_of_deployments.py
+    DEPLOYMENTS: {"python", "bash", "json"},  # json: in tests/deploy/test_deployment_parameters.py
     RESUME: {"python"},
     TRUST: {"text"},  # in tests/flows/test_trust.py
 }
@@ -155,7 +155,7 @@ def test_the_trainable_on_the_page_on_resuming_asks_and_goes_on_as_it_is_answere
         "class Session:",
         "    def ask(self, question, fields, key, save):",
         "        return {**fields, 'rate': 0.25}",
-        "from prefect_tune.trainable import enter",
+        "from prefect_tune.runtime.trainable import enter",
         "enter(Session(), whole_process=False)",
         "careful = Careful()",
         "careful.setup({'rate': 0.5})",

@@ -16,7 +16,7 @@ import yaml
 from jsonschema import validate
 
 import prefect_tune as pt
-from prefect_tune.flows.deployments import TAG
+from prefect_tune.deploy.deployment_specs import TAG
 from prefect_tune.flows.train_trial import train_trial
 from tests.fakes.moto_server import moto_server
 from tests.fakes.pages import ROOT, Block, blocks_of, run_blocks

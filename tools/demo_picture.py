@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prefect_tune.demo.story import DemoOptions, run_demo
+from prefect_tune.demo.run_demo import DemoOptions, run_demo
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "demo.svg"
 COLUMNS = 84

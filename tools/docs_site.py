@@ -29,14 +29,33 @@ MADE = {"CHANGELOG.md": "changelog.md", "benchmarks/README.md": "benchmarks.md"}
 """Pages that lie elsewhere in the repository, and their places among those of docs/."""
 
 API: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "flows": ("Flows and results", ("flows",)),
-    "trainables": ("Trainables", ("trainable", "checkpoint", "core.cadence", "core.retention", "core.failures")),
-    "searches": ("Spaces and searches", ("core.search", "integrations.optuna")),
-    "schedulers": ("Schedulers", ("core.schedulers", "core.objective")),
-    "stoppers": ("Stoppers", ("core.stoppers", "core.experiment_stoppers")),
+    "flows": ("Flows and results", ("flows", "maintenance.report", "results", "tuner.send_stop_request")),
+    "trainables": (
+        "Trainables",
+        (
+            "runtime.trainable",
+            "runtime.checkpoint",
+            "core.checkpoints.cadence",
+            "core.experiment.retention",
+            "core.experiment.failure_policy",
+        ),
+    ),
+    "searches": (
+        "Spaces and searches",
+        (
+            "core.search.base",
+            "core.search.domains",
+            "core.search.random_search",
+            "core.search.repeated",
+            "core.search.space_json",
+            "integrations.optuna",
+        ),
+    ),
+    "schedulers": ("Schedulers", ("core.schedulers", "core.search.objective")),
+    "stoppers": ("Stoppers", ("core.experiment.trial_stoppers", "core.experiment.experiment_stoppers")),
     "targets": ("Targets", ("blocks",)),
     "callbacks": ("Callbacks and loggers", ("callbacks", "loggers")),
-    "tasks": ("Tasks", ("tasks",)),
+    "tasks": ("Tasks", ("tasks", "artifact_sync")),
     "errors": ("Errors", ("core.errors",)),
 }
 """The pages of the API, and the modules whose public names each holds."""
@@ -206,7 +225,7 @@ def api_pages() -> dict[str, str]:
 
 def _integrations() -> str:
     modules = sorted(path.stem for path in (ROOT / "src/prefect_tune/integrations").glob("*.py"))
-    shown = [name for name in modules if name not in ("__init__", "extras", "reporting")]
+    shown = [name for name in modules if name not in ("__init__", "common", "missing_extra")]
     said = "# Integrations\n\nWhat these modules are for is told [here](../integrations.md).\n\n"
     return said + "".join(
         f"## `prefect_tune.integrations.{name}`\n\n::: prefect_tune.integrations.{name}\n"

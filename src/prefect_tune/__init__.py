@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prefect_tune.artifact_sync.syncer import Syncer
     from prefect_tune.blocks import (
         AzureTarget,
         FsspecTarget,
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
         SyncConfig,
     )
     from prefect_tune.callbacks import Callback, SearchInfo
-    from prefect_tune.checkpoint import Checkpoint
-    from prefect_tune.core.cadence import Cadence
+    from prefect_tune.core.checkpoints.cadence import Cadence
     from prefect_tune.core.errors import (
         AlreadyCommitted,
         AlreadyExists,
@@ -47,22 +47,18 @@ if TYPE_CHECKING:
         UnknownVersion,
         UnsafePayload,
     )
-    from prefect_tune.core.experiment_stoppers import (
+    from prefect_tune.core.experiment.experiment_stoppers import (
         ExperimentPlateau,
         ExperimentStopper,
         MaxFailures,
         TimeBudget,
         TrialBudget,
     )
-    from prefect_tune.core.failures import FailurePolicy
-    from prefect_tune.core.objective import Objective
-    from prefect_tune.core.retention import Retention
+    from prefect_tune.core.experiment.failure_policy import FailurePolicy
+    from prefect_tune.core.experiment.retention import Retention
+    from prefect_tune.core.experiment.trial_stoppers import MaxSteps, MaxTime, Plateau
     from prefect_tune.core.schedulers.asha import ASHA
-    from prefect_tune.core.schedulers.fifo import FIFO
-    from prefect_tune.core.schedulers.hyperband import Hyperband
-    from prefect_tune.core.schedulers.median_stopping import MedianStopping
-    from prefect_tune.core.schedulers.pbt import PBT
-    from prefect_tune.core.schedulers.scheduler import (
+    from prefect_tune.core.schedulers.base import (
         Continue,
         Decision,
         Exploit,
@@ -72,6 +68,11 @@ if TYPE_CHECKING:
         Stop,
         TrialReport,
     )
+    from prefect_tune.core.schedulers.fifo import FIFO
+    from prefect_tune.core.schedulers.hyperband import Hyperband
+    from prefect_tune.core.schedulers.median_stopping import MedianStopping
+    from prefect_tune.core.schedulers.pbt import PBT
+    from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Wait
     from prefect_tune.core.search.domains import (
         choice,
         grid_search,
@@ -87,20 +88,20 @@ if TYPE_CHECKING:
         sample_from,
         uniform,
     )
+    from prefect_tune.core.search.objective import Objective
     from prefect_tune.core.search.random_search import RandomSearch
     from prefect_tune.core.search.repeated import Repeated
-    from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Wait
     from prefect_tune.core.search.space_json import space_from_json, space_to_json
-    from prefect_tune.core.stoppers import MaxSteps, MaxTime, Plateau
     from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
     from prefect_tune.flows.maintain import maintain
-    from prefect_tune.flows.results import Results, load_results
     from prefect_tune.flows.resume import resume
-    from prefect_tune.flows.stop import StopOutcome, stop
     from prefect_tune.flows.tune import tune
-    from prefect_tune.flows.upkeep import MaintenanceReport
     from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
     from prefect_tune.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
+    from prefect_tune.maintenance.report import MaintenanceReport
+    from prefect_tune.results.results import Results, load_results
+    from prefect_tune.runtime.checkpoint import Checkpoint
+    from prefect_tune.runtime.trainable import Trainable, TrialInfo, ask, get_checkpoint, get_trial, report, report_step
     from prefect_tune.tasks import (
         delete_checkpoint,
         restore_checkpoint,
@@ -109,8 +110,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         sync_experiment_state,
     )
-    from prefect_tune.tasks.syncer import Syncer
-    from prefect_tune.trainable import Trainable, TrialInfo, ask, get_checkpoint, get_trial, report, report_step
+    from prefect_tune.tuner.send_stop_request import StopOutcome, stop
 
     __version__: str
 
@@ -235,35 +235,36 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.schedulers.hyperband": "Hyperband",
     "prefect_tune.core.schedulers.median_stopping": "MedianStopping",
     "prefect_tune.core.schedulers.pbt": "PBT",
-    "prefect_tune.core.schedulers.scheduler": "Continue Decision Exploit Pause Schedule Scheduler Stop TrialReport",
+    "prefect_tune.core.schedulers.base": "Continue Decision Exploit Pause Schedule Scheduler Stop TrialReport",
     "prefect_tune.core.search.domains": "choice grid_search lograndint loguniform qlograndint qloguniform "
     "qrandint qrandn quniform randint randn sample_from uniform",
     "prefect_tune.core.search.random_search": "RandomSearch",
     "prefect_tune.core.search.repeated": "Repeated",
-    "prefect_tune.core.search.search": "Exhausted Proposals Proposed Search Wait",
+    "prefect_tune.core.search.base": "Exhausted Proposals Proposed Search Wait",
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
     "prefect_tune.flows.maintain": "maintain",
     "prefect_tune.flows.resume": "resume",
-    "prefect_tune.flows.results": "Results load_results",
-    "prefect_tune.flows.stop": "StopOutcome stop",
+    "prefect_tune.results.results": "Results load_results",
+    "prefect_tune.tuner.send_stop_request": "StopOutcome stop",
     "prefect_tune.flows.tune": "tune",
-    "prefect_tune.flows.upkeep": "MaintenanceReport",
+    "prefect_tune.maintenance.report": "MaintenanceReport",
     "prefect_tune.integrations.optuna": "OptunaPruner OptunaSearch",
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
     "prefect_tune.callbacks": "Callback SearchInfo",
-    "prefect_tune.checkpoint": "Checkpoint",
-    "prefect_tune.core.cadence": "Cadence",
-    "prefect_tune.core.experiment_stoppers": "ExperimentPlateau ExperimentStopper MaxFailures TimeBudget TrialBudget",
-    "prefect_tune.core.failures": "FailurePolicy",
-    "prefect_tune.core.objective": "Objective",
-    "prefect_tune.core.retention": "Retention",
-    "prefect_tune.core.stoppers": "MaxSteps MaxTime Plateau",
+    "prefect_tune.runtime.checkpoint": "Checkpoint",
+    "prefect_tune.core.checkpoints.cadence": "Cadence",
+    "prefect_tune.core.experiment.experiment_stoppers": "ExperimentPlateau ExperimentStopper MaxFailures TimeBudget "
+    "TrialBudget",
+    "prefect_tune.core.experiment.failure_policy": "FailurePolicy",
+    "prefect_tune.core.search.objective": "Objective",
+    "prefect_tune.core.experiment.retention": "Retention",
+    "prefect_tune.core.experiment.trial_stoppers": "MaxSteps MaxTime Plateau",
     "prefect_tune.flows.durable_trainable": "TrialResult durable_trainable",
     "prefect_tune.tasks": "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
     "save_checkpoint sync_experiment_state",
-    "prefect_tune.tasks.syncer": "Syncer",
+    "prefect_tune.artifact_sync.syncer": "Syncer",
     "prefect_tune.loggers": "CSVLogger JSONLogger MLflowLogger TensorBoardLogger WandbLogger",
-    "prefect_tune.trainable": "Trainable TrialInfo ask get_checkpoint get_trial report report_step",
+    "prefect_tune.runtime.trainable": "Trainable TrialInfo ask get_checkpoint get_trial report report_step",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

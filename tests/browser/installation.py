@@ -19,7 +19,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
 
-from prefect_tune.prefect_server import PrefectServer, start_prefect_server
+from prefect_tune.prefect_api.local_server import PrefectServer, start_prefect_server
 from tests.fakes.prefect_database import IN_MEMORY
 
 __all__ = ["Installation", "installed"]

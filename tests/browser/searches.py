@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.journal import load
-from prefect_tune.core.trial import ENDED, Trial
-from prefect_tune.core.trial_journal import trial_today
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal.trial_journal import trial_today
 
 __all__ = ["LINGERS_AT", "SAVED_EVERY", "STEPS", "Search", "until"]
 

@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from prefect_tune.core.trial import Status, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
 from tests.browser.installation import Installation
 from tests.browser.prefect_ui import Form, Ui
 from tests.browser.searches import LINGERS_AT, SAVED_EVERY, STEPS, Search, until

@@ -97,5 +97,5 @@ def test_that_the_server_refuses_the_blocks_is_not_said_to_be_silence(run: Run, 
 def test_the_demo_ends_with_0_only_if_everything_held(
     run: Run, monkeypatch: pytest.MonkeyPatch, *, held: bool, code: int
 ) -> None:
-    monkeypatch.setattr("prefect_tune.demo.story.run_demo", lambda *_: held)
+    monkeypatch.setattr("prefect_tune.demo.run_demo.run_demo", lambda *_: held)
     assert run("demo").code == code

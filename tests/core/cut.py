@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from prefect_tune.core import chunks, commit, verified_reads
+from prefect_tune.core.checkpoints import chunking, commit, verified_reads
 
 __all__ = ["cut_small"]
 
@@ -19,7 +19,7 @@ _BLOB_BYTES = 24
 def cut_small() -> Iterator[None]:
     """Chunks of 8 bytes and blobs of 24."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "pieces", lambda files: chunks.pieces(files, _CHUNK_BYTES))
-        patch.setattr(commit, "groups", lambda cut: chunks.groups(cut, _BLOB_BYTES))
+        patch.setattr(commit, "pieces", lambda files: chunking.pieces(files, _CHUNK_BYTES))
+        patch.setattr(commit, "groups", lambda cut: chunking.groups(cut, _BLOB_BYTES))
         patch.setattr(verified_reads, "BLOB_BYTES", _BLOB_BYTES)
         yield

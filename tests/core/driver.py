@@ -9,12 +9,11 @@ from functools import reduce
 from hashlib import blake2b
 from typing import Literal, TypeVar
 
-from prefect_tune.core import collect as collecting
-from prefect_tune.core import commit as committing
-from prefect_tune.core import journal
-from prefect_tune.core.adopt import adopt
+from prefect_tune.core.checkpoints import commit as committing
+from prefect_tune.core.checkpoints.manifest import About, Manifest
+from prefect_tune.core.checkpoints.reverification import Reverification
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, CommitUnknown, StoreUnavailable
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     CheckpointRef,
     Committed,
     Event,
@@ -26,16 +25,17 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment, nothing_yet
-from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.core.manifest import About, Manifest
-from prefect_tune.core.restore import checkpoints_with, read_manifest
-from prefect_tune.core.retention import Retention, retired, retired_aside
-from prefect_tune.core.reverification import Reverification
-from prefect_tune.core.segments import write_due_segment
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Status, Trial, after, newest_checkpoint, reused_from
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, after, newest_checkpoint, reused_from
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal.snapshots import write_due_segment
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.operations import checkpoint_gc as collecting
+from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.fakes.memory_files import MemoryFiles, restored
 
 __all__ = ["BACKBONE", "JOURNAL", "KEY", "NAME", "Files", "Session", "Witness", "retried", "run_to"]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prefect_tune.core.events import AttemptEnded, Cause, Finished, GaveUp, OneTrialsEvent, Paused, Requeued, Resumed
+from prefect_tune.core.events.experiment_events import (
+    AttemptEnded,
+    Cause,
+    Finished,
+    GaveUp,
+    OneTrialsEvent,
+    Paused,
+    Requeued,
+    Resumed,
+)
 
 __all__ = ["AFTER", "happening"]
 

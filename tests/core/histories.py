@@ -8,12 +8,22 @@ from functools import reduce
 
 import pytest
 
-from prefect_tune.core import journal, spans
-from prefect_tune.core.events import Adopted, CheckpointRef, Committed, Event, Owner, Reported, Started, TrialAdded
-from prefect_tune.core.experiment import Experiment, apply, nothing_yet
-from prefect_tune.core.layout import JournalKey
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport, digest_of
+from prefect_tune.core.events.experiment_events import (
+    Adopted,
+    CheckpointRef,
+    Committed,
+    Event,
+    Owner,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment import snapshot_levels
+from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
+from prefect_tune.core.journal import journal
+from prefect_tune.core.models import Stamp, StepReport, digest_of
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import JOURNAL
 
 __all__ = ["ME", "base", "fold", "next_event", "next_state", "opened", "stamp"]
@@ -29,7 +39,7 @@ def stamp(write_id: object) -> Stamp:
 def base(digits: int) -> Iterator[None]:
     """Segments as if people counted with so many fingers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "_BASE", digits)
+        patch.setattr(snapshot_levels, "_BASE", digits)
         yield
 
 

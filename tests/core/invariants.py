@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from prefect_tune.core import journal
-from prefect_tune.core.collect import leftover, orphans
-from prefect_tune.core.curves import curve
+from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, TuneError
-from prefect_tune.core.events import Committed, Opened, Quarantined, Retired
-from prefect_tune.core.experiment import Entry, Experiment
-from prefect_tune.core.layout import CheckpointKey, blob_sequence
-from prefect_tune.core.manifest import Manifest
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Trial, newest_checkpoint
+from prefect_tune.core.events.experiment_events import Committed, Opened, Quarantined, Retired
+from prefect_tune.core.experiment.experiment import Entry, Experiment
+from prefect_tune.core.experiment.learning_curves import curve
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.journal import journal
+from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, blob_sequence
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, NAME, Session, Witness, run_to
 from tests.core.histories import fold
 from tests.fakes.memory_files import restored

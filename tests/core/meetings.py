@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from prefect_tune.core.errors import Superseded, TuneError
-from prefect_tune.core.layout import CheckpointKey, JournalKey
-from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.matrix import Explored
 from tests.core.population import Chronicle, Member, after_everybody_returned, own
 from tests.core.turns import Choice, IsPoint, drawn, every_order, in_turns

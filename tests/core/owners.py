@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import Session, Witness
 from tests.core.invariants import after_recovery
 from tests.core.matrix import Explored

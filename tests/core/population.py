@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from prefect_tune.core.adopt import adopt
-from prefect_tune.core.clone import clear, clone, newest_of
-from prefect_tune.core.collect import leftover, orphans
-from prefect_tune.core.commit import commit, reusable
+from prefect_tune.core.checkpoints.commit import commit, reusable
+from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import CheckpointNotFound, SaveOvertaken, TuneError
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     Adopted,
     CheckpointRef,
     Cloned,
@@ -24,15 +22,24 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal import append, load, take_over
-from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
-from prefect_tune.core.manifest import About
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.retention import Retention, retired, retired_aside
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import ENDED, Trial, newest_checkpoint, newest_key, parent_of_next, reused_from
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED,
+    Trial,
+    newest_checkpoint,
+    newest_key,
+    parent_of_next,
+    reused_from,
+)
+from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
+from prefect_tune.core.operations.clone import clear, clone, newest_of
+from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import BACKBONE, Files, retried
 from tests.fakes.memory_files import MemoryFiles, restored
 

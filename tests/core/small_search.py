@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from prefect_tune.core.adopt import adopt
-from prefect_tune.core.clone import clear
-from prefect_tune.core.commit import Reusable, commit
+from prefect_tune.core.checkpoints.commit import Reusable, commit
+from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     Absorbed,
     Adopted,
     CheckpointRef,
@@ -25,16 +24,17 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import append, entries_beyond, load, take_over
-from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.core.manifest import About
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.retention import Retention, retired
-from prefect_tune.core.schedulers.scheduler import Continue
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Trial, newest_checkpoint
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Retention, retired
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.journal.journal import append, entries_beyond, load, take_over
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.operations.clone import clear
+from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.schedulers.base import Continue
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import retried
 from tests.fakes.memory_files import MemoryFiles, restored
 

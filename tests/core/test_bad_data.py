@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.core import entries, journal
+from prefect_tune.core.checkpoints.manifest import BlobRef, Manifest, decode_manifest, encode_manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.manifest import BlobRef, Manifest, decode_manifest, encode_manifest
-from prefect_tune.core.restore import read_manifest, restore
-from prefect_tune.core.values import canonical_json, digest_of
-from prefect_tune.stores.staging import DirectorySink
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal import entries, journal
+from prefect_tune.core.models import canonical_json, digest_of
+from prefect_tune.core.recovery.restore import read_manifest, restore
+from prefect_tune.stores.local.staging import DirectorySink
+from tests.core.checkpoints.test_save_and_restore import key, save
 from tests.core.driver import JOURNAL, NAME, Session, Witness
-from tests.core.test_save_and_restore import key, save
 from tests.fakes.memory_files import restored
 from tests.fakes.memory_store import MemoryStore
 

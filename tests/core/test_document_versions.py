@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_tune import core
-from prefect_tune.core import entries, journal, segments
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt, UnknownVersion
-from prefect_tune.core.events import Owner, Started, TrialAdded
-from prefect_tune.core.experiment import Entry, Experiment, nothing_yet
-from prefect_tune.core.sealed import Document, Upgrade, seal, unseal, upgraded
-from prefect_tune.core.values import Stamp, canonical_json, digest_of
+from prefect_tune.core.events.experiment_events import Owner, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import Entry, Experiment, nothing_yet
+from prefect_tune.core.journal import entries, journal, snapshots
+from prefect_tune.core.models import Stamp, canonical_json, digest_of
+from prefect_tune.core.storage.documents import Document, Upgrade, seal, unseal, upgraded
 from tests.core.driver import JOURNAL, NAME
 from tests.fakes.memory_store import MemoryStore
 
@@ -229,7 +229,7 @@ def renamed(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-class NewHead(segments._Head):
+class NewHead(snapshots._Head):
     version: Literal[2] = 2  # type: ignore[assignment]  # what a release raises
     upgrades: ClassVar[Mapping[int, Upgrade]] = {1: renamed}
 
@@ -238,22 +238,22 @@ def test_a_segment_of_an_older_version_is_read_and_so_are_its_trials(monkeypatch
     store = MemoryStore()
     for number in range(5):
         state = appended(store, number)
-    data = segments.encode_segment(state)
-    assert [each.trial for each in segments.decode_segment(data, JOURNAL, 10).changed] == [f"t{at}" for at in range(5)]
+    data = snapshots.encode_segment(state)
+    assert [each.trial for each in snapshots.decode_segment(data, JOURNAL, 10).changed] == [f"t{at}" for at in range(5)]
 
-    monkeypatch.setattr(segments, "_Head", NewHead)
-    found = segments.decode_segment(data, JOURNAL, 10)
+    monkeypatch.setattr(snapshots, "_Head", NewHead)
+    found = snapshots.decode_segment(data, JOURNAL, 10)
     assert [each.trial for each in found.changed] == [f"trial-{at}" for at in range(5)]
     assert found.experiment.number == 10
-    assert json.loads(segments.encode_segment(state).partition(b"\n")[0])["version"] == 2
+    assert json.loads(snapshots.encode_segment(state).partition(b"\n")[0])["version"] == 2
     torn = data.replace(b'"t1"', b'"t2"')
     with pytest.raises(JournalCorrupt, match="its trials were altered"):
-        segments.decode_segment(torn, JOURNAL, 10)
+        snapshots.decode_segment(torn, JOURNAL, 10)
 
 
 def test_a_segment_of_an_older_version_whose_trials_are_no_json_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = b"no JSON\n"
-    head = segments._Head(since=0, digest_of_trials=digest_of(lines), experiment=nothing_yet(JOURNAL))
-    monkeypatch.setattr(segments, "_Head", NewHead)
+    head = snapshots._Head(since=0, digest_of_trials=digest_of(lines), experiment=nothing_yet(JOURNAL))
+    monkeypatch.setattr(snapshots, "_Head", NewHead)
     with pytest.raises(JournalCorrupt, match="its trials cannot be read"):
-        segments.decode_segment(seal(head) + b"\n" + lines, JOURNAL, 10)
+        snapshots.decode_segment(seal(head) + b"\n" + lines, JOURNAL, 10)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.core import journal
-from prefect_tune.core.curves import curve
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import CheckpointKey
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.trial import Status
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.learning_curves import curve
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal import journal
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.driver import KEY, Session, Witness
 from tests.core.write_golden import golden_run
 from tests.fakes.memory_files import restored

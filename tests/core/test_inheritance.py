@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from prefect_tune.core import experiment
-from prefect_tune.core.aside import put_aside, reinstate
 from prefect_tune.core.errors import CheckpointCorrupt, SaveOvertaken
-from prefect_tune.core.events import CheckpointRef, Committed, Quarantined, Reported
-from prefect_tune.core.inspection import read_one
-from prefect_tune.core.layout import CheckpointKey
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.retention import Retention
-from prefect_tune.core.trial import newest_key, parent_of_next
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.events.experiment_events import CheckpointRef, Committed, Quarantined, Reported
+from prefect_tune.core.experiment import experiment
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_transitions import newest_key, parent_of_next
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.operations.quarantine import put_aside, reinstate
+from prefect_tune.core.operations.scrub import read_one
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.mutate import break_lines
 from tests.core.population import Chronicle, Member, own
 from tests.fakes.memory_store import MemoryStore

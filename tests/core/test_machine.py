@@ -19,21 +19,21 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from prefect_tune.core import experiment as folding
-from prefect_tune.core import trial as trials
+from prefect_tune.core.checkpoints.manifest import Manifest
+from prefect_tune.core.checkpoints.reverification import verify_read
+from prefect_tune.core.checkpoints.verified_reads import reads
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     AttemptEnded,
     Cause,
     OneTrialsEvent,
     Pinned,
     Retired,
 )
-from prefect_tune.core.layout import CheckpointKey
-from prefect_tune.core.manifest import Manifest
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.reverification import verify_read
-from prefect_tune.core.verified_reads import reads
+from prefect_tune.core.experiment import experiment as folding
+from prefect_tune.core.experiment import trial_transitions as trials
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.cut import cut_small
 from tests.core.driver import KEY, Files, Session, Witness
 from tests.core.family import Family

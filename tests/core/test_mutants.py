@@ -8,15 +8,20 @@ from types import FunctionType
 
 import pytest
 
-from prefect_tune.core import adopt, collect, commit, experiment, journal, segments, settle, trial, verified_reads
+from prefect_tune.core.checkpoints import commit, verified_reads
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneError
-from prefect_tune.core.layout import CheckpointKey
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.store import Buffer
-from prefect_tune.core.trial import newest_checkpoint
-from prefect_tune.core.trials import Trials
-from prefect_tune.stores.posix import PosixStore
-from prefect_tune.stores.posix_publishing import Publisher
+from prefect_tune.core.experiment import experiment, trial_transitions
+from prefect_tune.core.experiment.trial_map import Trials
+from prefect_tune.core.experiment.trial_transitions import newest_checkpoint
+from prefect_tune.core.journal import journal, snapshots
+from prefect_tune.core.operations import checkpoint_gc
+from prefect_tune.core.recovery import adopt_orphans
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage import conditional_create
+from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix.publish import Publisher
 from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness
 from tests.core.histories import base, fold, next_state, opened
 from tests.core.invariants import after_recovery
@@ -132,7 +137,7 @@ def some_segments(entries: int, *trials: str, lost: int = 0) -> MemoryStore:
     while state.number < entries:
         state = next_state(store, state, [trials[state.number // 4 % len(trials)]])
         if state.number != lost:
-            segments.write_due_segment(store, state)
+            snapshots.write_due_segment(store, state)
     return store
 
 
@@ -197,15 +202,19 @@ MUTANTS = {
         every_flipped_blob, {verified_reads._verified: {"if found != wanted.chunk.digest:": "if False:"}}
     ),
     "overwrite instead of create": Mutant(
-        meeting_owners, {settle.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
+        meeting_owners, {conditional_create.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
     ),
     "unknown means success": Mutant(
         every_late_write,
-        {settle.create_or_recognize: {"if _is_there": "if isinstance(outcome, AlreadyExists) and _is_there"}},
+        {
+            conditional_create.create_or_recognize: {
+                "if _is_there": "if isinstance(outcome, AlreadyExists) and _is_there"
+            }
+        },
     ),
     "unknown means conflict": Mutant(
         every_death,
-        {settle.create_or_recognize: {"if _is_there(store, path, outcome) != data:": "if True:"}},
+        {conditional_create.create_or_recognize: {"if _is_there(store, path, outcome) != data:": "if True:"}},
     ),
     "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._write: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(every_power_cut, {Publisher.link: {"self._calls.fsync_folder(folder)": "pass"}}),
@@ -228,21 +237,21 @@ MUTANTS = {
     "no look at what was sent": Mutant(every_lie, {commit._see: {"if not written:": "if True:"}}),
     "adopt everything": Mutant(
         every_death,
-        {trial.is_acceptable: {"sequence > known and sequence >= trial.collected_up_to": "True"}},
+        {trial_transitions.is_acceptable: {"sequence > known and sequence >= trial.collected_up_to": "True"}},
     ),
     "adopt what an attempt before left": Mutant(
-        every_crash_of_a_second_attempt, {adopt._find: {"manifest.about.attempt == trial.attempt": "True"}}
+        every_crash_of_a_second_attempt, {adopt_orphans._find: {"manifest.about.attempt == trial.attempt": "True"}}
     ),
     "collect what no retirement protects": Mutant(
-        a_careless_cleaner, {trial.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
+        a_careless_cleaner, {trial_transitions.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
     ),
     "collect what live ones share": Mutant(
-        every_death, {collect._collected: {" - _reachable(store, trial, state, side_by_side)": ""}}
+        every_death, {checkpoint_gc._collected: {" - _reachable(store, trial, state, side_by_side)": ""}}
     ),
     "collect the manifest first": Mutant(
         every_death,
         {
-            collect._collected: {
+            checkpoint_gc._collected: {
                 "store.delete(ours)": "store.delete([key.manifest_path for key in keys]); store.delete(ours)"
             }
         },
@@ -260,11 +269,11 @@ MUTANTS = {
         segments_of_a_journal_that_was_deleted, {journal._require_last: {"if data is None or": "if False and"}}
     ),
     "believe segments of two histories": Mutant(
-        segments_of_two_histories, {segments.after_segment: {"if known.get": "if False and known.get"}}
+        segments_of_two_histories, {snapshots.after_segment: {"if known.get": "if False and known.get"}}
     ),
     "believe a segment that is torn": Mutant(
         every_torn_segment,
-        {segments.decode_segment: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
+        {snapshots.decode_segment: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
     ),
     "settle on opening": Mutant(
         every_death,

@@ -6,13 +6,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefect_tune.core import metadata
-from prefect_tune.core.artifacts import ArtifactFile, ArtifactIndex, ArtifactPart, newest_index, publish_index
+from prefect_tune.core.checkpoints import metadata
+from prefect_tune.core.checkpoints.artifact_index import (
+    ArtifactFile,
+    ArtifactIndex,
+    ArtifactPart,
+    newest_index,
+    publish_index,
+)
+from prefect_tune.core.checkpoints.metadata import revise_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CommitUnknown, ObjectNotFound, StoreUnavailable
-from prefect_tune.core.metadata import revise_metadata
-from prefect_tune.core.sealed import seal
-from prefect_tune.core.store import Buffer, Listed
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.models import digest_of
+from prefect_tune.core.storage.documents import seal
+from prefect_tune.core.storage.object_store import Buffer, Listed
 from tests.fakes.memory_store import MemoryStore
 
 FOLDER = "e/trials/t/artifacts"

@@ -7,22 +7,22 @@ from functools import partial
 
 import pytest
 
-from prefect_tune.core.aside import put_aside, reinstate
-from prefect_tune.core.clone import clone
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.core.events import Owner
-from prefect_tune.core.fork import begin_fork, past_of
-from prefect_tune.core.inspection import Limits, inspect
-from prefect_tune.core.journal import load
-from prefect_tune.core.removal import remove
-from prefect_tune.core.retention import Retention
-from prefect_tune.core.rounds import Remembered, amended, leave_round
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.tidying import Collected, collect_from, look_for_garbage, prune
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.clone import clone
+from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.operations.fork import begin_fork, past_of
+from prefect_tune.core.operations.maintenance_state import Remembered, amended, leave_round
+from prefect_tune.core.operations.quarantine import put_aside, reinstate
+from prefect_tune.core.operations.scrub import Limits, inspect
+from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.meetings import Scene
+from tests.core.operations.test_trial_gc import CLONE, SOURCE, ended, newest
 from tests.core.small_search import search_of_three
-from tests.core.test_tidying import CLONE, SOURCE, ended, newest
 from tests.fakes.memory_store import MemoryStore, OneWriterStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from prefect_tune.core.errors import JournalCorrupt
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     Absorbed,
     Answered,
     AttemptEnded,
@@ -22,10 +22,10 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment, after_event
-from prefect_tune.core.journal import append, load, take_over
-from prefect_tune.core.schedulers.scheduler import Continue
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.schedulers.base import Continue
 from tests.fakes.memory_store import MemoryStore
 
 ASKED = Questioned(trial="t", key="k", question="Go on?", fields={"go_on": True})

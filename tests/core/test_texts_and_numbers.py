@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
+from prefect_tune.core.checkpoints.metadata import plain_metadata
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.events import Cause
-from prefect_tune.core.metadata import plain_metadata
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.events.questions import answer_to, valid_fields
+from prefect_tune.core.events.trial_events import AttemptEnded
+from prefect_tune.core.experiment.trial_stoppers import MaxTime, as_stopper
+from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded, from_trial
+from prefect_tune.core.models import StepReport, canonical_json
 from prefect_tune.core.numbers import is_finite, is_number, shown
-from prefect_tune.core.objective import objective_of
-from prefect_tune.core.questions import answer_to, valid_fields
 from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.domains import grid_search, randint, uniform
+from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.search.space import valid_space
-from prefect_tune.core.stoppers import MaxTime, as_stopper
 from prefect_tune.core.texts import readable
-from prefect_tune.core.trial_events import AttemptEnded
-from prefect_tune.core.values import StepReport, canonical_json
-from prefect_tune.core.wire import Broke, StepDone, TrialEnded, from_trial
-from prefect_tune.reporting.series import numbers_in
+from prefect_tune.reporting.curve_sampling import numbers_in
 
 HALF = "\udcff"  # half a character, as of a file name that is not UTF-8
 HUGE = 10**400  # no float holds it

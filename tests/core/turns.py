@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from prefect_tune.core.store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
 __all__ = ["Choice", "IsPoint", "Process", "drawn", "every_order", "in_turns"]
 

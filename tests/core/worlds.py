@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore
 from tests.fakes.dying_store import DyingStore, Way
 from tests.fakes.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.fakes.memory_store import MemoryStore

@@ -7,12 +7,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
-from prefect_tune.core.events import Adopted, CheckpointRef, Committed, Event, Finished, Paused, Reported, Started
-from prefect_tune.core.values import StepReport
-from prefect_tune.core.wire import GoOn, Leave
-from prefect_tune.flows.crew import Message, Over
-from prefect_tune.tasks.line import Told, Wrote
-from prefect_tune.tasks.plan import Orders, TrialPlan
+from prefect_tune.core.events.experiment_events import (
+    Adopted,
+    CheckpointRef,
+    Committed,
+    Event,
+    Finished,
+    Paused,
+    Reported,
+    Started,
+)
+from prefect_tune.core.messages.process_messages import GoOn, Leave
+from prefect_tune.core.models import StepReport
+from prefect_tune.executors.trial_executor import Message, Over
+from prefect_tune.supervisor.search_link import Told, Wrote
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
 
 __all__ = ["ActingCrew"]
 

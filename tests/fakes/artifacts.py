@@ -11,8 +11,8 @@ from pathlib import Path
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import DeadlineExceeded
-from prefect_tune.core.store import Buffer, ObjectStore
-from prefect_tune.stores.artifacts import receive_artifacts
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.stores.local.artifact_transfer import receive_artifacts
 from tests.fakes.checkpoints import files_in
 from tests.fakes.memory_store import MemoryStore
 

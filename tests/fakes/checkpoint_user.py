@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from prefect_tune.checkpoint import Checkpoint
+from prefect_tune.runtime.checkpoint import Checkpoint
 
 __all__ = ["CheckpointUser"]
 

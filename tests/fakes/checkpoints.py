@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 
-from prefect_tune.core.commit import commit, reusable
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.manifest import About
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.stores.staging import StagedFiles, side_by_side
-from prefect_tune.stores.uris import open_location, read_uri
+from prefect_tune.core.checkpoints.commit import commit, reusable
+from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.local.staging import StagedFiles, side_by_side
+from prefect_tune.stores.locations.uri import open_location, read_uri
 
 __all__ = ["FILES", "KEY", "MINUTE", "Opens", "committed", "copies", "files_in", "write"]
 

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TypeVar
 
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
-from prefect_tune.core.store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
 __all__ = ["WRITES", "Crash", "DyingStore", "Way"]
 

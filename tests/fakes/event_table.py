@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from prefect_tune.core import news
-from prefect_tune.core.news import News, TrialNews
+from prefect_tune.core.notifications import lifecycle_events
+from prefect_tune.core.notifications.lifecycle_events import News, TrialNews
 
 __all__ = ["events_table"]
 
 
 def events_table() -> str:
     rows = ["| event | when | it says |", "|---|---|---|"]
-    for kind in vars(news).values():
+    for kind in vars(lifecycle_events).values():
         if isinstance(kind, type) and issubclass(kind, News) and "name" in vars(kind):
             fields = ", ".join(f"`{name}`" for name in kind.model_fields)
             name = f"`{kind.name}`" if not issubclass(kind, TrialNews) or kind.is_urgent else f"`{kind.name}` *"

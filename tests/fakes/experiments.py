@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -21,12 +21,12 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.journal import append, take_over
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport
-from prefect_tune.stores.posix import PosixStore, make_root
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.posix.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, write
 
 __all__ = ["write_experiment", "write_search"]

@@ -7,18 +7,26 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.answers import UNASKED, read_answer
-from prefect_tune.core.events import Adopted, CheckpointRef, Committed, Event, Reported, Started, TrialAdded
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import JournalKey, TrialKey
-from prefect_tune.core.trial import Trial, newest_checkpoint
-from prefect_tune.core.values import StepReport
-from prefect_tune.core.wire import GoOn, Leave, StopAndSave
-from prefect_tune.tasks.book import Book
+from prefect_tune.core.events.experiment_events import (
+    Adopted,
+    CheckpointRef,
+    Committed,
+    Event,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.executors.remote_link import StoreLine
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
-from prefect_tune.tasks.plan import Orders, TrialPlan
-from prefect_tune.tasks.stamp import new_stamp, this_owner
-from prefect_tune.tasks.store_line import StoreLine
 
 __all__ = ["FarAttempt", "FarMachines", "plan_at"]
 

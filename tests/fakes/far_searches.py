@@ -10,22 +10,22 @@ from logging import getLogger
 from unittest.mock import patch
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import JournalKey
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.requests import StopRequest
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.messages.stop_requests import StopRequest
+from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
-from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.flows import driver
-from prefect_tune.flows.council import Council
-from prefect_tune.flows.driver import Driver
-from prefect_tune.flows.limits import Limits
-from prefect_tune.flows.listening import Listeners
-from prefect_tune.flows.remote_crew import RemoteCrew
-from prefect_tune.tasks.book import Book
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.executors.remote_executor import RemoteCrew
+from prefect_tune.monitoring.listener import Listeners
+from prefect_tune.parameters.limits import Limits
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
-from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tuner import driver
+from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.policy import Council
 from tests.fakes.far_attempts import FarMachines, plan_at
 
 __all__ = ["Death", "FarSearch"]

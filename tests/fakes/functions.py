@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_tune.core.objective import Objective
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.search.base import Proposed, Search
 from prefect_tune.core.search.domains import uniform
-from prefect_tune.core.search.ranges import Float
-from prefect_tune.core.search.search import Proposed, Search
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.search.numeric_domains import Float
+from prefect_tune.core.search.objective import Objective
 
 __all__ = ["BRANIN", "HARTMANN", "Problem", "Regret", "regret"]
 

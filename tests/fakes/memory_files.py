@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prefect_tune.core.chunks import FileStat, Piece
-from prefect_tune.core.commit import Mapper
-from prefect_tune.core.manifest import Manifest
-from prefect_tune.core.restore import restore
-from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.checkpoints.chunking import FileStat, Piece
+from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.manifest import Manifest
+from prefect_tune.core.recovery.restore import restore
+from prefect_tune.core.storage.object_store import ObjectStore
 
 __all__ = ["MemoryFiles", "MemorySink", "restored"]
 

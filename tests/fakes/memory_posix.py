@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from prefect_tune.stores.posix import PosixStore
-from prefect_tune.stores.posix_calls import FileStatus
+from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.stores.posix.syscalls import FileStatus
 from tests.fakes.dying_store import Crash, Way
 
 __all__ = ["DyingCalls", "MemoryPosix", "posix_store"]

@@ -16,11 +16,11 @@ from uuid import uuid4
 
 import pytest
 
-from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.stoppers import MaxSteps, Never
-from prefect_tune.core.wire import Broke, FromTrial, Start, StepDone, TrialEnded
-from prefect_tune.tasks.plan import payload
-from prefect_tune.tasks.trial_channel import TrialChannel
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never
+from prefect_tune.core.messages.process_messages import Broke, FromTrial, Start, StepDone, TrialEnded
+from prefect_tune.supervisor.process_channel import TrialChannel
+from prefect_tune.supervisor.trial_spec import payload
 
 __all__ = [
     "Family",

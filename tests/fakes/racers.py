@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 from prefect_tune.core.errors import AlreadyExists
-from prefect_tune.core.store import ObjectStore
+from prefect_tune.core.storage.object_store import ObjectStore
 
 __all__ = ["winners"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable
-from prefect_tune.core.store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
 __all__ = ["SlowStore"]
 

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from prefect_tune.core.store import Buffer
-from prefect_tune.stores.posix import PosixStore
+from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.stores.posix.posix_store import PosixStore
 
 __all__ = ["HangsInConstructor", "MoodyStore"]
 

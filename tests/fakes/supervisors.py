@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from prefect_tune.tasks.nursery import Nursery, supervised_process
+from prefect_tune.supervisor.process_pool import Nursery, supervised_process
 from tests.fakes.nurseries import Family, heard, start_of, until
 from tests.trainables.forked import daemonizes
 from tests.trainables.witness import told

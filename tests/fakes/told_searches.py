@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -29,12 +29,12 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.schedulers.scheduler import Continue, Decision, Exploit, Stop
-from prefect_tune.core.values import StepReport
-from prefect_tune.reporting.chronicle import Chronicle
-from prefect_tune.reporting.material import Material, material
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Stop
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.reporting.history import Chronicle
+from prefect_tune.reporting.report_data import Material, material
 
 __all__ = ["Telling", "asha", "pareto", "population", "single"]
 

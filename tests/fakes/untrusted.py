@@ -13,10 +13,10 @@ from uuid import uuid4
 import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.events import Described, Owner
-from prefect_tune.core.journal import append, take_over
-from prefect_tune.core.values import Stamp
-from prefect_tune.stores.posix import make_root
+from prefect_tune.core.events.experiment_events import Described, Owner
+from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.models import Stamp
+from prefect_tune.stores.posix.posix_store import make_root
 
 __all__ = ["ROADS", "TRAIN", "Untrusted", "describe", "untrusted_folder"]
 

@@ -9,25 +9,25 @@ from datetime import timedelta
 from types import MappingProxyType
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events import CheckpointRef
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import JournalKey, TrialKey
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.requests import StopRequest
+from prefect_tune.core.events.experiment_events import CheckpointRef
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.messages.stop_requests import StopRequest
+from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
-from prefect_tune.core.schedulers.scheduler import Scheduler
+from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import uniform
+from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.search.search import Search
-from prefect_tune.flows.council import Council
-from prefect_tune.flows.crew import Over
-from prefect_tune.flows.driver import Driver
-from prefect_tune.flows.limits import Limits
-from prefect_tune.flows.listening import Listeners
-from prefect_tune.tasks.book import Book, Writer
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.executors.trial_executor import Over
+from prefect_tune.monitoring.listener import Listeners
+from prefect_tune.parameters.limits import Limits
+from prefect_tune.supervisor.journal_writer import Book, Writer
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
-from prefect_tune.tasks.plan import Orders, TrialPlan
-from prefect_tune.tasks.stamp import new_stamp, this_owner
+from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.policy import Council
 from tests.fakes.acting_crew import ActingCrew
 
 __all__ = ["NAME", "Acted", "Troupe"]

@@ -11,14 +11,14 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.events import Event, Finished, Started, TrialAdded
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.events.experiment_events import Event, Finished, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.trial import Status
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
-from prefect_tune.tasks.stamp import new_stamp, this_owner
 from tests.flows.acted import NAME, Acted
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import experiment_at
@@ -87,7 +87,7 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
         return real(target, **options)
 
     monkeypatch.setattr(LocalTarget, "open", away_once)
-    monkeypatch.setattr("prefect_tune.tasks.transient.time.sleep", lambda _: None)
+    monkeypatch.setattr("prefect_tune.retry_policy.time.sleep", lambda _: None)
     state = Acted(local_target, samples=1).run()
     assert state.trial("00000").status is Status.FINISHED
 

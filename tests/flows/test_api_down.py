@@ -12,10 +12,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.events import Owner
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
 from prefect_tune.core.search.domains import grid_search
-from prefect_tune.core.trial import Status, newest_checkpoint
 from tests.fakes.tcp_proxy import TcpProxy
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import experiment_at, owners_at, state_of_flow_run, trial_at, undisturbed, violations

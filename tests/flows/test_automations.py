@@ -25,10 +25,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.core.trial import Status
-from prefect_tune.flows.automations import automation_names, install_automations, uninstall_automations
-from prefect_tune.flows.shipped import shipped
-from prefect_tune.prefect_server import start_prefect_server
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.deploy.apply_automations import automation_names, install_automations, uninstall_automations
+from prefect_tune.deploy.automation_specs import shipped
+from prefect_tune.prefect_api.local_server import start_prefect_server
 from tests.fakes.feed import Feed
 from tests.flows.driver import until
 from tests.flows.training import trial_at

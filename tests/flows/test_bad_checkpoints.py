@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import ResumeFailed, TrialFailed
-from prefect_tune.core.failures import FailurePolicy
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.retention import Retention
-from prefect_tune.core.trial import Status
-from prefect_tune.stores.posix import PosixStore
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.flows.training import bytes_of_checkpoint, undisturbed, violations
 from tests.flows.trouble import Trouble
 

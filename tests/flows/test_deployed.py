@@ -20,8 +20,8 @@ from prefect.states import Pending
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target
-from prefect_tune.flows.deploying import Pool, deploy
-from prefect_tune.flows.deployments import Schedule, named, of_one_experiment, wanted
+from prefect_tune.deploy.apply_deployments import Pool, deploy
+from prefect_tune.deploy.deployment_specs import Schedule, named, of_one_experiment, wanted
 from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at
 

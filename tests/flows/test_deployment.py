@@ -17,9 +17,9 @@ from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, FlowRu
 from prefect.client.schemas.objects import FlowRun, State
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.journal import load
-from prefect_tune.core.trial import Status
-from prefect_tune.stores.staging import side_by_side
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal.journal import load
+from prefect_tune.stores.local.staging import side_by_side
 
 _DEPLOYMENT = "durable-trainable/durable-trainable"
 

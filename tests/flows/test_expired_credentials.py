@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
+from prefect_tune import retry_policy
 from prefect_tune.blocks import S3Target
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.core.trial import Status
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.flows.durable_trainable import TrialResult
-from prefect_tune.tasks import run_trial, save_checkpoint, transient
+from prefect_tune.tasks import run_trial, save_checkpoint
 from prefect_tune.tasks.experiment_state import sync_experiment_state
 from tests.fakes.rotating_s3 import RotatingS3, write_profile
 
@@ -124,7 +125,7 @@ def test_a_target_that_refuses_from_the_start_is_one_error_and_nothing_is_begun(
 def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it_is_run_again(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transient, "_PAUSES_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(retry_policy, "_PAUSES_SECONDS", (0.05, 0.05))
     monkeypatch.setattr(save_checkpoint, "retry_delay_seconds", [0.05] * 7)
     with rotating(profile, EXPIRED, seconds=3600) as server:
         with pytest.raises(StoreRefused, match="expired"):
@@ -139,7 +140,7 @@ def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it
 def test_a_training_that_was_refused_for_too_long_goes_on_when_it_is_run_again(
     profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transient, "_PAUSES_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(retry_policy, "_PAUSES_SECONDS", (0.05, 0.05))
     for task in (save_checkpoint, run_trial, sync_experiment_state):
         monkeypatch.setattr(task, "retry_delay_seconds", [0.05] * 7)
     with rotating(profile, EXPIRED, seconds=3600, trials=1) as server:

@@ -14,12 +14,12 @@ from prefect.runtime import flow_run
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events import Described, Event
-from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.flows.agreement import settings_today
-from prefect_tune.flows.asked import Asked, from_settings, settings_of, space_of
-from prefect_tune.flows.extending import extended, place_of_run, search_of
-from prefect_tune.flows.resuming import read_known
+from prefect_tune.core.events.experiment_events import Described, Event
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.parameters.resume_compatibility import settings_today
+from prefect_tune.parameters.resume_mode import read_known
+from prefect_tune.parameters.samples_per_run import extended, place_of_run, search_of
+from prefect_tune.parameters.search_request import Asked, from_settings, settings_of, space_of
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
 
@@ -286,6 +286,6 @@ def test_a_run_that_reads_the_journal_just_before_another_one_adds_to_what_both_
     read_before = read_known(local_target, "nightly")
     search(local_target, samples_per_run=1)
     with monkeypatch.context() as reads:
-        reads.setattr("prefect_tune.flows.search.read_known", lambda *_: read_before)
+        reads.setattr("prefect_tune.tuner.run_search.read_known", lambda *_: read_before)
         assert len(search(local_target, samples_per_run=1).trials) == 3
     assert experiment_at(local_target, "nightly").settings["num_samples"] == 3

@@ -14,10 +14,10 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, TrialFailed
-from prefect_tune.core.failures import FailurePolicy
-from prefect_tune.core.store import Buffer, ObjectStore
-from prefect_tune.core.trial import Status
-from prefect_tune.stores.posix import PosixStore
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.flows.trouble import Trouble
 from tests.trainables.witness import told
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.failures import FailurePolicy
-from prefect_tune.core.stoppers import MaxSteps, MaxTime, Plateau
-from prefect_tune.core.trial import Status
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.trial_stoppers import MaxSteps, MaxTime, Plateau
+from prefect_tune.core.experiment.trial_transitions import Status
 from tests.flows.trouble import Trouble
 
 

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from prefect.exceptions import Pause
 
-from prefect_tune.core.choices import Choice, Standing
-from prefect_tune.core.events import Answered, Owner
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.trial import Status
-from prefect_tune.flows.going_on import HOW_TO_GO_ON
-from prefect_tune.flows.resume_forms import form_of_training
-from prefect_tune.flows.training_turns import TrainingTurn, first_turn, followed
-from prefect_tune.stores.posix import PosixStore
+from prefect_tune.core.events.experiment_events import Answered, Owner
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.resume_options import Choice, Standing
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.suspension.answers import HOW_TO_GO_ON
+from prefect_tune.suspension.resume_forms import form_of_training
+from prefect_tune.suspension.training_answers import TrainingTurn, first_turn, followed
 from prefect_tune.tasks import restore_experiment_state
-from prefect_tune.tasks.plan import TrialPlan
-from prefect_tune.tasks.stamp import new_stamp
 from tests.flows.left_run import LeftRun
 from tests.flows.training import experiment_at
 from tests.flows.trouble import Trouble

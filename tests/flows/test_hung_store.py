@@ -14,11 +14,11 @@ import pytest
 from pydantic import SecretStr
 
 from prefect_tune.blocks import LocalTarget, S3Target, SyncConfig
-from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.checkpoints.manifest import About
 from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.manifest import About
-from prefect_tune.core.store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from prefect_tune.tasks.checkpoints import save_checkpoint
 from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
 from tests.fakes.tcp_proxy import TcpProxy

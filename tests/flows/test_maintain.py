@@ -14,17 +14,17 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 import prefect_tune as pt
-from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.core.restore import read_manifest
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.flows.maintain import maintain
-from prefect_tune.flows.upkeep import (
+from prefect_tune.maintenance.report import (
     DamagedCheckpoint,
     MaintenanceReport,
     NotLookedAt,
     Upkeep,
     markdown,
 )
-from prefect_tune.stores.posix import PosixStore
+from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.core.small_search import SmallSearch
 from tests.fakes.checkpoints import files_in
 from tests.fakes.experiments import write_experiment
@@ -101,7 +101,8 @@ def test_damage_that_a_run_found_and_died_before_it_told_of_is_told_of_by_the_ne
     target: Path, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(blobs_of(target, "digits", 4)[0])
-    module = importlib.import_module("prefect_tune.flows.maintain")
+    home = "flows.maintain" if act == "show_report" else "maintenance.runner"
+    module = importlib.import_module(f"prefect_tune.{home}")
     real = getattr(module, act)
 
     def dies(*given: Any) -> None:

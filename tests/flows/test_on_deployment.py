@@ -17,10 +17,10 @@ from prefect.logging import disable_run_logger
 from prefect.states import Completed, Crashed, Pending, Running, Scheduled
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.flows import elsewhere
-from prefect_tune.flows.elsewhere import OnDeployment
-from prefect_tune.tasks.plan import Orders, TrialPlan
-from prefect_tune.tasks.store_line import StoreLine
+from prefect_tune.executors import launchers
+from prefect_tune.executors.launchers import OnDeployment
+from prefect_tune.executors.remote_link import StoreLine
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
 from tests.fakes.far_attempts import plan_at
 
 
@@ -70,9 +70,9 @@ class Api:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     api = Api()
-    monkeypatch.setattr(elsewhere, "run_deployment", api.run_deployment)
-    monkeypatch.setattr(elsewhere, "time", api)
-    monkeypatch.setattr(elsewhere, "get_client", lambda **_: api)
+    monkeypatch.setattr(launchers, "run_deployment", api.run_deployment)
+    monkeypatch.setattr(launchers, "time", api)
+    monkeypatch.setattr(launchers, "get_client", lambda **_: api)
     with disable_run_logger():
         yield api
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
-from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.retention import Retention
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import (
     bytes_of_checkpoint,

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.trial import Status, newest_checkpoint
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
 from tests.fakes.tcp_proxy import TcpProxy
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers, until

@@ -10,8 +10,8 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import TrialFailed
-from prefect_tune.core.failures import FailurePolicy
-from prefect_tune.core.trial import Status
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.trial_transitions import Status
 from tests.flows.trouble import Trouble
 
 

@@ -10,15 +10,15 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events import Absorbed, Cause, Described, Event, GaveUp, Reported, TrialAdded
-from prefect_tune.core.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.values import StepReport
-from prefect_tune.flows.agreement import say_code, say_errored, say_space, settings_today
-from prefect_tune.flows.asked import Asked
-from prefect_tune.flows.limits import Limits
-from prefect_tune.flows.metric_lookout import MetricLookout
-from prefect_tune.tasks.line import Told
+from prefect_tune.core.events.experiment_events import Absorbed, Cause, Described, Event, GaveUp, Reported, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.monitoring.metric_check import MetricLookout
+from prefect_tune.parameters.limits import Limits
+from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space, settings_today
+from prefect_tune.parameters.search_request import Asked
+from prefect_tune.supervisor.search_link import Told
 from tests.trainables.moody import Moody, silent, train
 
 LOG = logging.getLogger("a flow run")

@@ -9,13 +9,13 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.stoppers import MaxSteps, Never, Plateau, Stopper
-from prefect_tune.core.trial import Status, Trial
+from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never, Plateau, Stopper
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.flows.durable_trainable import _require_same
-from prefect_tune.flows.limits import has_had_enough
-from prefect_tune.flows.request import name_of
-from prefect_tune.tasks.plan import TrialPlan
+from prefect_tune.parameters.limits import has_had_enough
+from prefect_tune.parameters.training_request import name_of
+from prefect_tune.supervisor.trial_spec import TrialPlan
 from tests.fakes.experiments import write_experiment
 from tests.flows.training import trial_at
 

@@ -6,7 +6,7 @@ import optuna
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     CheckpointRef,
     Committed,
     Decided,
@@ -17,20 +17,20 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Pause, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.schedulers.scheduler import Pause, Scheduler
-from prefect_tune.core.trial import Status
-from prefect_tune.core.values import StepReport
-from prefect_tune.flows.limits import Limits
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.integrations.optuna import OptunaPruner
+from prefect_tune.parameters.limits import Limits
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
-from prefect_tune.tasks.stamp import new_stamp, this_owner
 from tests.flows.acted import NAME, Acted, Troupe
 
 SCHEDULERS = {

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.search.domains import grid_search
-from prefect_tune.core.trial import Status
 from prefect_tune.flows.tune import tune
 from tests.flows.driver import Driver, Drivers, until
 from tests.flows.training import experiment_at

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.events import Cause, StopAsked
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.experiment_stoppers import ExperimentPlateau, MaxFailures, TimeBudget, TrialBudget
-from prefect_tune.core.journal import append
-from prefect_tune.core.requests import StopRequest, ask, read_request
-from prefect_tune.core.stoppers import MaxSteps
-from prefect_tune.core.trial import Status
-from prefect_tune.core.values import Stamp
-from prefect_tune.flows.stop import StopOutcome, stop
+from prefect_tune.core.events.experiment_events import Cause, StopAsked
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment_stoppers import ExperimentPlateau, MaxFailures, TimeBudget, TrialBudget
+from prefect_tune.core.experiment.trial_stoppers import MaxSteps
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal.journal import append
+from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
+from prefect_tune.core.models import Stamp
+from prefect_tune.tuner.send_stop_request import StopOutcome, stop
 from tests.flows.driver import until
 from tests.flows.training import experiment_at
 from tests.trainables.moody import Moody

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.events import Cause
-from prefect_tune.core.journal import load
-from prefect_tune.core.layout import JournalKey
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal.journal import load
 from prefect_tune.core.search.domains import grid_search
-from prefect_tune.core.trial import Status, Trial
-from prefect_tune.flows.stop import stop
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.tuner.send_stop_request import stop
 from tests.flows.driver import Drivers, until
 from tests.flows.training import experiment_at
 from tests.trainables.witness import told

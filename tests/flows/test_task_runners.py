@@ -13,9 +13,9 @@ import pytest
 from prefect.task_runners import TaskRunner
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.cadence import Cadence
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.search.domains import grid_search
-from prefect_tune.core.trial import Status
 from prefect_tune.flows.tune import tune
 from tests.fakes.task_runners import dask, ray, worker_of
 from tests.flows.driver import until

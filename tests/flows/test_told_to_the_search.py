@@ -11,7 +11,7 @@ import optuna
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events import (
+from prefect_tune.core.events.experiment_events import (
     Cause,
     Decided,
     Event,
@@ -21,14 +21,14 @@ from prefect_tune.core.events import (
     StopAsked,
     TrialAdded,
 )
-from prefect_tune.core.experiment import after_event, nothing_yet
-from prefect_tune.core.objective import Objective
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.schedulers.hyperband import Hyperband
-from prefect_tune.core.schedulers.scheduler import Continue, Decision, Pause, Stop
+from prefect_tune.core.search.base import Proposals, Search, Space, Suggestion
+from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.search.search import Proposals, Search, Space, Suggestion
-from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.flows.acted import NAME, Acted, Troupe
 

@@ -15,17 +15,17 @@ from pydantic import SecretStr
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
 from prefect_tune.core.errors import UnsafePayload
-from prefect_tune.core.events import Owner
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.fork import begin_fork, fork, past_of
-from prefect_tune.core.layout import JournalKey
-from prefect_tune.core.signing import signed
-from prefect_tune.core.trial import Status
-from prefect_tune.core.values import Stamp
-from prefect_tune.flows.lessons import new_lessons
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.fork import begin_fork, fork, past_of
+from prefect_tune.core.settings_signature import signed
+from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.flows.resume import resume
-from prefect_tune.flows.trust import TRUSTED_PACKAGES, require_trusted
-from prefect_tune.stores import own_folder
+from prefect_tune.stores.local import folder_ownership
+from prefect_tune.trust.require_trusted import TRUSTED_PACKAGES, require_trusted
+from prefect_tune.tuner.warm_start import new_lessons
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
 from tests.trainables.moody import train
@@ -267,7 +267,7 @@ def test_a_folder_of_ones_own_is_resumed_by_name_alone(local_target: LocalTarget
 def test_a_folder_that_others_can_write_to_is_not_ones_own(
     below: str, local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_folder, "_is_private_group", lambda *_: False)  # whoever runs the tests may have one
+    monkeypatch.setattr(folder_ownership, "_is_private_group", lambda *_: False)  # whoever runs the tests may have one
     describe(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
     with pytest.raises(pt.InvalidInput, match="there is no module 'theirs'"):  # it is looked for
         resume.fn("e", target=local_target)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.trial import Status
+from prefect_tune.core.experiment.trial_transitions import Status
 from tests.trainables.moody import Moody, silent, train
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

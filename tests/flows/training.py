@@ -11,13 +11,13 @@ from pathlib import Path
 from uuid import UUID
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.events import Opened, Owner, Reported
-from prefect_tune.core.experiment import Entry, Experiment
-from prefect_tune.core.journal import history, load
-from prefect_tune.core.layout import CheckpointKey, TrialKey
-from prefect_tune.core.restore import read_manifest, restore
-from prefect_tune.core.trial import Trial
-from prefect_tune.stores.staging import DirectorySink
+from prefect_tune.core.events.experiment_events import Opened, Owner, Reported
+from prefect_tune.core.experiment.experiment import Entry, Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal.journal import history, load
+from prefect_tune.core.recovery.restore import read_manifest, restore
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.stores.local.staging import DirectorySink
 from tests.trainables.numpy_mlp import Mlp, digest_of_directory
 
 __all__ = [

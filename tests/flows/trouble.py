@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.cadence import Cadence
-from prefect_tune.core.trial import Trial
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
 from tests.flows.training import trial_at
 from tests.trainables.witness import told

@@ -28,12 +28,8 @@ from typing import Any, get_args
 from prefect.testing.utilities import prefect_test_harness
 
 import prefect_tune as pt
-from prefect_tune.core import journal
-from prefect_tune.core.answers import answer, read_answer
-from prefect_tune.core.artifacts import newest_index
-from prefect_tune.core.aside import reinstate
-from prefect_tune.core.callback_state import newest_state
-from prefect_tune.core.events import (
+from prefect_tune.core.checkpoints.artifact_index import newest_index
+from prefect_tune.core.events.experiment_events import (
     Answered,
     Described,
     Event,
@@ -46,20 +42,24 @@ from prefect_tune.core.events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import CheckpointKey, JournalKey, TrialKey, number_in, requests_folder
-from prefect_tune.core.requests import StopRequest, ask, read_request
-from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.rounds import last_round
-from prefect_tune.core.sealed import Document
-from prefect_tune.core.store import ObjectStore
-from prefect_tune.core.trial import Trial
-from prefect_tune.core.wire import GoOn, Leave, StopAndSave
-from prefect_tune.flows.results import load_results
-from prefect_tune.flows.stop import stop
-from prefect_tune.tasks.removal import Removal, remove_experiment
-from prefect_tune.tasks.results import read_curves
-from prefect_tune.tasks.stamp import new_stamp
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal import journal
+from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
+from prefect_tune.core.messages.trial_replies import answer, read_answer
+from prefect_tune.core.notifications.callback_state import newest_state
+from prefect_tune.core.operations.maintenance_state import last_round
+from prefect_tune.core.operations.quarantine import reinstate
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.documents import Document
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in, requests_folder
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.results.results import load_results
+from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
+from prefect_tune.tasks.publish_results import read_curves
+from prefect_tune.tuner.send_stop_request import stop
 
 __all__ = ["KEY", "Release", "facts_of", "releases", "words_on"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.events import Cause
-from prefect_tune.core.wire import Broke
-from prefect_tune.tasks.nursery import Nursery
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.messages.process_messages import Broke
+from prefect_tune.supervisor.process_pool import Nursery
 from tests.fakes.nurseries import Hearing, heard, log_to, start_of
 from tests.integrations import several_ranks
 from tests.integrations.examples import Example

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.checkpoint import Checkpoint
-from prefect_tune.session import TrialOver
-from prefect_tune.trainable import Trainable, TrialInfo, enter
+from prefect_tune.runtime.checkpoint import Checkpoint
+from prefect_tune.runtime.session import TrialOver
+from prefect_tune.runtime.trainable import Trainable, TrialInfo, enter
 
 
 @dataclass

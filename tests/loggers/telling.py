@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prefect_tune.callbacks import Callback, SearchInfo
-from prefect_tune.core.events import AttemptEnded, Cause, Finished, GaveUp, Started
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.trial import Trial
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Finished, GaveUp, Started
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.search.objective import Objective
 
 __all__ = ["SEARCH", "errored", "finished", "killed", "report", "started", "trial"]
 

@@ -236,6 +236,8 @@ def test_wandb_has_one_run_for_each_trial_with_the_steps_that_count(
 def test_a_package_that_is_missing_is_named_when_the_logger_is_made(
     logger: Callable[[], pt.Callback], package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefect_tune.loggers.folders.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(
+        "prefect_tune.loggers.folder_logger.find_spec", lambda name: None if name == package else object()
+    )
     with pytest.raises(pt.InvalidInput, match=rf"needs {package}, .*prefect-tune\[{extra}\]"):
         logger()

@@ -9,19 +9,19 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from prefect_tune.core.events import Absorbed, AttemptEnded, Cause, Opened, Owner, Reported, Started
-from prefect_tune.core.values import StepReport
-from prefect_tune.reporting.charts_of_time import lineage_chart, timeline
-from prefect_tune.reporting.charts_of_trials import (
+from prefect_tune.core.events.experiment_events import Absorbed, AttemptEnded, Cause, Opened, Owner, Reported, Started
+from prefect_tune.core.models import StepReport
+from prefect_tune.reporting.report_data import DRAWN, Material
+from prefect_tune.reporting.scales import fitted
+from prefect_tune.reporting.svg import GREY
+from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
+from prefect_tune.reporting.trial_charts import (
     front_chart,
     importance_chart,
     learning_curves,
     parallel_coordinates,
     rung_chart,
 )
-from prefect_tune.reporting.drawing import GREY
-from prefect_tune.reporting.material import DRAWN, Material
-from prefect_tune.reporting.scales import fitted
 from tests.fakes.told_searches import Telling, asha, pareto, population, single
 
 Chart = Callable[[Material], str | None]

@@ -11,14 +11,22 @@ from html.parser import HTMLParser
 import pytest
 from markdown_it import MarkdownIt
 
-from prefect_tune.core.events import Cause, CheckpointRef, Committed, Extended, GaveUp, Owner, StopAsked
-from prefect_tune.core.layout import TrialKey
-from prefect_tune.core.trial import newest_key
-from prefect_tune.reporting.facts import facts_of
-from prefect_tune.reporting.html_page import as_html
-from prefect_tune.reporting.markdown import as_markdown
-from prefect_tune.reporting.material import Material
+from prefect_tune.core.events.experiment_events import (
+    Cause,
+    CheckpointRef,
+    Committed,
+    Extended,
+    GaveUp,
+    Owner,
+    StopAsked,
+)
+from prefect_tune.core.experiment.trial_transitions import newest_key
+from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.page import page_of
+from prefect_tune.reporting.render_html import as_html
+from prefect_tune.reporting.render_markdown import as_markdown
+from prefect_tune.reporting.report_data import Material
+from prefect_tune.reporting.report_summary import facts_of
 from tests.fakes.told_searches import Telling, asha, pareto, population, single
 
 _BIG = 300_000

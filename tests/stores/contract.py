@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from prefect_tune.core.errors import AlreadyExists, InvalidInput, ObjectNotFound
-from prefect_tune.core.store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
 __all__ = ["StoreContract"]
 

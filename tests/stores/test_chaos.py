@@ -22,13 +22,13 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     TuneError,
 )
-from prefect_tune.core.settle import create_or_recognize
-from prefect_tune.core.store import Listed, ObjectStore
-from prefect_tune.stores import object_storage
-from prefect_tune.stores.arrow import ArrowStore
+from prefect_tune.core.storage.conditional_create import create_or_recognize
+from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.stores.arrow.arrow_store import ArrowStore
+from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.isolated import IsolatedStore
-from prefect_tune.stores.object_storage import ObstoreStore, client_times
+from prefect_tune.stores.object_store import obstore_store
+from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
 from tests.fakes.chaos_s3 import PASSING, REFUSALS, Chaos, ChaosS3
 from tests.fakes.s3_sink import SinkRequest
 
@@ -43,7 +43,7 @@ def chaos() -> Iterator[ChaosS3]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_storage, "_PAUSES_SECONDS", (0.0, 0.01, 0.02, 0.04))
+    monkeypatch.setattr(obstore_store, "_PAUSES_SECONDS", (0.0, 0.01, 0.02, 0.04))
 
 
 @contextmanager

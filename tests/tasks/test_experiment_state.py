@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from prefect_tune.core import journal
 from prefect_tune.core.errors import CommitUnknown, ResumeFailed, StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.events import Adopted, Event, Owner, Quarantined, Started, TrialAdded
-from prefect_tune.core.experiment import Experiment
-from prefect_tune.core.layout import JournalKey, TrialKey
-from prefect_tune.core.store import Buffer
-from prefect_tune.core.values import Stamp
-from prefect_tune.tasks.book import Book
+from prefect_tune.core.events.experiment_events import Adopted, Event, Owner, Quarantined, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.journal import journal
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.trial_spec import TrialPlan
 from prefect_tune.tasks.experiment_state import (
     Opening,
     check_target,
@@ -21,7 +22,6 @@ from prefect_tune.tasks.experiment_state import (
     restore_experiment_state,
     write_entry,
 )
-from prefect_tune.tasks.plan import TrialPlan
 from prefect_tune.tasks.run_trial import _restore_newest
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 

@@ -12,14 +12,14 @@ import pytest
 
 from prefect_tune.blocks import SyncConfig
 from prefect_tune.core.errors import StoreUnavailable, Superseded
-from prefect_tune.core.events import Cause, Committed, Quarantined
-from prefect_tune.core.inspection import read_one
-from prefect_tune.core.retention import Retention
-from prefect_tune.tasks import ledger as module
+from prefect_tune.core.events.experiment_events import Cause, Committed, Quarantined
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.operations.scrub import read_one
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
-from prefect_tune.tasks.ledger import Ledger
-from prefect_tune.tasks.plan import TrialPlan
-from tests.tasks.test_ledger import TRIAL, Desk, WeatheredTarget, ended, until
+from prefect_tune.tasks.commit_worker import Ledger
+from tests.tasks.test_commit_worker import TRIAL, Desk, WeatheredTarget, ended, until
 
 EVERY = 3
 

@@ -11,12 +11,12 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.events import Cause
-from prefect_tune.core.stoppers import Stopper
-from prefect_tune.core.values import StepReport
-from prefect_tune.core.wire import Broke, StepDone, TrialEnded
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded
+from prefect_tune.core.models import StepReport
 from tests.flows.training import experiment_at
-from tests.tasks.test_training import _trained
+from tests.runtime.test_training import _trained
 
 Config = Mapping[str, Any]
 HALF = "\udcff"

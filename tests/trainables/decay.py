@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from prefect_tune.core.trial import Trial
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import StepReport
 
 __all__ = ["Decay", "StepCounter"]
 

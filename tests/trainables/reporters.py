@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from prefect_tune.session import TrialOver
+from prefect_tune.runtime.session import TrialOver
 
 __all__ = [
     "THREADS",
@@ -87,9 +87,9 @@ def waits_in_a_thread(_config: Config) -> None:
 
 def leaves_it_to_a_thread(config: Config) -> None:
     """A thread reports; the trainable itself never looks whether it still does."""
-    import prefect_tune.session
+    import prefect_tune.runtime.session
 
-    prefect_tune.session._RETURN_WITHIN = timedelta(seconds=0.2)  # a test need not wait for 20 s
+    prefect_tune.runtime.session._RETURN_WITHIN = timedelta(seconds=0.2)  # a test need not wait for 20 s
 
     def work() -> None:
         with suppress(TrialOver):

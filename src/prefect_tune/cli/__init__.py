@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from prefect_tune.cli import (
-    checkpoints,
-    collecting,
-    deploying,
-    maintaining,
-    places,
-    reporting,
-    searches,
-    standing,
-    stopping,
-)
+from prefect_tune.cli import blocks, checkpoints, deploy, gc, ls, maintain, report, run, stop
 from prefect_tune.cli.app import app, main
 
 __all__ = ["app", "main"]
 
 # Each module adds its commands to `app`.
-_ = (places, searches, stopping, deploying, standing, checkpoints, reporting, collecting, maintaining)
+_ = (blocks, run, stop, deploy, ls, checkpoints, report, gc, maintain)

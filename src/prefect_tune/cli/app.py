@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.terminal.printing import visible
+from prefect_tune.terminal.formatting import visible
 
 __all__ = [
     "BYTES",

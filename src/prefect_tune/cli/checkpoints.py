@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefect_tune.cli.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
-from prefect_tune.cli.looking import chosen_trials, opened
+from prefect_tune.cli.open_target import chosen_trials, opened
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
-from prefect_tune.core.standing import best_of, is_search
-from prefect_tune.terminal.printing import columns, plain, said, said_time, shown
+from prefect_tune.core.experiment.summary import best_of, is_search
+from prefect_tune.terminal.formatting import columns, plain, said, said_time, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from prefect_tune.core.experiment import Experiment
-    from prefect_tune.core.layout import CheckpointKey, TrialKey
-    from prefect_tune.core.store import ObjectStore
-    from prefect_tune.core.trial import Trial
+    from prefect_tune.core.experiment.experiment import Experiment
+    from prefect_tune.core.experiment.trial_transitions import Trial
+    from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+    from prefect_tune.core.storage.object_store import ObjectStore
 
 __all__: list[str] = []
 
@@ -107,21 +107,21 @@ def _whose(state: Experiment, trial: str | None) -> Trial:
 
 def _today(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> list[Trial]:
     """Read each trial's own journal: the experiment's journal may be minutes behind while a search runs."""
-    from prefect_tune.core.trial_journal import trial_today
-    from prefect_tune.stores.staging import side_by_side
+    from prefect_tune.core.journal.trial_journal import trial_today
+    from prefect_tune.stores.local.staging import side_by_side
 
     with side_by_side() as transfers:
         return list(transfers(lambda known: trial_today(store, state.name, known, side_by_side=map), trials))
 
 
 def _folder(state: Experiment, trial: Trial) -> TrialKey:
-    from prefect_tune.core.layout import TrialKey
+    from prefect_tune.core.storage.layout import TrialKey
 
     return TrialKey(experiment=state.name, trial=trial.trial)
 
 
 def _live(state: Experiment, trial: Trial) -> list[CheckpointKey]:
-    from prefect_tune.core.trial import live_keys
+    from prefect_tune.core.experiment.trial_transitions import live_keys
 
     return live_keys(_folder(state, trial), trial)
 
@@ -140,7 +140,7 @@ def _chosen(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
 
 def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[CheckpointKey, str]]:
     """Return every checkpoint with "live" or "quarantined", oldest first; quarantined ones are listed on the target."""
-    from prefect_tune.core.layout import CheckpointKey
+    from prefect_tune.core.storage.layout import CheckpointKey
 
     live = [(key, "live") for key in _live(state, trial)]
     if not trial.quarantined:
@@ -170,7 +170,7 @@ class _Row:
 
 
 def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
-    from prefect_tune.core.restore import read_manifest
+    from prefect_tune.core.recovery.restore import read_manifest
 
     trial = key.trial.trial
     try:
@@ -192,7 +192,7 @@ def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
 
 def _standing_of_unreadable(store: ObjectStore, key: CheckpointKey, standing: str) -> str:
     """Return "damaged", or "retired" if a running trial retired it after the journal was read."""
-    from prefect_tune.core.stale_reads import is_live_now
+    from prefect_tune.core.recovery.stale_reads import is_live_now
 
     if standing != "live":
         return standing
@@ -200,7 +200,7 @@ def _standing_of_unreadable(store: ObjectStore, key: CheckpointKey, standing: st
 
 
 def _table(rows: Sequence[_Row], of_search: bool) -> Table:
-    from prefect_tune.core.values import shown_size
+    from prefect_tune.core.models import shown_size
 
     whose = ("trial",) if of_search else ()
     table = columns(*whose, "step", "when", "size", "metrics", "standing")
@@ -223,7 +223,7 @@ class _Verified:
     damage: str | None = None
 
     def __str__(self) -> str:
-        from prefect_tune.core.values import plural, shown_size
+        from prefect_tune.core.models import plural, shown_size
 
         if self.damage:
             return f"step {self.step}: DAMAGED: {self.damage}"
@@ -231,8 +231,8 @@ class _Verified:
 
 
 def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:
-    from prefect_tune.core.inspection import inspect_one
-    from prefect_tune.stores.staging import side_by_side
+    from prefect_tune.core.operations.scrub import inspect_one
+    from prefect_tune.stores.local.staging import side_by_side
 
     with side_by_side() as transfers:
         for key in (key for trial in trials for key in _live(state, trial)):
@@ -242,12 +242,12 @@ def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) ->
 
 def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int) -> Iterator[_Verified]:
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
-    from prefect_tune.core.aside import reinstate
-    from prefect_tune.core.inspection import read_one
-    from prefect_tune.core.stale_reads import current_trial
-    from prefect_tune.core.trial import is_aside
-    from prefect_tune.stores.staging import side_by_side
-    from prefect_tune.tasks.stamp import new_stamp
+    from prefect_tune.core.experiment.trial_transitions import is_aside
+    from prefect_tune.core.operations.quarantine import reinstate
+    from prefect_tune.core.operations.scrub import read_one
+    from prefect_tune.core.recovery.stale_reads import current_trial
+    from prefect_tune.stores.local.staging import side_by_side
+    from prefect_tune.supervisor.run_identity import new_stamp
 
     key = _aside(state, trials, step)
     with side_by_side() as transfers:

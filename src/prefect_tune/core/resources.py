@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.hints import did_you_mean
 from prefect_tune.core.numbers import is_number, shown
 
 __all__ = ["Machine", "Resources", "resources_of", "slots_on"]

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-from prefect_tune.demo.act import WEIGHTS_FILE
-from prefect_tune.trainable import Trainable
+from prefect_tune.demo.worker import WEIGHTS_FILE
+from prefect_tune.runtime.trainable import Trainable
 
 __all__ = ["Digits"]
 

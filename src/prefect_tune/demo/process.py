@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, cast
 
 from prefect_tune.core.errors import TuneError
-from prefect_tune.demo.act import ActRequest
+from prefect_tune.demo.worker import ActRequest
 
 __all__ = ["ActProcess", "act_process"]
 
@@ -73,7 +73,7 @@ class ActProcess:
 def act_process(environment: Mapping[str, str]) -> Iterator[ActProcess]:
     """Start the process of an act, which imports what it needs and waits. It is gone when the block is left."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "prefect_tune.demo.act"],
+        [sys.executable, "-P", "-m", "prefect_tune.demo.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

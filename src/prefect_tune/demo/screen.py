@@ -11,7 +11,7 @@ from typing import Any, Self
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from prefect_tune.demo.picture import Track, tracks
+from prefect_tune.demo.render import Track, tracks
 
 __all__ = ["Screen"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.extras import missing
-from prefect_tune.integrations.reporting import Wanted, chosen, goes_on_after, restored_directory
-from prefect_tune.trainable import save_last_step
+from prefect_tune.integrations.common import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.integrations.missing_extra import missing
+from prefect_tune.runtime.trainable import save_last_step
 
 try:
     import keras

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.extras import missing
-from prefect_tune.trainable import Trainable
+from prefect_tune.integrations.missing_extra import missing
+from prefect_tune.runtime.trainable import Trainable
 
 try:
     import numpy as np

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.extras import missing
+from prefect_tune.integrations.missing_extra import missing
 
 try:
     import numpy as np

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prefect_tune.core.values import StepReport, flat
+from prefect_tune.core.models import StepReport, flat
 from prefect_tune.loggers.row_file import RowFile
 from prefect_tune.loggers.row_logger import RowLogger, Rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from prefect_tune.core.values import StepReport
+from prefect_tune.core.models import StepReport
 from prefect_tune.loggers.row_file import RowFile
 from prefect_tune.loggers.row_logger import RowLogger, Rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from prefect_tune.loggers.folders import replace_file, sync_to_disk
+from prefect_tune.loggers.folder_logger import replace_file, sync_to_disk
 
 __all__ = ["RowFile"]
 

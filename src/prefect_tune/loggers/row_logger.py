@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from prefect_tune.core.events import Finished, GaveUp, Started
-from prefect_tune.core.trial import Trial
-from prefect_tune.core.values import StepReport
-from prefect_tune.loggers.folders import DEFAULT_DIRECTORY, FolderLogger
+from prefect_tune.core.events.experiment_events import Finished, GaveUp, Started
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import StepReport
+from prefect_tune.loggers.folder_logger import DEFAULT_DIRECTORY, FolderLogger
 
 __all__ = ["RowLogger", "Rows"]
 

@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
-from prefect_tune.core.events import Finished, GaveUp, Started
-from prefect_tune.core.trial import Trial
-from prefect_tune.core.values import StepReport, flat
-from prefect_tune.loggers.folders import DEFAULT_DIRECTORY, FolderLogger, require_package
+from prefect_tune.core.events.experiment_events import Finished, GaveUp, Started
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import StepReport, flat
+from prefect_tune.loggers.folder_logger import DEFAULT_DIRECTORY, FolderLogger, require_package
 
 __all__ = ["TensorBoardLogger"]
 

@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from shlex import quote
 
-from prefect_tune.core.layout import below
-from prefect_tune.core.standing import named
-from prefect_tune.core.values import first_line, flat, metric_in, plural, shown_size
-from prefect_tune.reporting.blocks import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.reporting.charts_of_time import lineage_chart, timeline
-from prefect_tune.reporting.charts_of_trials import (
+from prefect_tune.core.experiment.summary import named
+from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
+from prefect_tune.core.storage.layout import below
+from prefect_tune.reporting.document import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.report_data import Material
+from prefect_tune.reporting.report_summary import Facts, Links, TrialFacts, facts_of
+from prefect_tune.reporting.scales import said_number
+from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
+from prefect_tune.reporting.trial_charts import (
     front_chart,
     importance_chart,
     learning_curves,
     parallel_coordinates,
     rung_chart,
 )
-from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
-from prefect_tune.reporting.material import Material
-from prefect_tune.reporting.scales import said_number
-from prefect_tune.terminal.printing import said, said_counts, said_span
+from prefect_tune.terminal.formatting import said, said_counts, said_span
 
 __all__ = ["page_of"]
 

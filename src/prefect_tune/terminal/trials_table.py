@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from prefect_tune.core.values import flat, metric_in
-from prefect_tune.terminal.printing import columns, plain, said, visible
+from prefect_tune.core.models import flat, metric_in
+from prefect_tune.terminal.formatting import columns, plain, said, visible
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from prefect_tune.core.trial import Trial
+    from prefect_tune.core.experiment.trial_transitions import Trial
 
 __all__ = ["cells_of", "config_cells", "trials_table"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prefect_tune.core.errors import BadMetric
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.scheduler import Pause, Stop
+from prefect_tune.core.schedulers.base import Pause, Stop
 from tests.core.schedulers.asking import LOSS, SCORE, Asked
 from tests.fakes.virtual_driver import Table, VirtualRun, World
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.scheduler import Continue, Stop
+from prefect_tune.core.schedulers.base import Continue, Stop
 from tests.core.schedulers.asking import LOSS, SCORE, Asked
 
 

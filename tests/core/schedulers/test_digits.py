@@ -9,10 +9,10 @@ from statistics import mean, median
 import pytest
 
 from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
-from prefect_tune.core.schedulers.scheduler import Scheduler
 from tests.core.schedulers.asking import LOSS
 from tests.fakes.digits import EPOCHS, TRIALS, configs, is_good, table
 from tests.fakes.virtual_driver import Outcome, VirtualRun, World

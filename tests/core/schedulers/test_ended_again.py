@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.schedulers.scheduler import Scheduler
 from prefect_tune.core.search.domains import uniform
 from tests.core.schedulers.asking import Asked
 from tests.fakes.virtual_driver import would_answer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.schedulers.fifo import FIFO
-from prefect_tune.core.schedulers.scheduler import Continue
 from tests.core.schedulers.asking import Asked
 
 

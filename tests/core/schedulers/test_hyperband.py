@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.schedulers.base import Continue, Pause, Stop
 from prefect_tune.core.schedulers.hyperband import Hyperband
-from prefect_tune.core.schedulers.scheduler import Continue, Pause, Stop
 from tests.core.schedulers.asking import SCORE, Asked
 from tests.fakes.virtual_driver import Table, VirtualRun, World
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.schedulers.base import Pause, Stop
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
-from prefect_tune.core.schedulers.scheduler import Pause, Stop
 from tests.core.schedulers.asking import SCORE, Asked
 
 

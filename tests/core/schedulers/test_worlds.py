@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
 from prefect_tune.core.search.domains import uniform
 from tests.core.schedulers.asking import LOSS
 from tests.fakes.virtual_driver import Config, Outcome, Recorded, Table, Told, VirtualRun, World, would_answer

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_tune.core import draws
+from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.models import canonical_json
+from prefect_tune.core.search.config_inverse import Found, Misfit, Missing, Reading, agrees, holds, is_same, read
 from prefect_tune.core.search.domains import (
     Choice,
     Domain,
@@ -26,14 +28,12 @@ from prefect_tune.core.search.domains import (
     sample_from,
     uniform,
 )
-from prefect_tune.core.search.reading import Found, Misfit, Missing, Reading, agrees, holds, is_same, read
 from prefect_tune.core.search.space import Draw, resolve, valid_space
-from prefect_tune.core.values import canonical_json
 from tests.fakes.spaces import QUANTILES, spaces
 
 
 def seeded(seed: int) -> Draw:
-    return lambda name, domain: domain.at(draws.uniform(seed, name))
+    return lambda name, domain: domain.at(seeded_random.uniform(seed, name))
 
 
 def noted(asked: list[str], value: object) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ def resolved(space: Mapping[str, object], **drawn: float) -> dict[str, object]:
     ids=repr,
 )
 def test_options_are_drawn_alike_or_by_their_weights(domain: Choice, shares: list[float]) -> None:
-    found = Counter(domain.at(draws.uniform(1, "options", number)) for number in range(2000))
+    found = Counter(domain.at(seeded_random.uniform(1, "options", number)) for number in range(2000))
     assert [abs(found[index] / 2000 - share) < 0.035 for index, share in enumerate(shares)] == [True] * len(shares)
     assert [found[index] > 0 for index in range(len(shares))] == [share > 0 for share in shares]
 

@@ -9,8 +9,8 @@ from optuna import samplers
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import uniform
-from prefect_tune.flows.spelled import search_from, spelled
 from prefect_tune.integrations.optuna import OptunaSearch
+from prefect_tune.parameters.json_specs import search_from, spelled
 from tests.integrations.optuna.experiments import LOSS, SEED
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")

@@ -17,7 +17,6 @@ from optuna import samplers
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.trial import FrozenTrial
 
-from prefect_tune.core.objective import Objective
 from prefect_tune.core.search.domains import (
     choice,
     lograndint,
@@ -29,6 +28,7 @@ from prefect_tune.core.search.domains import (
     sample_from,
     uniform,
 )
+from prefect_tune.core.search.objective import Objective
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, Experiment
 

@@ -45,7 +45,7 @@ class _Striker:
 
 
 def _arm() -> None:
-    from prefect_tune.session import TrialSession
+    from prefect_tune.runtime.session import TrialSession
 
     reported, written = TrialSession.report_step, TrialSession._written_by
     strikers: dict[int, _Striker] = {}

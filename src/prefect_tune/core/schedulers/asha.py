@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.objective import Objective
+from prefect_tune.core.schedulers.asha_brackets import Brackets
 from prefect_tune.core.schedulers.asha_promotion import PromotionSchedule
 from prefect_tune.core.schedulers.asha_stopping import StoppingSchedule
-from prefect_tune.core.schedulers.climbs import Brackets
-from prefect_tune.core.schedulers.losses import is_count, is_number
+from prefect_tune.core.schedulers.base import Schedule, Scheduler
+from prefect_tune.core.schedulers.common import is_count, is_number
 from prefect_tune.core.schedulers.rungs import ladder
-from prefect_tune.core.schedulers.scheduler import Schedule, Scheduler
+from prefect_tune.core.search.objective import Objective
 
 __all__ = ["ASHA"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.schedulers.climbs import Brackets, Climb, Climbing
-from prefect_tune.core.schedulers.losses import shown
+from prefect_tune.core.models import TrialId
+from prefect_tune.core.schedulers.asha_brackets import Brackets, Climb, Climbing
+from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
+from prefect_tune.core.schedulers.common import shown
 from prefect_tune.core.schedulers.rungs import Place, Rung
-from prefect_tune.core.schedulers.scheduler import Continue, Decision, Pause, Stop
-from prefect_tune.core.values import TrialId
+from prefect_tune.core.search.objective import Objective
 
 __all__ = ["PromotionSchedule"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from prefect_tune.core.schedulers.climbs import Climb, Climbing
-from prefect_tune.core.schedulers.losses import shown
-from prefect_tune.core.schedulers.scheduler import Continue, Decision, Stop
-from prefect_tune.core.values import TrialId
+from prefect_tune.core.models import TrialId
+from prefect_tune.core.schedulers.asha_brackets import Climb, Climbing
+from prefect_tune.core.schedulers.base import Continue, Decision, Stop
+from prefect_tune.core.schedulers.common import shown
 
 __all__ = ["StoppingSchedule"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.schedulers.scheduler import Continue, Decision, Schedule, Scheduler, TrialReport
-from prefect_tune.core.values import TrialId
+from prefect_tune.core.models import TrialId
+from prefect_tune.core.schedulers.base import Continue, Decision, Schedule, Scheduler, TrialReport
+from prefect_tune.core.search.objective import Objective
 
 __all__ = ["FIFO"]
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.schedulers.halving import Bracket
-from prefect_tune.core.schedulers.losses import is_count, is_number, loss_of, shown
-from prefect_tune.core.schedulers.scheduler import (
+from prefect_tune.core.models import TrialId
+from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
     Pause,
@@ -20,7 +18,9 @@ from prefect_tune.core.schedulers.scheduler import (
     Stop,
     TrialReport,
 )
-from prefect_tune.core.values import TrialId
+from prefect_tune.core.schedulers.common import is_count, is_number, loss_of, shown
+from prefect_tune.core.schedulers.hyperband_bracket import Bracket
+from prefect_tune.core.search.objective import Objective
 
 __all__ = ["Hyperband"]
 

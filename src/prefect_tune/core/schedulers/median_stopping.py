@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.schedulers.losses import is_count, loss_of, shown
-from prefect_tune.core.schedulers.scheduler import (
+from prefect_tune.core.models import TrialId
+from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
     Pause,
@@ -20,7 +19,8 @@ from prefect_tune.core.schedulers.scheduler import (
     Stop,
     TrialReport,
 )
-from prefect_tune.core.values import TrialId
+from prefect_tune.core.schedulers.common import is_count, loss_of, shown
+from prefect_tune.core.search.objective import Objective
 
 __all__ = ["MedianStopping"]
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
 
-from prefect_tune.core import draws
+from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.schedulers.explore import Explorer, as_mutations, require_names_of
-from prefect_tune.core.schedulers.losses import is_count, is_number, loss_of, shown
-from prefect_tune.core.schedulers.scheduler import (
+from prefect_tune.core.models import TrialId
+from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
     Exploit,
@@ -22,7 +20,9 @@ from prefect_tune.core.schedulers.scheduler import (
     Scheduler,
     TrialReport,
 )
-from prefect_tune.core.values import TrialId
+from prefect_tune.core.schedulers.common import is_count, is_number, loss_of, shown
+from prefect_tune.core.schedulers.pbt_explore import Explorer, as_mutations, require_names_of
+from prefect_tune.core.search.objective import Objective
 
 __all__ = ["PBT"]
 
@@ -165,7 +165,7 @@ class _Schedule(Schedule):
         quantile = min(ceil(size * self._rule.quantile_fraction), size // 2)
         if bisect_left(self._ranking, (loss, member.number, trial)) < size - quantile:
             return None
-        drawn = draws.integer(quantile, self._explorer.seed, "pbt-source", member.number, member.exploits)
+        drawn = seeded_random.integer(quantile, self._explorer.seed, "pbt-source", member.number, member.exploits)
         best, _, source = self._ranking[drawn]
         return best, source
 

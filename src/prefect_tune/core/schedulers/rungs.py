@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from prefect_tune.core.values import TrialId
+from prefect_tune.core.models import TrialId
 
 __all__ = ["Place", "Rung", "ladder"]
 

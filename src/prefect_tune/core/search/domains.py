@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.numbers import is_finite, is_number, shown
-from prefect_tune.core.search.ranges import Float, Integer, Normal, Range
+from prefect_tune.core.search.numeric_domains import Float, Integer, Normal, Range
 from prefect_tune.core.texts import is_unicode
 
 __all__ = [

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
+from prefect_tune.core.search.config_inverse import agrees
 from prefect_tune.core.search.domains import Grid, has_grid
-from prefect_tune.core.search.reading import agrees
 from prefect_tune.core.search.space import below, option
 
 __all__ = ["choices_at", "grids_of", "point_count", "points_of"]

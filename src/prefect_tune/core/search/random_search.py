@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prefect_tune.core import draws
+from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.objective import Objective
+from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.search.config_inverse import holds
 from prefect_tune.core.search.domains import Grid, domains_in
 from prefect_tune.core.search.grid import choices_at, grids_of, point_count, points_of
-from prefect_tune.core.search.points import fixed_by, valid_points
-from prefect_tune.core.search.reading import holds
-from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.search.initial_points import fixed_by, valid_points
+from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space import Draw, resolve, valid_space
 
 __all__ = ["DEFAULT_SAMPLES", "ENDLESS", "RandomSearch", "default_samples"]
@@ -112,4 +112,4 @@ class _RandomProposals(Proposals):
 
     def _drawing(self, number: int) -> Draw:
         index = self._next // self._points if self._draws_per_sample else number
-        return lambda name, domain: domain.at(draws.uniform(self._seed, "space", index, name))
+        return lambda name, domain: domain.at(seeded_random.uniform(self._seed, "space", index, name))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.models import StepReport, leaves
 from prefect_tune.core.numbers import is_number
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.search.search import Proposals, Proposed, Search, Space, Suggestion
-from prefect_tune.core.values import StepReport, leaves
+from prefect_tune.core.search.base import Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.search.objective import Objective
 
 __all__ = ["Repeated"]
 

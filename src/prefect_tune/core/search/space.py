@@ -14,7 +14,7 @@ from typing import TypeAlias, overload
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import Branch, Choice, Domain, Grid, SampleFrom, domains_in, frozen
-from prefect_tune.core.search.ranges import Float, Integer, Normal
+from prefect_tune.core.search.numeric_domains import Float, Integer, Normal
 
 __all__ = ["Draw", "below", "option", "resolve", "valid_space"]
 

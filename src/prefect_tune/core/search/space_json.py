@@ -16,11 +16,11 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias, cast
 
 from prefect_tune.core.errors import InvalidInput, UnsafePayload
+from prefect_tune.core.models import Json
 from prefect_tune.core.search import domains
 from prefect_tune.core.search.domains import Branch, Choice, Domain, Grid, SampleFrom, frozen
-from prefect_tune.core.search.ranges import Float, Integer, Normal
+from prefect_tune.core.search.numeric_domains import Float, Integer, Normal
 from prefect_tune.core.search.space import below, option, valid_space
-from prefect_tune.core.values import Json
 
 __all__ = ["FunctionLoader", "space_from_json", "space_to_json"]
 

@@ -18,10 +18,10 @@ from optuna.pruners import (
 from optuna.trial import TrialState
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.objective import Objective
-from prefect_tune.core.schedulers.scheduler import Continue, Decision, Schedule, Scheduler, Stop, TrialReport
-from prefect_tune.core.values import TrialId
-from prefect_tune.integrations.optuna.trials import Study, quiet, values_of
+from prefect_tune.core.models import TrialId
+from prefect_tune.core.schedulers.base import Continue, Decision, Schedule, Scheduler, Stop, TrialReport
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.integrations.optuna.study import Study, quiet, values_of
 
 __all__ = ["OptunaPruner"]
 

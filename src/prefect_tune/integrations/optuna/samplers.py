@@ -17,9 +17,9 @@ from optuna.samplers._lazy_random_state import LazyRandomState
 from optuna.search_space import IntersectionSearchSpace
 from optuna.trial import FrozenTrial
 
-from prefect_tune.core.draws import integer
+from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.hints import did_you_mean
+from prefect_tune.core.seeded_random import integer
 
 __all__ = ["SeededSampler", "check_sampler", "core_of", "ends_by_itself", "sampler_from"]
 

@@ -17,15 +17,15 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.objective import Objective
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.search.config_inverse import holds, is_same
 from prefect_tune.core.search.domains import Domain, has_grid
-from prefect_tune.core.search.points import fixed_by, valid_points
+from prefect_tune.core.search.initial_points import fixed_by, valid_points
+from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import ENDLESS
-from prefect_tune.core.search.reading import holds, is_same
-from prefect_tune.core.search.search import Exhausted, Proposals, Proposed, Search, Space, Suggestion
 from prefect_tune.core.search.space import resolve, valid_space
-from prefect_tune.core.values import StepReport
-from prefect_tune.integrations.optuna.parameters import (
+from prefect_tune.integrations.optuna.distributions import (
     Parameters,
     distribution_of,
     drawn_from,
@@ -36,7 +36,7 @@ from prefect_tune.integrations.optuna.parameters import (
     without_the_undrawn,
 )
 from prefect_tune.integrations.optuna.samplers import SeededSampler, check_sampler, ends_by_itself, sampler_from
-from prefect_tune.integrations.optuna.trials import Study, quiet, values_of
+from prefect_tune.integrations.optuna.study import Study, quiet, values_of
 
 __all__ = ["Constraints", "OptunaSearch"]
 

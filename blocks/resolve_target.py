@@ -1,0 +1,204 @@
+"""Resolve a target that a user gave as a block, a 'block-type/name' slug, a URI or a path."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+from prefect.blocks.core import Block, UnknownBlockType
+from prefect.settings import get_current_settings
+from pydantic import ValidationError
+
+from prefect_tune.blocks.azure_target import AzureTarget
+from prefect_tune.blocks.fsspec_target import FsspecTarget, implementation
+from prefect_tune.blocks.gcs_target import GcsTarget
+from prefect_tune.blocks.local_target import LocalTarget
+from prefect_tune.blocks.s3_target import S3Target
+from prefect_tune.blocks.storage_target import StorageTarget
+from prefect_tune.core.did_you_mean import nearest
+from prefect_tune.core.errors import InvalidInput, StoreUnavailable
+from prefect_tune.stores.locations.uri import Client, read_uri
+
+__all__ = ["SET_UP", "resolve_existing", "resolve_target", "target_from_fields", "target_reference", "validate_target"]
+
+SET_UP = (
+    "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
+)
+"""Advice for errors when no Prefect server is configured."""
+_SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
+    """Return the target that `value` names. Only a slug needs the Prefect server; the target is not contacted.
+
+    A string is a URI if it has a scheme, as in `s3://bucket/folder`; else a path if it starts with `/`, `./`, `../` or
+    `~`, or does not have exactly one `/`; else a `block-type/name` slug, whose type must be a target block. So a
+    relative path of two parts is written `./runs/first`. A `PathLike` is always a path. Relative paths are resolved
+    against the current working directory.
+
+    Raises:
+        InvalidInput: it is none of these, or the block is not saved on the server.
+        StoreUnavailable: the Prefect server did not answer.
+    """
+    match _read(value):
+        case StorageTarget() as target:
+            return target
+        case (str(block_type), str(name)):
+            return _load(block_type, name)
+
+
+def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
+    """Return the target that `value` names, for read-only use: opening it does not create a missing local folder.
+
+    Raises as `resolve_target`.
+    """
+    target = resolve_target(value)
+    return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
+
+
+def validate_target(value: StorageTarget | str | os.PathLike[str]) -> None:
+    """Raise as `resolve_target` would, except for errors that need the Prefect server."""
+    _read(value)
+
+
+def target_reference(target: StorageTarget) -> str:
+    """Return a string without secrets that `resolve_target` turns into an equal target in any process.
+
+    Raises:
+        InvalidInput: the target is not saved and has settings that its URI does not contain.
+    """
+    name = target._block_document_name  # noqa: SLF001  Prefect has no public name for it
+    if name is not None:
+        return f"{target.get_block_type_slug()}/{name}"
+    if _read(target.uri) == target:
+        return target.uri
+    raise InvalidInput(
+        f"{target.uri}: another process would need its credentials or settings too; save the block and pass "
+        f"its slug: target.save('name'), then '{target.get_block_type_slug()}/name'"
+    )
+
+
+def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
+    """Return the target with these fields of a saved block.
+
+    Its type is given by `block_type_slug`. Prefect leaves that out of a block within a block; then the fields must fit
+    exactly one type of target.
+
+    Raises:
+        InvalidInput: they fit no type of target, or several.
+    """
+    kinds = _target_types()
+    slug = fields.get("block_type_slug")
+    fitting = [slug] if slug else [name for name, kind in kinds.items() if fields.keys() <= kind.model_fields.keys()]
+    if len(fitting) == 1 and fitting[0] in kinds:
+        return kinds[str(fitting[0])](**fields)
+    raise InvalidInput(f"expected the fields of a target, with a block_type_slug among {', '.join(sorted(kinds))}")
+
+
+def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tuple[str, str]:
+    if isinstance(value, StorageTarget):
+        return value
+    if isinstance(value, os.PathLike):
+        path = Path(value)
+        return LocalTarget(path=str(path if path.parts[:1] and path.parts[0][0] == "~" else Path.cwd() / path))
+    if not isinstance(value, str):
+        raise InvalidInput(
+            f"target: expected a block, a 'block-type/name' slug, a URI or a path, found a {type(value).__name__}"
+        )
+    if not value.strip():
+        raise InvalidInput("target: expected a block, a 'block-type/name' slug, a URI or a path, found an empty string")
+    if _SCHEME.match(value):
+        return _from_uri(value)
+    slug = _SLUG.fullmatch(value)
+    return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _read(Path(value))
+
+
+def _is_target_type(block_type: str, value: str) -> bool:
+    known = _target_types()
+    if block_type in known:
+        return True
+    near = nearest(block_type, known)
+    meant = f"the block {near + value[len(block_type) :]!r}" if near else f"one of {', '.join(sorted(known))}"
+    raise InvalidInput(
+        f"{value!r}: {block_type!r} is not a type of target block; write './{value}' for a folder, or {meant}"
+    )
+
+
+def _target_types(base: type[StorageTarget] = StorageTarget) -> dict[str, type[StorageTarget]]:
+    """Return all target classes that this process has defined, including a user's own, by their slugs."""
+    kinds: dict[str, type[StorageTarget]] = {}
+    for kind in base.__subclasses__():
+        if not inspect.isabstract(kind):
+            kinds[kind.get_block_type_slug()] = kind
+        kinds |= _target_types(kind)
+    return kinds
+
+
+def _load(block_type: str, name: str) -> StorageTarget:
+    slug = f"{block_type}/{name}"
+    try:
+        block = Block.load(slug, _sync=True)  # type: ignore[call-arg]  # added by Prefect's async_dispatch
+    except UnknownBlockType as error:
+        raise InvalidInput(f"{slug!r}: {error}") from error
+    except ValueError as error:
+        raise InvalidInput(f"{slug!r}: {_not_saved(error)}") from error
+    except RuntimeError as error:
+        raise InvalidInput(f"{slug!r}: the saved block is not valid: {_complaints(error)}") from error
+    except httpx.HTTPError as error:
+        raise StoreUnavailable(f"{slug!r}: the Prefect server did not answer: {error}") from error
+    if not isinstance(block, StorageTarget):
+        raise InvalidInput(f"{slug!r} is a {type(block).__name__}, not a target")
+    return block
+
+
+def _not_saved(error: ValueError) -> str:
+    if get_current_settings().api.url:
+        return f"no such block is saved on the Prefect server: {error}"
+    return f"no Prefect server is set up, and a saved block is stored on one: {SET_UP}"
+
+
+def _complaints(error: RuntimeError) -> str:
+    invalid = error.__cause__
+    if not isinstance(invalid, ValidationError):
+        return str(error)
+    return "; ".join(detail["msg"].removeprefix("Value error, ") for detail in invalid.errors())
+
+
+# ------------------------------------------------------------------------------------------------------ URIs
+
+
+def _from_uri(uri: str) -> StorageTarget:
+    location = read_uri(uri)
+    match location.client:
+        case Client.FILES:
+            return LocalTarget(path=location.path)
+        case Client.S3:
+            return _made(S3Target, bucket=location.container, prefix=location.path, **_endpoint(location.options))
+        case Client.GCS:
+            return _made(GcsTarget, bucket=location.container, prefix=location.path, **_endpoint(location.options))
+        case Client.AZURE:
+            account = location.account.partition(".")[0] or None
+            return AzureTarget(container=location.container, prefix=location.path, account_name=account)
+        case Client.OTHER:
+            implementation(location.scheme)  # to report a missing package now, not in the middle of a run
+            return FsspecTarget(location=uri)
+
+
+def _endpoint(options: Mapping[str, str]) -> dict[str, str | bool]:
+    """Return a URI's options as fields of a block; in pyarrow's URIs host:port and scheme are separate options."""
+    fields: dict[str, str | bool] = dict(options)
+    scheme = fields.pop("scheme", "https")
+    endpoint = fields.pop("endpoint_override", None) or fields.pop("endpoint_url", None)
+    if isinstance(endpoint, str):
+        fields["endpoint_url"] = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
+        fields.setdefault("allow_http", str(fields["endpoint_url"]).startswith("http:"))  # explicit in the URI
+    return fields
+
+
+def _made(kind: type[StorageTarget], **fields: object) -> StorageTarget:
+    return kind(**fields)

@@ -1,0 +1,136 @@
+"""Convert an experiment to Arrow tables: one row per trial, or one row per report. Needs no Prefect and no target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
+from prefect_tune.core.models import StepReport, flat
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.object_store import Buffer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["as_parquet", "from_parquet", "reports_table", "trials_table"]
+
+_INT64 = 2**63
+_VERSION = b"1"
+"""Of the columns. `prefect-tune/version` is not written for the first one."""
+
+
+def trials_table(experiment: Experiment) -> pa.Table:
+    """Return one row per trial, in the order in which they were added.
+
+    The columns that every experiment has come first, then `config/...`, then the metrics of the last valid report.
+    A metric with the name of another column becomes `metrics/...`.
+    """
+    import pyarrow as pa
+
+    trials = list(experiment.trials.values())
+    columns = _fixed({name: [fact(each) for each in trials] for name, fact in _FACTS.items()})
+    columns |= _fixed({"checkpoint": [_newest_path(experiment.name, each) for each in trials]})
+    columns |= _spread((flat(each.config, "config/") for each in trials), len(trials), ())
+    return pa.table({**columns, **_spread((flat(each.metrics) for each in trials), len(trials), columns)})
+
+
+def reports_table(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
+    """Return one row per valid report: trial, step, training time up to it in seconds, and its metrics."""
+    import pyarrow as pa
+
+    rows = [(trial, report) for trial, curve in curves for report in curve]
+    columns = _fixed(
+        {
+            "trial": [trial for trial, _ in rows],
+            "step": [report.step for _, report in rows],
+            "trained_seconds": [report.trained_seconds for _, report in rows],
+        }
+    )
+    return pa.table({**columns, **_spread((flat(report.metrics) for _, report in rows), len(rows), columns)})
+
+
+def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
+    """Return `table` as a Parquet file; its schema metadata holds `about`, with keys prefixed `prefect-tune/`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    described = table.replace_schema_metadata({f"prefect-tune/{name}": value for name, value in about.items()})
+    sink = pa.BufferOutputStream()
+    pq.write_table(described, sink, compression="zstd")
+    return bytes(sink.getvalue())
+
+
+def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
+    """Return the table in a Parquet file; None if it was made from a journal state with another digest.
+
+    None too if its columns are of another version than this release's. Nothing in such a file is executed. Raises
+    pyarrow's errors if `data` is not a Parquet file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(pa.BufferReader(pa.py_buffer(data)))
+    about = table.schema.metadata or {}
+    is_of_this_release = about.get(b"prefect-tune/version", _VERSION) == _VERSION
+    return table if is_of_this_release and about.get(b"prefect-tune/digest") == digest.encode() else None
+
+
+# ---------------------------------------------------------------------------------------------- the columns
+
+_FACTS: Mapping[str, Callable[[Trial], object]] = {
+    "trial": lambda trial: trial.trial,
+    "status": lambda trial: str(trial.status),
+    "reason": lambda trial: trial.reason,
+    "cause": lambda trial: trial.cause and str(trial.cause),
+    "step": lambda trial: trial.step,
+    "trained_seconds": lambda trial: trial.trained_seconds,
+    "attempts": lambda trial: trial.attempt,
+    "wasted_steps": lambda trial: trial.wasted_steps,
+    "checkpoints": lambda trial: len(trial.checkpoints),
+}
+_TYPES = {"step": "int64", "trained_seconds": "float64", "attempts": "int64", "wasted_steps": "int64"} | {
+    "checkpoints": "int64"
+}
+
+
+def _newest_path(experiment: str, trial: Trial) -> str | None:
+    key = newest_key(TrialKey(experiment=experiment, trial=trial.trial), trial)
+    return key.folder if key else None
+
+
+def _spread(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:
+    """Return a column for each name in any of the rows; null in rows without it."""
+    found: dict[str, list[Any]] = {}
+    for index, row in enumerate(rows):
+        for name, value in row.items():
+            column = found.get(name)
+            if column is None:
+                column = found[name] = [None] * count
+            column[index] = value
+    return {f"metrics/{name}" if name in taken else name: _inferred(column) for name, column in found.items()}
+
+
+def _fixed(columns: Mapping[str, list[Any]]) -> dict[str, pa.Array]:
+    """Return the columns that have the same type in every experiment, even in an empty one."""
+    import pyarrow as pa
+
+    return {name: pa.array(column, _TYPES.get(name, "string")) for name, column in columns.items()}
+
+
+def _inferred(column: list[Any]) -> pa.Array:
+    """Return a column of one type; mixed types, and integers beyond 64 bits, become JSON text."""
+    import pyarrow as pa
+
+    kinds = {type(value) for value in column if value is not None}
+    if kinds == {int, float}:
+        column = [None if value is None else float(value) for value in column]
+    elif len(kinds) > 1 or (kinds == {int} and not all(value is None or _fits(value) for value in column)):
+        column = [None if value is None else json.dumps(value) for value in column]
+    return pa.array(column, pa.float64() if not kinds else None)
+
+
+def _fits(value: int) -> bool:
+    return -_INT64 <= value < _INT64

@@ -1,0 +1,329 @@
+"""The default syncer: syncs directories with any target in the background, one command after the other."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from prefect_tune.artifact_sync.syncer import HOPELESS, Direction, Syncer, SyncTimedOut
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.blocks.resolve_target import resolve_target
+from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
+from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, TuneError
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.local.artifact_transfer import (
+    Sent,
+    Writer,
+    delete_everything,
+    receive_artifacts,
+    send_artifacts,
+)
+from prefect_tune.stores.locations.uri import read_uri
+
+__all__ = ["TargetSyncer"]
+
+_GRACE = timedelta(seconds=10)  # for a store to end its work after the deadline and to raise
+_FIRST_PAUSE_SECONDS = 1.0
+
+
+class _Act(Enum):
+    UP = "sync up"
+    DOWN = "sync down"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    act: _Act
+    remote: str
+    local: str = ""
+    excludes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        places = {
+            _Act.UP: f"{self.local} to {self.remote}",
+            _Act.DOWN: f"{self.remote} to {self.local}",
+            _Act.DELETE: self.remote,
+        }
+        return f"{self.act.value} of {places[self.act]}"
+
+    def replaces(self, failed: _Command) -> bool:
+        """Whether this command makes a retry of `failed` unnecessary."""
+        writes = (_Act.UP, _Act.DELETE)
+        return self == failed or (self.remote == failed.remote and self.act in writes and failed.act in writes)
+
+
+class TargetSyncer(Syncer):
+    """Syncs directories with a target, in the background, one command at a time and in the order given.
+
+    Commands are queued, never dropped, while another runs; a sync that equals the last queued one of the same remote
+    directory is not queued twice, since a sync copies the files that exist when it begins. Each command is ended
+    after `sync_timeout`, and the next one begins only after it has ended.
+
+    Only changed files are sent. Files deleted locally are removed from the target by the next sync up; a sync down
+    deletes nothing locally. A reader of the target sees a whole sync or the previous one. For `exclude`, see
+    `prefect_tune.core.checkpoints.exclude_patterns`; files that match `NEVER_ARTIFACTS` are never synced.
+
+    `remote_dir` is a URI, or a folder on `target` if one is given. A pickled copy keeps the settings and the commands
+    that `retry` runs again; running and queued commands stay with the original.
+    """
+
+    def __init__(
+        self,
+        target: StorageTarget | None = None,
+        sync_period: timedelta | float = 300,
+        sync_timeout: timedelta | float = 1800,
+    ) -> None:
+        super().__init__(sync_period, sync_timeout)
+        self._target = target
+        self._last: _Command | None = None
+        self._failed: dict[_Command, Exception | None] = {}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._state = threading.Condition()
+        self._queue: deque[_Command] = deque()
+        self._running: _Command | None = None
+        self._began_seconds = 0.0
+        self._sent: dict[tuple[str, str], Sent] = {}
+        self._writer = Writer()
+        self._failures = 0
+        self._not_before_seconds = 0.0
+        self._is_closed = False
+
+    def write_as(self, writer: Writer) -> None:
+        """Let further syncs up write as this attempt, until a later attempt does; a pickled copy forgets it."""
+        self._writer = writer
+
+    # ------------------------------------------------------------------------------------------- what is asked
+
+    def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
+        """Queue a sync of the changed files of `local_dir`, and return True.
+
+        Raises:
+            InvalidInput: `remote_dir` is not a valid target or folder, or this syncer is closed.
+        """
+        return self._enqueue(_Command(_Act.UP, remote_dir, _absolute(local_dir), _patterns(exclude)))
+
+    def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
+        """Queue a download of the files that differ into `local_dir`; otherwise as `sync_up`."""
+        return self._enqueue(_Command(_Act.DOWN, remote_dir, _absolute(local_dir), _patterns(exclude)))
+
+    def delete(self, remote_dir: str) -> bool:
+        """Queue the deletion of everything below `remote_dir`; otherwise as `sync_up`."""
+        return self._enqueue(_Command(_Act.DELETE, remote_dir))
+
+    def retry(self) -> None:
+        """Queue all failed commands again that no later one has replaced; if there are none, the last command.
+
+        Raises:
+            TuneError: there was no command yet.
+        """
+        with self._state:
+            again = list(self._failed) or ([self._last] if self._last else [])
+        if not again:
+            raise TuneError("retry: there was no sync yet, so there is none to retry")
+        for command in again:
+            self._enqueue(command)
+
+    def wait(self, timeout: timedelta | float | None = None) -> None:
+        """Wait until all commands are done.
+
+        Args:
+            timeout: the longest wait; 0 for none. None: as long as the commands may take.
+
+        Raises:
+            SyncTimedOut: not done within `timeout`, or a command was ended by `sync_timeout`; a `TimeoutError` too.
+            TuneError: a command failed; the error has the class of its cause. Each `wait` raises it until a retry
+                succeeds or a later command replaces it; for a sync down that no retry can help, only once.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        until = None if seconds is None else self._clock() + seconds
+        with self._state:
+            while self._running or self._queue:
+                self._wait_a_while(until)
+            for command, error in list(self._failed.items()):
+                if command.act is _Act.DOWN and isinstance(error, HOPELESS):
+                    del self._failed[command]  # no local file is unsaved, and a retry cannot help: raised once
+                raise _told(command, error)
+
+    def _wait_a_while(self, until: float | None) -> None:
+        """Wait for the next change of the queue, for a second at most.
+
+        Raises:
+            SyncTimedOut: `until` is reached, or the running command exceeds its `sync_timeout`.
+        """
+        now = self._clock()
+        ends = self._began_seconds + (self.sync_timeout + _GRACE).total_seconds() if self._running else now + 1
+        remaining = min(ends, ends if until is None else until) - now
+        if remaining <= 0:
+            late = self._running or self._queue[0]
+            raise SyncTimedOut(f"{late}: not done in time; no other sync begins before it has ended")
+        self._state.wait(min(remaining, 1.0))
+
+    def close(self) -> None:
+        """Refuse further commands, and wait for the queued ones. Idempotent."""
+        with self._state:
+            self._is_closed = True
+        self.wait()
+
+    def reset(self) -> None:
+        """Make the next `..._if_needed` call sync, however recent the last sync or failure is."""
+        super().reset()
+        with self._state:
+            self._not_before_seconds = 0.0
+
+    def _is_due(self, direction: Direction) -> bool:
+        """Count a running sync as the last one; after a failure, wait 2, 4, 8 ... s, up to `sync_period`."""
+        act = _Act.UP if direction is Direction.UP else _Act.DOWN
+        with self._state:
+            if self._queue or self._clock() < self._not_before_seconds:
+                return False
+            if self._running and self._running.act is act:
+                return self._clock() - self._began_seconds >= self.sync_period.total_seconds()
+        return super()._is_due(direction)
+
+    def _noted(self, direction: Direction, now_seconds: float, *, is_begun: bool) -> bool:  # noqa: ARG002  it counts once it has succeeded
+        return is_begun  # it counts once it has succeeded
+
+    # ------------------------------------------------------------------------------------------ how it is done
+
+    def _enqueue(self, command: _Command) -> bool:
+        self._place(command.remote)
+        with self._state:
+            if self._is_closed:
+                raise InvalidInput(f"{command}: this syncer is closed")
+            self._last = command
+            for failed in [failed for failed in self._failed if command.replaces(failed)]:
+                del self._failed[failed]
+            if command != self._last_for(command.remote):
+                self._queue.append(command)
+            if self._running is None:
+                self._begin()
+        return True
+
+    def _last_for(self, remote: str) -> _Command | None:
+        return next((waiting for waiting in reversed(self._queue) if waiting.remote == remote), None)
+
+    def _begin(self) -> None:
+        """Begin the next command in a non-daemon thread: the interpreter waits for it at exit."""
+        self._running = self._queue.popleft()
+        self._began_seconds = self._clock()
+        threading.Thread(target=self._run, args=(self._running,), name=f"{self._running}").start()
+
+    def _run(self, command: _Command) -> None:
+        error: Exception | None = TuneError("its thread was ended")
+        try:
+            self._do(command)
+            error = None
+        except Exception as failure:  # noqa: BLE001  it is stored, and raised by `wait`
+            error = failure
+        finally:
+            with self._state:
+                self._note(command, error)
+                self._running = None
+                if self._queue:
+                    self._begin()
+                self._state.notify_all()
+
+    def _note(self, command: _Command, error: Exception | None) -> None:
+        if error is not None:
+            superfluous = any(waiting.replaces(command) for waiting in self._queue)
+            if not superfluous:
+                self._failed[command] = error
+            self._failures += 1
+            pause = min(_FIRST_PAUSE_SECONDS * 2**self._failures, self.sync_period.total_seconds())
+            self._not_before_seconds = self._clock() + pause
+            return
+        self._failures = 0
+        self._not_before_seconds = 0.0
+        if command.act is _Act.UP:
+            self.last_sync_up_time = self._began_seconds
+        elif command.act is _Act.DOWN:
+            self.last_sync_down_time = self._began_seconds
+
+    def _do(self, command: _Command) -> None:
+        with self._opened(command.remote) as (store, folder):
+            match command.act:
+                case _Act.UP:
+                    where = (command.local, command.remote)
+                    before = self._sent.pop(where, Sent())
+                    local = Path(command.local)
+                    self._sent[where] = send_artifacts(
+                        store, folder, local, command.excludes, before, writer=self._writer
+                    )
+                case _Act.DOWN:
+                    receive_artifacts(store, folder, Path(command.local), command.excludes)
+                case _Act.DELETE:
+                    self._sent.clear()
+                    delete_everything(store, folder)
+
+    @contextmanager
+    def _opened(self, remote: str) -> Iterator[tuple[ObjectStore, str]]:
+        target, folder = self._place(remote)
+        with target.open(timeout=self.sync_timeout) as store:
+            yield store, folder
+
+    def _place(self, remote: str) -> tuple[StorageTarget, str]:
+        """Return the target and the folder on it that `remote` names."""
+        if self._target is None:
+            return _found(remote)
+        folder = remote
+        if "://" in remote:
+            (root, _, options), (place, _, given) = (uri.partition("?") for uri in (self._target.uri, remote))
+            folder = place.removeprefix(root)
+            if folder == place or not folder.startswith("/") or given not in ("", options):
+                raise InvalidInput(f"{remote!r}: expected a folder below {self._target.uri}")
+        folder = folder.strip("/")
+        if any(part in ("", ".", "..") for part in folder.split("/")):
+            raise InvalidInput(f"{remote!r}: expected a folder on {self._target.uri}, without '.' and '..'")
+        return self._target, folder
+
+    # ------------------------------------------------------------------------------------------------- pickling
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._state:
+            failed = dict.fromkeys([*self._failed, *([self._running] if self._running else []), *self._queue])
+        kept = ("sync_period", "sync_timeout", "_target", "_last")
+        return {**{name: self.__dict__[name] for name in kept}, "_failed": failed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+
+def _found(remote: str) -> tuple[StorageTarget, str]:
+    """Return the parent of a URI or path as target, and its last folder; for a block's slug, the block and ""."""
+    if "://" not in remote and not remote.startswith(("/", "./", "../", "~")):
+        return resolve_target(remote), ""
+    location = read_uri(remote)
+    above, _, folder = location.path.rpartition("/")
+    return resolve_target(location.at(above).uri), folder
+
+
+def _absolute(local_dir: str) -> str:
+    """Return the absolute path now: the command runs later, when the working directory may be another."""
+    return os.path.abspath(local_dir)  # noqa: PTH100  a removed directory's path need not be followed
+
+
+def _patterns(exclude: list[str] | None) -> tuple[str, ...]:
+    return (*(exclude or ()), *NEVER_ARTIFACTS)
+
+
+def _told(command: _Command, error: Exception | None) -> TuneError:
+    """Return the exception for a failed command: its message names the command, its class is that of the cause."""
+    if error is None:
+        return TuneError(f"{command}: was under way when this syncer was copied, and may not be done: retry it")
+    told = TuneError(f"{command}: {error!r}")
+    if isinstance(error, TuneError):
+        told = (SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error))(f"{command}: {error}")
+    told.__cause__ = error
+    return told

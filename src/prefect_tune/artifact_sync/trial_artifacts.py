@@ -1,0 +1,126 @@
+"""Sync a trial's own files (logs, plots) to the target and, on a resume, back.
+
+A resume does not depend on them: errors are logged as warnings, and training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from prefect_tune.artifact_sync.select_syncer import syncer_for
+from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from prefect_tune.blocks import resolve_target
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.storage.layout import below
+from prefect_tune.stores.local.artifact_transfer import Writer
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.trial_spec import TrialPlan
+
+__all__ = ["TrialArtifacts"]
+
+_RETRIES = 2
+_BACKOFF_SECONDS = 1.0
+
+
+class TrialArtifacts:
+    """Syncs the artifact directory of one attempt; does nothing if the plan has no syncer.
+
+    Raises:
+        InvalidInput: the plan's syncer or upload target is invalid.
+    """
+
+    def __init__(self, plan: TrialPlan, directory: Path, log: Log) -> None:
+        self._plan = plan
+        self._sync = plan.sync
+        self._directory = str(directory)
+        self._log = log
+        target = resolve_target(plan.sync.upload_dir or plan.target)
+        self._syncer = syncer_for(plan.sync, target) if plan.sync.sync_artifacts else None
+        # The default syncer has the target already; a user's syncer needs a whole URI.
+        self._uri = None if plan.sync.syncer == "auto" else target.uri
+        self._folder = plan.trial.artifacts
+        self._remote = self._named(self._folder)
+        self._excludes = list(plan.sync.excludes)
+        # True until `bring_back`; an upload target may hold files of an earlier experiment of this name.
+        self._shows_nothing = plan.sync.upload_dir is None
+        self._write_as(1)
+
+    def bring_back(self, attempt: int) -> None:
+        """Download the files of earlier attempts, so that logs are continued.
+
+        If that fails, this attempt uses a folder of its own: a sync to the same one would delete the files there.
+        """
+        self._shows_nothing = False
+        self._write_as(attempt)
+        if not self._aloud(self._fetch):
+            self._remote = self._named(f"{self._folder}-{attempt}")
+            self._log.warning("this attempt's artifacts go to %s, beside the earlier ones", self._remote)
+
+    def after_commit(self) -> None:
+        """Begin a sync; training does not wait for it."""
+        if self._sync.sync_on_checkpoint:
+            self._aloud(self._send)
+
+    def after_report(self) -> None:
+        """Begin a sync if the last one is `sync_period` ago."""
+        self._aloud(self._send_if_needed)
+
+    def close(self) -> None:
+        """Sync the files a last time, and wait for it."""
+        self._aloud(self._send)
+        self._aloud(self._wait)
+
+    def settle(self) -> None:
+        """Wait for running syncs, before the directory is removed: a half-removed one must not be uploaded."""
+        if self._syncer is not None:
+            self._aloud(self._syncer.close)
+
+    def _write_as(self, attempt: int) -> None:
+        """Make syncs of this attempt give way to later attempts; only the default syncer can do so."""
+        if isinstance(self._syncer, TargetSyncer):
+            self._syncer.write_as(Writer(attempt, lambda: self._is_superseded(attempt)))
+
+    def _is_superseded(self, attempt: int) -> bool:
+        """Whether the journal has another attempt of the trial, or does not have the trial any more."""
+        with self._plan.target.open(timeout=self._sync.sync_timeout) as store, side_by_side() as transfers:
+            trials = load(store, self._plan.journal, side_by_side=transfers).trials
+        newest = trials.get(self._plan.trial.trial)
+        return newest is None or newest.attempt != attempt
+
+    def _named(self, folder: str) -> str:
+        return folder if self._uri is None else below(self._uri, folder)
+
+    def _fetch(self) -> None:
+        if self._syncer is not None:
+            self._syncer.sync_down(self._remote, self._directory, self._excludes)
+        self._wait()
+
+    def _send(self) -> None:
+        if self._syncer is not None and self._has_something_to_show():
+            self._syncer.sync_up(self._directory, self._remote, self._excludes)
+
+    def _send_if_needed(self) -> None:
+        if self._syncer is not None and self._has_something_to_show():
+            self._syncer.sync_up_if_needed(self._directory, self._remote, self._excludes)
+
+    def _has_something_to_show(self) -> bool:
+        """Skip the default syncer while there are no files, as in most trials; a user's syncer is always called."""
+        if isinstance(self._syncer, TargetSyncer) and self._shows_nothing:
+            self._shows_nothing = not any(Path(self._directory).iterdir())
+            return not self._shows_nothing
+        return True
+
+    def _wait(self) -> None:
+        if self._syncer is not None:
+            self._syncer.wait_or_retry(_RETRIES, _BACKOFF_SECONDS)
+
+    def _aloud(self, act: Callable[[], None]) -> bool:
+        """Run `act`; on an error log a warning and return False."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - a user's syncer may raise anything, and stops no training
+            self._log.warning("the trial's artifacts are not synced: %s: %s", type(error).__name__, error)
+            return False
+        return True

@@ -1,0 +1,157 @@
+"""The command `deploy`: create deployments of the flows, or one deployment for one experiment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefect_tune.cli.app import SEARCH, AsJson, WrongUsage, app, asks
+from prefect_tune.cli.option_parsing import object_from, values_from
+from prefect_tune.core.errors import TuneError
+
+if TYPE_CHECKING:
+    from prefect_tune.deploy.apply_deployments import Deployed
+    from prefect_tune.deploy.deployment_specs import Schedule, Wanted
+
+__all__: list[str] = []
+
+
+class _Collision(StrEnum):
+    CANCEL_NEW = "cancel-new"
+    ENQUEUE = "enqueue"
+
+
+_Flows = Annotated[list[str] | None, typer.Argument(metavar="[FLOW]...", show_default=False)]
+_Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "For the pool's job template.")]
+_Params = Annotated[str | None, asks("--params", "JSON|@FILE", "Parameters, as a JSON object.")]
+_Param = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")]
+_Crons = Annotated[list[str] | None, asks("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
+
+
+@app.command(rich_help_panel=SEARCH)
+def deploy(
+    flows: _Flows = None,
+    work_pool: Annotated[str, asks("--work-pool", "POOL", "Work pool of the runs; required.")] = "",
+    work_queue: Annotated[str | None, asks("--work-queue", "QUEUE", "Work queue of that pool.")] = None,
+    image: Annotated[str | None, asks("--image", "IMAGE", "Container image with this package.")] = None,
+    job_variables: _Variables = None,
+    prefix: Annotated[str, asks("--prefix", "TEXT", "Prefix of each deployment's name, as staging-.")] = "",
+    suffix: Annotated[str, asks("--suffix", "TEXT", "Suffix of each deployment's name.")] = "",
+    name: Annotated[str | None, asks("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
+    params: _Params = None,
+    param: _Param = None,
+    cron: _Crons = None,
+    every_seconds: Annotated[float | None, asks("--every-seconds", "S", "Run it every S seconds.")] = None,
+    time_zone: Annotated[str, typer.Option("--timezone", metavar="ZONE", help="For --cron: Europe/Berlin.")] = "UTC",
+    collision: Annotated[
+        _Collision, typer.Option(metavar="WHAT", help="If the last run is active: cancel-new, or enqueue.")
+    ] = _Collision.CANCEL_NEW,
+    automations: Annotated[
+        bool,
+        typer.Option("--automations/--no-automations", help="Install automations: restart crashed runs, six alerts."),
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Deploy every FLOW, or those named, to a work pool of any kind; with --name, one for one experiment.
+
+    It is idempotent.
+
+    prefect-tune deploy --work-pool training
+
+    prefect-tune deploy tune --name nightly --params @nightly.json
+      --work-pool training --cron "0 2 * * *" --timezone Europe/Berlin
+    """
+    from prefect_tune.deploy.apply_deployments import Pool, deploy
+
+    if not work_pool:
+        raise WrongUsage("--work-pool: expected a work pool for the runs; `prefect work-pool ls` lists them")
+    variables = {**(values_from(job_variables or (), "--job-variable") or {}), **({"image": image} if image else {})}
+    asked = {**_given(params), **(values_from(param or (), "--param") or {})}
+    schedules = _schedules(cron or (), every_seconds, time_zone)
+    if name is None:
+        _require_nothing_of_one(asked, schedules)
+        wanted = _general(flows or (), prefix, suffix)
+    else:
+        wanted = [_of_one(flows or (), f"{prefix}{name}{suffix}", asked, schedules, collision)]
+    done = deploy(wanted, Pool(name=work_pool, queue=work_queue, job_variables=variables))
+    try:
+        installed = _automations() if automations else []
+    except TuneError as error:
+        _say(done, (), work_pool, as_json=as_json)
+        raise TuneError(f"{error}; the deployments are made: --no-automations skips the automations") from error
+    _say(done, installed, work_pool, as_json=as_json)
+
+
+def _given(params: str | None) -> Mapping[str, Any]:
+    if params is None:
+        return {}
+    text = params
+    if params.startswith("@"):
+        try:
+            text = Path(params[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise WrongUsage(f"--params {params}: {error}") from error
+    return object_from(text, "--params")
+
+
+def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str) -> Sequence[Schedule] | None:
+    from prefect_tune.deploy.deployment_specs import Every, Schedule
+
+    if every_seconds is not None and every_seconds <= 0:
+        raise WrongUsage(f"--every-seconds: expected more than 0, found {every_seconds:g}")
+    found = [Schedule(when, time_zone) for when in cron]
+    if every_seconds is not None:
+        found.append(Schedule(Every(timedelta(seconds=every_seconds)), time_zone))
+    return found or None
+
+
+def _require_nothing_of_one(asked: Mapping[str, Any], schedules: object) -> None:
+    if asked or schedules:
+        raise WrongUsage("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
+
+
+def _general(flows: Sequence[str], prefix: str, suffix: str) -> Sequence[Wanted]:
+    from prefect_tune.deploy.deployment_specs import named, wanted
+
+    return wanted(named(flows), prefix=prefix, suffix=suffix)
+
+
+def _of_one(
+    flows: Sequence[str],
+    name: str,
+    asked: Mapping[str, Any],
+    schedules: Sequence[Schedule] | None,
+    collision: _Collision,
+) -> Wanted:
+    from prefect_tune.deploy.deployment_specs import named, of_one_experiment
+
+    if len(flows) != 1:
+        raise WrongUsage(f"--name {name}: expected one FLOW, as in: prefect-tune deploy tune --name {name}")
+    return of_one_experiment(named(flows)[0], name, asked, schedules, collision.value)
+
+
+def _automations() -> Sequence[str]:
+    from prefect_tune.deploy.apply_automations import install_automations
+
+    return install_automations()
+
+
+def _say(done: Sequence[Deployed], installed: Sequence[str], pool: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"deployments": [asdict(each) for each in done], "automations": list(installed)}, indent=2))
+        return
+    width = max(len(each.name) for each in done)
+    for each in done:
+        print(f"{each.outcome}  {each.name:{width}}  {each.link or ''}".rstrip())
+        for schedule in each.schedules:
+            print(f"         runs at {schedule}")
+    for automation in installed:
+        print(f"automation  {automation}")
+    print(f"work pool {pool!r}: runs start when a worker serves it: prefect worker start --pool {pool}")

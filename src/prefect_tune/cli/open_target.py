@@ -1,0 +1,72 @@
+"""Open a target and load an experiment for reading only; not even a missing folder is created."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from prefect_tune.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from prefect_tune.blocks import StorageTarget
+    from prefect_tune.core.experiment.experiment import Experiment
+    from prefect_tune.core.experiment.trial_transitions import Trial
+    from prefect_tune.core.storage.object_store import ObjectStore
+
+__all__ = ["chosen_trials", "looked_at", "opened", "place_at", "written_at"]
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+def place_at(target: str) -> StorageTarget:
+    """Return the target; it is not created if it is missing."""
+    from prefect_tune.blocks import resolve_existing
+
+    return resolve_existing(target)
+
+
+@contextmanager
+def looked_at(target: str) -> Iterator[ObjectStore]:
+    """Open a target for reading."""
+    with place_at(target).open(timeout=_TIMEOUT) as store:
+        yield store
+
+
+@contextmanager
+def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
+    """Open a target for reading, and load an experiment.
+
+    Raises:
+        InvalidInput: there is no experiment of this name.
+    """
+    from prefect_tune.core.journal.journal import load
+    from prefect_tune.stores.local.staging import side_by_side
+
+    with looked_at(target) as store, side_by_side() as transfers:
+        state = load(store, experiment, side_by_side=transfers)
+        if not state.number:
+            raise InvalidInput(f"{place_at(target).uri}: there is no experiment {experiment!r}")
+        yield store, state
+
+
+def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
+    """Return the trial named `trial`, or all trials if it is None.
+
+    Raises:
+        InvalidInput: there is no trial of this name.
+    """
+    if trial is None:
+        return list(state.trials.values())
+    if trial not in state.trials:
+        raise InvalidInput(f"experiment {state.name!r}: there is no trial {trial!r} among its {len(state.trials)}")
+    return [state.trials[trial]]
+
+
+def written_at(store: ObjectStore, state: Experiment) -> str:
+    """Return when the last entry of the journal was written."""
+    from prefect_tune.core.journal.journal import next_entry
+
+    last = next_entry(store, state.key, state.number - 1)
+    return last.at if last else ""

@@ -1,0 +1,89 @@
+"""The command `report`: a report of one experiment on one page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, app
+from prefect_tune.cli.open_target import opened, place_at
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.summary import objective_in
+
+if TYPE_CHECKING:
+    from prefect_tune.reporting.report_data import Material
+
+__all__: list[str] = []
+
+_FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
+_FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
+"""The format of the output file, by its ending."""
+
+
+@app.command(rich_help_panel=LOOK)
+def report(
+    target: Target,
+    experiment: ExperimentName,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A .html or .md file. Default: Markdown to stdout.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a report of an experiment, as in the Prefect UI: the best trial, charts, all trials, errors, cost.
+
+    An .html file is self-contained, and light or dark as the reader's browser prefers.
+    """
+    form = _form_of(output, as_json=as_json)
+    written = _written(_material(target, experiment), as_json=as_json, as_html=form == "HTML")
+    if output is None:
+        print(written, end="")
+        return
+    try:
+        output.write_text(written, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{output}: {error.strerror}") from error
+    print(f"{form} of {experiment}: in {output}", file=sys.stderr)
+
+
+def _form_of(output: Path | None, *, as_json: bool) -> str:
+    ending = output.suffix.lower() if output is not None else ""
+    forms = _FORMS_OF_JSON if as_json else _FORMS
+    if ending not in forms:
+        hint = "; for JSON use --json" if ending == ".json" else ""
+        endings = " or ".join(filter(None, forms))
+        raise InvalidInput(f"--output {output}: expected a file that ends in {endings}{hint}")
+    return forms[ending]
+
+
+def _written(found: Material, *, as_json: bool, as_html: bool) -> str:
+    from prefect_tune.monitoring.live_report import link_to
+    from prefect_tune.reporting.page import page_of
+    from prefect_tune.reporting.render_html import as_html as html
+    from prefect_tune.reporting.render_markdown import as_markdown
+    from prefect_tune.reporting.report_summary import facts_of
+
+    if as_json:
+        return json.dumps(asdict(facts_of(found, link_to)), indent=2, default=str) + "\n"
+    page = page_of(found, link_to)
+    return html(page) if as_html else as_markdown(page)
+
+
+def _material(target: str, experiment: str) -> Material:
+    from prefect_tune.core.journal.journal import history
+    from prefect_tune.reporting.history import moment, told
+    from prefect_tune.reporting.report_data import material
+    from prefect_tune.stores.local.staging import side_by_side
+
+    with opened(target, experiment) as (store, state), side_by_side() as transfers:
+        entries = history(store, experiment, side_by_side=transfers)
+    objective = objective_in(state.settings)
+    chronicle = told((each for each in entries if each.number <= state.number), objective.metrics if objective else ())
+    now = max((moment(each.at) for each in entries), default=datetime.now(UTC))
+    return material(state, chronicle.story, uri=place_at(target).uri, now=now)

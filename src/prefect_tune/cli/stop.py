@@ -1,0 +1,40 @@
+"""The command `stop`: stop a trial or a whole search, from another terminal or machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, TrialName, app
+
+__all__: list[str] = []
+
+
+@app.command(rich_help_panel=SEARCH)
+def stop(
+    target: Target,
+    experiment: ExperimentName,
+    trial: TrialName = None,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, for the journal.", show_default=False)] = "",
+    wait_seconds: Annotated[
+        float, typer.Option(min=0, metavar="S", help="How long to wait for the end; 0: do not wait.")
+    ] = 60,
+    as_json: AsJson = False,
+) -> None:
+    """Make a running search save and end, resumable; with --trial, end one trial of it for good.
+
+    The search checks TARGET for requests every few seconds. Exits with 1 if it has not answered.
+    """
+    from prefect_tune.tuner.send_stop_request import stop as asked
+
+    outcome = asked(experiment, target=target, trial=trial, reason=reason, wait_seconds=wait_seconds)
+    done = outcome.status in ("stopped", "had-ended", "stopping")
+    if as_json:
+        print(json.dumps({"status": outcome.status, "message": outcome.message}, indent=2))
+    else:
+        print(outcome.message, file=sys.stdout if done else sys.stderr)
+    if not done and wait_seconds:
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Chunks, commits, manifests and metadata of checkpoints."""

@@ -1,0 +1,278 @@
+"""Publish a staged directory as a checkpoint: blobs first, then a check that all are stored, then the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
+from typing import Protocol, TypeVar
+
+from prefect_tune.core.checkpoints.chunking import FileStat, Piece, Source, blob_digest, groups, pieces
+from prefect_tune.core.checkpoints.manifest import (
+    About,
+    BlobRef,
+    ChunkRef,
+    FileRef,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+)
+from prefect_tune.core.checkpoints.reverification import Reverification, Unverified, due_reads, verify_read
+from prefect_tune.core.errors import AlreadyCommitted, AlreadyExists, StoreUnavailable
+from prefect_tune.core.models import Digest, digest_of
+from prefect_tune.core.storage.conditional_create import create_or_recognize
+from prefect_tune.core.storage.documents import as_read_back
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
+from prefect_tune.core.storage.object_store import ObjectStore
+
+__all__ = ["Committed", "Mapper", "Reusable", "commit", "publish", "reusable"]
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+class Mapper(Protocol):
+    """`map`, or a thread pool's `map`: runs independent reads and writes, in parallel where it is a pool's."""
+
+    def __call__(self, function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterable[_Out]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The blob that holds a chunk on the target, and the chunk's offset in it."""
+
+    path: str
+    size_bytes: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reusable:
+    """Bytes that are on the target already and cannot be garbage-collected during this save.
+
+    `chunks` are stored in blobs of live checkpoints. `blobs` (digest to path) are whole blobs, of live
+    checkpoints or of an interrupted save; `sizes` is the listing they were found in.
+    """
+
+    chunks: Mapping[Digest, _Place] = field(default_factory=dict)
+    blobs: Mapping[Digest, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def without(self, paths: Collection[str]) -> Reusable:
+        """Return the same without the blobs at `paths`."""
+        chunks = {digest: place for digest, place in self.chunks.items() if place.path not in paths}
+        blobs = {digest: path for digest, path in self.blobs.items() if path not in paths}
+        return Reusable(chunks, blobs, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The result of a commit: the manifest, what was sent, and the damaged blobs that were found."""
+
+    manifest: Manifest
+    sent_blobs: int
+    sent_bytes: int
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """By path, the damage of blobs that were read back; they are not reused, and their bytes were sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blob:
+    """The chunks of one group, stored on the target: every chunk's place, and the path and size of a blob sent now."""
+
+    chunks: tuple[tuple[Piece, Digest, _Place], ...]
+    written: tuple[str, int] | None
+
+    def refers_to(self, paths: Collection[str]) -> bool:
+        return any(place.path in paths for _, _, place in self.chunks)
+
+
+def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, collected_up_to: int) -> Reusable:
+    """Find the bytes that the next save of `trial` need not send again.
+
+    A blob may be reused when a live checkpoint refers to it (`parent`), or when it was first written
+    after the last retirement (entry `collected_up_to`): older unreferenced blobs may be deleted at any
+    time, even by a process that was believed dead, and are never reused.
+    """
+    sizes = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}
+    live = parent.blob_paths() if parent else frozenset[str]()
+    blobs = {
+        Digest(path.rpartition("/")[2].partition("-")[0]): path
+        for path in sizes
+        if path in live or blob_sequence(path) >= collected_up_to
+    }
+    return Reusable(_chunks_of(parent, sizes) if parent else {}, blobs, sizes)
+
+
+def _chunks_of(parent: Manifest, sizes: Mapping[str, int]) -> dict[Digest, _Place]:
+    """Return the chunks whose blob has its full size in the listing; a truncated blob is sent again.
+
+    A clone's blobs belong to another trial and are not in this trial's listing: later saves do not reuse them.
+    """
+    places: dict[Digest, _Place] = {}
+    for file in parent.files:
+        for chunk in file.chunks:
+            blob = parent.blobs[chunk.blob]
+            path = parent.blob_path(chunk.blob)
+            if sizes.get(path) == blob.size_bytes:
+                places[Digest(chunk.digest)] = _Place(path, blob.size_bytes, chunk.offset)
+    return places
+
+
+def commit(  # noqa: PLR0913 - what, where, from where, and how: none follows from another
+    store: ObjectStore,
+    key: CheckpointKey,
+    source: Source,
+    about: About,
+    *,
+    reuse: Reusable,
+    side_by_side: Mapper,
+    reverification: Reverification | None = None,
+) -> Committed:
+    """Publish `source` as the checkpoint `key`.
+
+    A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same
+    bytes twice is the same as committing them once.
+
+    `reverification` says which reused blobs are read back first; the bytes of a blob that fails are sent again, to a
+    new path. Without `reverification`, reused blobs are trusted.
+
+    Raises:
+        InvalidInput: `about` holds a value that JSON cannot represent; nothing was sent.
+        AlreadyCommitted: the key holds a checkpoint of another write.
+        CommitUnknown: the target did not say whether it wrote the manifest, and reading it back did not tell.
+        StoreUnavailable: not committed; the next try reuses the blobs that were sent.
+        StagedFilesChanged: the directory was written to during the commit.
+    """
+    about = as_read_back(about)
+    work = list(groups(pieces(source.files)))
+    blobs = list(side_by_side(lambda group: _place(store, key, source, group, reuse), work))
+    written = _written(blobs)
+    manifest = _manifest(key, source, about, blobs)
+    unverified = _unverified(store, manifest, reuse, reverification, side_by_side) if reverification else {}
+    if unverified:
+        good = reuse.without(unverified)
+        again = [blob.refers_to(unverified) for blob in blobs]
+        redone = side_by_side(lambda group: _place(store, key, source, group, good), compress(work, again))
+        blobs = [*compress(blobs, map(not_, again)), *redone]
+        written |= _written(blobs)
+        manifest = _manifest(key, source, about, blobs)
+    source.require_unchanged()
+    _see(store, key.trial, written)
+    published = publish(store, key, manifest)
+    damaged = {each.path: each.why for each in unverified.values() if each.is_damaged}
+    return Committed(published, len(written), sum(written.values()), damaged)
+
+
+def _written(blobs: Iterable[_Blob]) -> dict[str, int]:
+    return dict(blob.written for blob in blobs if blob.written)
+
+
+def _unverified(
+    store: ObjectStore,
+    manifest: Manifest,
+    reuse: Reusable,
+    reverification: Reverification,
+    side_by_side: Mapper,
+) -> dict[str, Unverified]:
+    """Return by path the blobs that were due for verification and must not be reused."""
+    shared = frozenset(place.path for place in reuse.chunks.values())
+    found = side_by_side(lambda read: verify_read(store, manifest, read), due_reads(manifest, shared, reverification))
+    return {each.path: each for each in found if each is not None}
+
+
+def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
+    """Hash a group's chunks and send those that are not on the target, as one blob."""
+    buffer = memoryview(bytearray(sum(piece.length for piece in group)))
+    known: list[tuple[Piece, Digest, _Place]] = []
+    fresh: list[tuple[Piece, Digest]] = []
+    end = 0
+    for piece in group:
+        chunk = buffer[end : end + piece.length]
+        source.read_into(piece, chunk)
+        digest = digest_of(chunk)
+        if place := reuse.chunks.get(digest):
+            known.append((piece, digest, place))  # the next chunk overwrites it in the buffer
+        else:
+            fresh.append((piece, digest))
+            end += piece.length
+    if not fresh:
+        return _Blob(tuple(known), None)
+    digest = blob_digest((digest, piece.length) for piece, digest in fresh)
+    path = reuse.blobs.get(digest)
+    written = None
+    if path is None or reuse.sizes[path] != end:
+        path = key.trial.blob_path(digest, key.sequence)
+        store.put(path, buffer[:end])
+        written = (path, end)
+    return _Blob((*known, *_placed(fresh, path, end)), written)
+
+
+def _placed(
+    fresh: Sequence[tuple[Piece, Digest]], path: str, size_bytes: int
+) -> Iterator[tuple[Piece, Digest, _Place]]:
+    offset = 0
+    for piece, digest in fresh:
+        yield piece, digest, _Place(path, size_bytes, offset)
+        offset += piece.length
+
+
+def _see(store: ObjectStore, trial: TrialKey, written: Mapping[str, int]) -> None:
+    """Require every sent blob on the target at its full size before the manifest: the client's reply is no proof."""
+    if not written:
+        return
+    seen = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}
+    for path, size_bytes in written.items():
+        # A listing may be stale: ask for the object itself before calling it missing.
+        found = seen.get(path)
+        if found != size_bytes and (found := store.size(path)) != size_bytes:
+            raise StoreUnavailable(
+                f"{path}: sent {size_bytes} bytes and the client reported success, but the target has "
+                f"{'nothing' if found is None else f'{found} bytes'}; not committed"
+            )
+
+
+def _manifest(key: CheckpointKey, source: Source, about: About, placed: Iterable[_Blob]) -> Manifest:
+    blobs: dict[str, int] = {}
+    refs: list[BlobRef] = []
+    of_file: dict[int, list[tuple[int, ChunkRef]]] = {}
+    for piece, digest, place in (chunk for each in placed for chunk in each.chunks):
+        if place.path not in blobs:
+            blobs[place.path] = len(refs)
+            path = place.path.partition("/")[2]
+            refs.append(BlobRef(path=path, size_bytes=place.size_bytes))
+        chunk = ChunkRef(blob=blobs[place.path], offset=place.offset, length=piece.length, digest=digest)
+        of_file.setdefault(piece.file, []).append((piece.offset, chunk))
+    return Manifest(
+        experiment=key.trial.experiment,
+        trial=key.trial.trial,
+        step=key.step,
+        sequence=key.sequence,
+        about=about,
+        blobs=tuple(refs),
+        files=tuple(_file(file, of_file.get(index, [])) for index, file in enumerate(source.files)),
+        empty_directories=tuple(source.empty_directories),
+    )
+
+
+def _file(file: FileStat, chunks: Iterable[tuple[int, ChunkRef]]) -> FileRef:
+    in_order = tuple(chunk for _, chunk in sorted(chunks, key=lambda at: at[0]))
+    return FileRef(path=file.path, size_bytes=file.size_bytes, mode=file.mode, chunks=in_order)
+
+
+def publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manifest:
+    """Create the manifest of `key`, which is the commit, and return the manifest that is stored.
+
+    Raises:
+        AlreadyCommitted: the key holds a checkpoint of another write.
+        CommitUnknown: the target did not say whether it wrote, and reading back did not tell.
+    """
+    try:
+        create_or_recognize(store, key.manifest_path, encode_manifest(manifest))
+    except AlreadyExists as exists:
+        there = decode_manifest(store.read(key.manifest_path), key.manifest_path)
+        if there.about.write_id != manifest.about.write_id:
+            raise AlreadyCommitted(f"{key.manifest_path}: holds a checkpoint of another write") from exists
+        return there  # an earlier try of this same save, which found other blobs to reuse
+    return manifest

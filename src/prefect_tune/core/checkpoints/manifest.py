@@ -1,0 +1,170 @@
+"""The manifest of a checkpoint: its creation is the commit, and it names the blobs of every file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from prefect_tune.core.errors import CheckpointCorrupt
+from prefect_tune.core.models import ExperimentName, StepReport, Value
+from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import Buffer
+
+__all__ = ["About", "BlobRef", "ChunkRef", "FileRef", "Manifest", "decode_manifest", "encode_manifest"]
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]  # the range of every JSON reader, and of every store's offsets
+
+
+class ChunkRef(Value):
+    """A run of a file's bytes: the blob that holds it, the offset in the blob, the length and the digest."""
+
+    blob: _Count
+    offset: _Count
+    length: Annotated[int, Field(gt=0, le=2**30)]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class BlobRef(Value):
+    """A blob: its path below the experiment's folder, and its size.
+
+    `experiment` names the experiment of that folder, if it is not the manifest's own (in a fork).
+    """
+
+    path: str
+    size_bytes: _Count
+    experiment: ExperimentName | None = None
+
+    @model_validator(mode="after")
+    def _stays_inside(self) -> BlobRef:
+        _require_safe(self.path)
+        return self
+
+
+class FileRef(Value):
+    """One file of the checkpoint: path, size, permission bits and the chunks that make it up, in order."""
+
+    path: str
+    size_bytes: _Count
+    mode: Annotated[int, Field(ge=0, le=0o777)] = 0o644
+    chunks: tuple[ChunkRef, ...] = ()
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> FileRef:
+        _require_safe(self.path)
+        found = sum(chunk.length for chunk in self.chunks)
+        if found != self.size_bytes:
+            raise ValueError(f"{self.path!r}: expected {self.size_bytes} bytes of chunks, found {found}")
+        return self
+
+
+class About(Value):
+    """The metadata of a checkpoint; every field is plain JSON."""
+
+    attempt: int
+    epoch: int
+    write_id: str
+    created_at: str
+    parent: str | None = None
+    metrics: Mapping[str, object] = Field(default_factory=dict)
+    metadata: Mapping[str, object] = Field(default_factory=dict)
+    fingerprint: Mapping[str, str] = Field(default_factory=dict)
+    trained_seconds: float = 0.0
+    reports: tuple[StepReport, ...] = ()
+    """Reports that were not journaled when the save began: an owner that adopts the save journals them."""
+
+
+class Manifest(Document):
+    """A committed checkpoint: its metadata (`about`), its files, and the blobs that hold their bytes."""
+
+    format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
+    version: Literal[1] = 1
+    experiment: str
+    trial: str
+    step: int
+    sequence: int
+    about: About
+    blobs: tuple[BlobRef, ...]
+    files: tuple[FileRef, ...]
+    empty_directories: tuple[str, ...] = ()
+    origin: CheckpointKey | None = None
+    """For a clone: the checkpoint whose blobs it refers to. Omitted otherwise."""
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        said: dict[str, object] = write(self)
+        if self.origin is None:
+            del said["origin"]
+        return said
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Manifest:
+        for file in self.files:
+            for chunk in file.chunks:
+                if chunk.blob >= len(self.blobs):
+                    raise ValueError(f"{file.path!r}: there is no blob {chunk.blob}")
+                if chunk.offset + chunk.length > self.blobs[chunk.blob].size_bytes:
+                    raise ValueError(f"{file.path!r}: a chunk ends beyond blob {chunk.blob}")
+        for directory in self.empty_directories:
+            _require_safe(directory)
+        if self.origin and not self.lies_at(self.origin):
+            raise ValueError("a clone refers to blobs that are not those of the cloned checkpoint's trial")
+        _require_a_tree([file.path for file in self.files], self.empty_directories)
+        return self
+
+    @property
+    def key(self) -> CheckpointKey:
+        """The key of the checkpoint."""
+        trial = TrialKey(experiment=self.experiment, trial=self.trial)
+        return CheckpointKey(trial=trial, step=self.step, sequence=self.sequence)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the restored directory."""
+        return sum(file.size_bytes for file in self.files)
+
+    def blob_path(self, index: int) -> str:
+        """Return the path of blob `index` from the target's root."""
+        blob = self.blobs[index]
+        return f"{blob.experiment or self.experiment}/{blob.path}"
+
+    def lies_at(self, home: CheckpointKey) -> bool:
+        """Return whether all its blobs are stored in the folder of `home`'s trial."""
+        return all(path.startswith(f"{home.trial.blobs}/") for path in self.blob_paths())
+
+    def blob_paths(self) -> frozenset[str]:
+        """Return the paths of all its blobs from the target's root."""
+        return frozenset(self.blob_path(index) for index in range(len(self.blobs)))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's bytes: canonical JSON that carries its own digest."""
+    return seal(manifest)
+
+
+def decode_manifest(data: Buffer, where: str) -> Manifest:
+    """Read a manifest, and verify its digest, version, types, sizes and paths.
+
+    Raises:
+        CheckpointCorrupt: it is torn or altered, or describes an impossible directory or paths outside of it.
+        UnknownVersion: a newer prefect-tune wrote it.
+    """
+    return unseal(Manifest, data, where, CheckpointCorrupt)
+
+
+def _require_safe(path: str) -> None:
+    parts = path.split("/")
+    if not path or "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"path {path!r} is not a plain relative path")
+
+
+def _require_a_tree(files: Sequence[str], directories: Sequence[str]) -> None:
+    taken = set(files)
+    if len(taken) != len(files) or taken & set(directories):
+        raise ValueError("two files or directories have the same path")
+    for path in (*files, *directories):
+        parents = path.split("/")[:-1]
+        if any("/".join(parents[:depth]) in taken for depth in range(1, len(parents) + 1)):
+            raise ValueError(f"{path!r} is below a file")

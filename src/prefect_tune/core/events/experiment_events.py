@@ -1,0 +1,240 @@
+"""The events of an experiment; with those of `trial_events`, all that journal entries hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from prefect_tune.core.events.event_fields import Aside, Cause, CheckpointRef, Claim, ForkOrigin, Lesson, Owner
+from prefect_tune.core.events.trial_events import (
+    AttemptEnded,
+    Claimed,
+    Cloned,
+    Committed,
+    Decided,
+    Finished,
+    GaveUp,
+    GuestsEvent,
+    Inherited,
+    OneTrialsEvent,
+    Paused,
+    Pinned,
+    Pruned,
+    PutAside,
+    Quarantined,
+    Questioned,
+    Rebased,
+    Reinstated,
+    Released,
+    Reported,
+    Requeued,
+    Resumed,
+    Retired,
+    Started,
+    TrialAdded,
+    TrialEvent,
+)
+from prefect_tune.core.models import ExperimentName, TrialId, Value, without_none
+from prefect_tune.core.texts import Message
+
+__all__ = [
+    "Absorbed",
+    "Adopted",
+    "Answered",
+    "Aside",
+    "AttemptEnded",
+    "Cause",
+    "CheckpointRef",
+    "Claim",
+    "Claimed",
+    "Cloned",
+    "Committed",
+    "Decided",
+    "Described",
+    "Event",
+    "Extended",
+    "Finished",
+    "ForkBegun",
+    "ForkOrigin",
+    "Forked",
+    "GaveUp",
+    "GuestsEvent",
+    "Inherited",
+    "Learned",
+    "Lesson",
+    "OneTrialsEvent",
+    "Opened",
+    "Owner",
+    "Paused",
+    "Pinned",
+    "Pruned",
+    "PutAside",
+    "Quarantined",
+    "Questioned",
+    "Rebased",
+    "Reinstated",
+    "Released",
+    "RemovalBegun",
+    "RemovalGivenUp",
+    "Reported",
+    "Requeued",
+    "Resumed",
+    "Retired",
+    "Started",
+    "StopAsked",
+    "TrialAdded",
+    "TrialEvent",
+]
+
+
+class Opened(Value):
+    """A new owner begins a new epoch; every older owner's next write fails."""
+
+    type: Literal["opened"] = "opened"
+    experiment: ExperimentName
+    trial: TrialId | None = None
+    """The trial whose own journal is opened; None for the experiment's journal."""
+    epoch: int
+    owner: Owner
+
+
+class Adopted(Value):
+    """The new owner adopts these checkpoints: their manifests exist, and the last owner did not journal them.
+
+    A manifest of an earlier epoch that is neither listed here nor journaled as committed was never a commit.
+    """
+
+    type: Literal["adopted"] = "adopted"
+    checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
+
+
+class Described(Value):
+    """The parameters of the experiment as JSON, for a resume by name."""
+
+    type: Literal["described"] = "described"
+    settings: Mapping[str, object]
+
+
+class Extended(Value):
+    """A run of the search has added samples to the planned ones; recorded once, however often the run starts."""
+
+    type: Literal["extended"] = "extended"
+    run: str
+    """A name that a restart of the run keeps: its id, or its place in the run that called it."""
+    samples: int
+
+
+class StopAsked(Value):
+    """A trial, or the whole experiment, is asked to save and end; journaled before it is carried out.
+
+    A stopped trial is finished. A stopped experiment ends for its present owner; the next owner continues it.
+    """
+
+    type: Literal["stop-asked"] = "stop-asked"
+    reason: Message
+    trial: TrialId | None = None
+    """None for the whole experiment."""
+    request: str | None = None
+    """The write id of the request on the target; None where a stopper or a limit of the experiment asks."""
+    refused: Message = ""
+    """Why the request is ignored; empty where it is carried out."""
+
+
+class Answered(Value):
+    """A person has answered a question; the same entry holds what follows from that for the experiment."""
+
+    type: Literal["answered"] = "answered"
+    key: Message
+    """The key of the question, which is answered once."""
+    answer: Mapping[str, object]
+    trial: TrialId | None = None
+    """The trial that asked; None for a suspended run that asked how to continue."""
+    flow_run: str | None = None
+    """The id of that suspended run: the answer holds for it from then on, however often it is restarted."""
+
+
+class ForkBegun(Value):
+    """The experiment becomes a fork of `origin`; until `Forked` it cannot be used."""
+
+    type: Literal["fork-begun"] = "fork-begun"
+    origin: ForkOrigin
+
+
+class Forked(Value):
+    """The fork is complete: the same entry holds all events of the origin up to the forked entry."""
+
+    type: Literal["forked"] = "forked"
+
+
+class RemovalBegun(Value):
+    """The whole experiment is about to be deleted: it cannot be resumed, and its checkpoints cannot be cloned.
+
+    Written to the experiment's journal, and to its trials' own journals.
+    """
+
+    type: Literal["removal-begun"] = "removal-begun"
+
+
+class RemovalGivenUp(Value):
+    """The deletion was cancelled, because a fork needs the experiment. Nothing was deleted; it can be resumed."""
+
+    type: Literal["removal-given-up"] = "removal-given-up"
+
+
+class Learned(Value):
+    """The search warm-starts from another experiment's trials, copied here so that the other one may be deleted."""
+
+    type: Literal["learned"] = "learned"
+    source: str
+    """The experiment as the user named it: by its name, or `target/name`."""
+    place: str | None = None
+    """Its place as events and assets name it: normalized, and without secrets; None where that is not known."""
+    lessons: tuple[Lesson, ...]
+
+    @model_serializer(mode="wrap")
+    def _says_what_is_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return without_none(dump(self), "place")
+
+
+_OwnEvent: TypeAlias = Annotated[
+    Opened | Adopted | TrialAdded | Questioned | RemovalBegun | RemovalGivenUp | OneTrialsEvent,
+    Field(discriminator="type"),
+]
+
+
+class Absorbed(TrialEvent):
+    """An entry of the trial's own journal, copied unchanged into the experiment's journal."""
+
+    type: Literal["absorbed"] = "absorbed"
+    number: int
+    """The entry's number in the trial's journal. Entries are absorbed in order, without gaps."""
+    events: tuple[_OwnEvent, ...]
+    at: str | None = None
+    """When the entry was written, by its writer's clock; for people only."""
+
+    @model_serializer(mode="wrap")
+    def _says_when_if_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out an unknown time, as in entries written before this field existed."""
+        return without_none(dump(self), "at")
+
+
+Event: TypeAlias = Annotated[
+    Opened
+    | Adopted
+    | Described
+    | Extended
+    | StopAsked
+    | Answered
+    | Questioned
+    | ForkBegun
+    | Forked
+    | Learned
+    | RemovalBegun
+    | RemovalGivenUp
+    | TrialAdded
+    | OneTrialsEvent
+    | Absorbed,
+    Field(discriminator="type"),
+]

@@ -1,0 +1,393 @@
+"""The experiment as the fold of its journal: the same entries always give the same experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeVar, assert_never
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOvertaken
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    Adopted,
+    Answered,
+    Committed,
+    Decided,
+    Described,
+    Event,
+    Extended,
+    ForkBegun,
+    Forked,
+    ForkOrigin,
+    Learned,
+    OneTrialsEvent,
+    Opened,
+    Owner,
+    Questioned,
+    RemovalBegun,
+    RemovalGivenUp,
+    Requeued,
+    Resumed,
+    StopAsked,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.snapshot_levels import boundaries, is_boundary
+from prefect_tune.core.experiment.trial_map import Trials
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED,
+    Happening,
+    Status,
+    Trial,
+    after,
+    is_overtaken,
+    with_adopted,
+)
+from prefect_tune.core.models import Digest, StepReport, TrialId, Value, without_unset
+from prefect_tune.core.schedulers.base import Pause, Stop
+from prefect_tune.core.storage.documents import Document
+from prefect_tune.core.storage.layout import JournalKey, journal_key
+
+__all__ = ["Entry", "Experiment", "after_event", "apply", "following", "nothing_yet"]
+
+_Kept = TypeVar("_Kept")
+
+
+class Entry(Document):
+    """One numbered, immutable record of the journal: a group of events, chained to the entry before it."""
+
+    format: Literal["prefect-tune/journal"] = "prefect-tune/journal"
+    version: Literal[1] = 1
+    number: int
+    epoch: int
+    write_id: str
+    at: str
+    previous: str
+    events: tuple[Event, ...]
+
+
+class Experiment(Value):
+    """The state of an experiment after the first `number` entries of its journal."""
+
+    key: JournalKey
+    """The key of the journal."""
+    number: int = 0
+    digest: str = ""
+    """The digest of the last entry."""
+    epoch: int = 0
+    owner: Owner | None = None
+    opened_at: int = 0
+    """The number of the entry with which the present owner opened the experiment."""
+    settled_from: int = 0
+    """A manifest with a smaller sequence that no entry names was never a commit."""
+    settings: Mapping[str, object] = Field(default_factory=dict)
+    """The parameters of the run that opened it last; see `Described`."""
+    extensions: Mapping[str, int] = Field(default_factory=dict)
+    """How many samples each run has added, by `Extended.run`, in the order of the runs."""
+    origin: ForkOrigin | None = None
+    """The journal entry that it was forked from; None if it is no fork."""
+    is_whole: bool = True
+    """Whether the fork is complete; an incomplete one cannot be resumed."""
+    is_removed: bool = False
+    """Whether its deletion has begun."""
+    learned: Mapping[str, int] = Field(default_factory=dict)
+    """The experiments that its search warm-starts from, each with the number of the entry that holds their trials."""
+    teachers: tuple[str, ...] = ()
+    """The places of those experiments as events and assets name them, each once, in the order of their entries."""
+    heard: tuple[str, ...] = ()
+    """The write ids of the stop requests that the owner has journaled, in order: the first is request 1."""
+    stops: Mapping[str, str] = Field(default_factory=dict)
+    """Trials that are asked to stop and have not ended yet, each with the reason."""
+    ends: str = ""
+    """Why the present owner stops the experiment early; empty while it does not."""
+    restarts: int = 0
+    """Restarts of its run in a row, not by a person, without a commit or a decision in between."""
+    answers: tuple[Answered, ...] = ()
+    """Answers of persons, oldest first."""
+    questions: Mapping[TrialId, Questioned] = Field(default_factory=dict)
+    """Questions of trials that are not answered yet."""
+    happened: int = 0
+    """The number of happenings that are replayed to search and scheduler; see `Trial.past`."""
+    milestones: tuple[tuple[int, Digest], ...] = ()
+    """The digests of the entries that end the segments of its history; see `spans.boundaries`."""
+    trials: Trials = Field(default_factory=Trials.of)
+    """The trials by name, in the order in which they were added."""
+
+    @property
+    def name(self) -> str:
+        """The experiment's name, whether this is its journal or that of one of its trials."""
+        return self.key.experiment
+
+    @model_serializer(mode="wrap")
+    def _says_nothing_of_what_is_not(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out `extensions` and `teachers` where empty, as in segments written before these fields existed."""
+        return without_unset(dump(self), "extensions", "teachers")
+
+    def opened_by(self) -> Opened:
+        """Return the event with which the present owner opened the journal."""
+        if self.owner is None:
+            raise IllegalTransition(f"{self.key}: no owner has opened it yet")
+        return Opened(experiment=self.key.experiment, trial=self.key.trial, epoch=self.epoch, owner=self.owner)
+
+    def trial(self, trial: str) -> Trial:
+        """Return the trial; KeyError where there is none."""
+        return self.trials[trial]
+
+
+def nothing_yet(journal: JournalKey | str) -> Experiment:
+    """Return the experiment of an empty journal: a fresh start is a resume from here."""
+    return Experiment(key=journal_key(journal))
+
+
+def apply(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
+    """Return the experiment after `entry`, whose bytes have this digest.
+
+    Raises:
+        JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
+    """
+    _require_successor(experiment, entry)
+    try:
+        for event in entry.events:
+            experiment = after_event(experiment, event, entry.number)
+    except IllegalTransition as impossible:
+        raise JournalCorrupt(f"{experiment.key}, entry {entry.number}: {impossible}") from impossible
+    experiment = experiment.model_copy(update={"number": entry.number, "digest": digest})
+    return _at_boundary(experiment) if is_boundary(entry.number) else experiment
+
+
+def following(experiment: Experiment, entry: Entry, digest: Digest) -> Experiment:
+    """As `apply`, for an entry that is about to be written.
+
+    Raises:
+        SaveOvertaken: the entry commits a save that began before a checkpoint of its trial was put aside.
+    """
+    _require_not_overtaken(experiment, entry)
+    return apply(experiment, entry, digest)
+
+
+def _require_not_overtaken(experiment: Experiment, entry: Entry) -> None:
+    """Checked before writing only, not when reading: earlier releases wrote such entries."""
+    for event in entry.events:
+        trial = experiment.trials.get(event.trial) if isinstance(event, Committed) else None
+        if trial is not None and isinstance(event, Committed) and is_overtaken(trial, event.checkpoint.sequence):
+            raise SaveOvertaken(
+                f"{experiment.key}: step {event.checkpoint.step} of trial {trial.trial!r} was saved while a checkpoint "
+                "was put aside, and may share its damaged blobs: save it again"
+            )
+
+
+def _at_boundary(experiment: Experiment) -> Experiment:
+    known = {**dict(experiment.milestones), experiment.number: experiment.digest}
+    return experiment.model_copy(
+        update={
+            "milestones": tuple((number, known[number]) for number in boundaries(experiment.number)),
+            "trials": experiment.trials.at_boundary(experiment.number),
+        }
+    )
+
+
+def _require_successor(experiment: Experiment, entry: Entry) -> None:
+    opens = bool(entry.events) and isinstance(entry.events[0], Opened)
+    expected = (experiment.number + 1, experiment.digest, experiment.epoch + opens)
+    found = (entry.number, entry.previous, entry.epoch)
+    if found != expected:
+        raise JournalCorrupt(
+            f"{experiment.key}, entry {entry.number}: expected number, predecessor and epoch "
+            f"{expected}, found {found}: an entry was lost, altered or copied from another journal"
+        )
+
+
+def after_event(experiment: Experiment, event: Event, number: int) -> Experiment:
+    """Return the experiment after `event`, which is, or will be, in entry `number`.
+
+    Raises:
+        IllegalTransition: the event is impossible in this state.
+    """
+    match event:
+        case Opened():
+            return _opened(experiment, event, number)
+        case Adopted():
+            return _adopted(experiment, event)
+        case Described() | Extended():
+            return _asked_for(experiment, event)
+        case ForkBegun() | Forked() | RemovalBegun() | RemovalGivenUp():
+            return _came_or_goes(experiment, event)
+        case Learned(source=source, place=place):
+            teachers = experiment.teachers if place is None else (*experiment.teachers, place)
+            told = {"learned": {**experiment.learned, source: number}, "teachers": tuple(dict.fromkeys(teachers))}
+            return experiment.model_copy(update=told)
+        case StopAsked():
+            return _asked_to_stop(experiment, event)
+        case Answered() | Questioned():
+            return _spoken(experiment, event)
+        case TrialAdded():
+            return _added(experiment, event)
+        case Absorbed():
+            return _absorbed(experiment, event)
+        case _:
+            trial = _known(experiment, event.trial)
+            return _noted(experiment, trial, event, after(trial, event, number))
+
+
+def _opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
+    opens = JournalKey(experiment=event.experiment, trial=event.trial)
+    if (opens, event.epoch) != (experiment.key, experiment.epoch + 1):
+        raise IllegalTransition(f"it opens {opens} for epoch {event.epoch}")
+    restarts = experiment.restarts + 1 if _is_restart(experiment.owner, event.owner) else 0
+    opened = {"epoch": event.epoch, "owner": event.owner, "opened_at": number, "ends": "", "restarts": restarts}
+    return experiment.model_copy(update=opened)
+
+
+def _is_restart(before: Owner | None, now: Owner) -> bool:
+    """Return whether the same flow run was started again, and not by a person."""
+    again = before is not None and now.flow_run is not None and now.flow_run == before.flow_run
+    return again and not now.by_hand
+
+
+def _spoken(experiment: Experiment, event: Answered | Questioned) -> Experiment:
+    """A trial's newer question replaces its older one; an answer to a question that is not open is kept too."""
+    if isinstance(event, Questioned):
+        asks = _known(experiment, event.trial).trial
+        return experiment.model_copy(update={"questions": {**experiment.questions, asks: event}})
+    answered = (event.trial, event.key)
+    open_ones = {name: each for name, each in experiment.questions.items() if (name, each.key) != answered}
+    return experiment.model_copy(update={"answers": (*experiment.answers, event), "questions": open_ones})
+
+
+def _asked_for(experiment: Experiment, event: Described | Extended) -> Experiment:
+    if isinstance(event, Described):
+        return experiment.model_copy(update={"settings": event.settings})
+    if event.run in experiment.extensions:
+        raise IllegalTransition(f"run {event.run} has added its samples before")
+    return experiment.model_copy(update={"extensions": {**experiment.extensions, event.run: event.samples}})
+
+
+def _asked_to_stop(experiment: Experiment, event: StopAsked) -> Experiment:
+    if event.request is not None:
+        experiment = experiment.model_copy(update={"heard": (*experiment.heard, event.request)})
+    if event.refused:
+        return experiment
+    if event.trial is None:
+        return experiment.model_copy(update={"ends": event.reason})
+    if _known(experiment, event.trial).status in ENDED:
+        raise IllegalTransition(f"trial {event.trial!r} has ended: it cannot be asked to stop")
+    return experiment.model_copy(update={"stops": {**experiment.stops, event.trial: event.reason}})
+
+
+def _adopted(experiment: Experiment, event: Adopted) -> Experiment:
+    """From this entry on, only manifests of the present epoch can be commits."""
+    for name, found in event.checkpoints.items():
+        experiment = _with(experiment, with_adopted(_known(experiment, name), found))
+    return experiment.model_copy(update={"settled_from": experiment.opened_at})
+
+
+def _came_or_goes(experiment: Experiment, event: ForkBegun | Forked | RemovalBegun | RemovalGivenUp) -> Experiment:
+    match event:
+        case ForkBegun(origin=origin):
+            return _begun(experiment, origin)
+        case Forked():
+            return experiment.model_copy(update={"is_whole": True})
+        case RemovalBegun() | RemovalGivenUp():
+            return experiment.model_copy(update={"is_removed": isinstance(event, RemovalBegun)})
+        case _:
+            assert_never(event)
+
+
+def _begun(experiment: Experiment, origin: ForkOrigin) -> Experiment:
+    if experiment.trials or experiment.origin is not None:
+        raise IllegalTransition(f"it cannot become a fork of {origin}: it has trials or an origin already")
+    return experiment.model_copy(update={"origin": origin, "is_whole": False})
+
+
+def _added(experiment: Experiment, event: TrialAdded) -> Experiment:
+    if event.trial in experiment.trials:
+        raise IllegalTransition(f"trial {event.trial!r} was added before")
+    fields = event.model_dump(include={"trial", "config", "fingerprint", "apart"})
+    new = Trial.model_validate(fields)
+    return _happened(experiment, new, Happening(order=experiment.happened + 1, what="added"))
+
+
+def _absorbed(experiment: Experiment, event: Absorbed) -> Experiment:
+    """Apply an entry of the trial's own journal; its configuration, owners and deletion are known here already."""
+    trial = _known(experiment, event.trial)
+    if event.number != trial.absorbed + 1:
+        raise IllegalTransition(
+            f"trial {trial.trial!r}: expected entry {trial.absorbed + 1} of its journal, found entry {event.number}"
+        )
+    for each in event.events:
+        trial = experiment.trial(trial.trial)
+        match each:
+            case Opened() | TrialAdded() | RemovalBegun() | RemovalGivenUp():
+                continue
+            case Adopted():
+                adopted = with_adopted(trial, each.checkpoints.get(trial.trial, ()))
+                experiment = _with(experiment, adopted)
+            case Questioned():
+                experiment = _spoken(experiment, each)
+            case _:
+                experiment = _noted(experiment, trial, each, after(trial, each, event.number))
+    return _with(experiment, experiment.trial(trial.trial).model_copy(update={"absorbed": event.number}))
+
+
+def _noted(experiment: Experiment, before: Trial, event: OneTrialsEvent, now: Trial) -> Experiment:
+    """Record what is replayed to search and scheduler when the experiment is resumed."""
+    order = experiment.happened + 1
+    match event:
+        case Decided(report=report, decision=decision):
+            happening = Happening(order=order, what="decided", report=report, decision=decision)
+        case Resumed():
+            happening = Happening(order=order, what="resumed")
+        case Requeued() if before.status in ENDED:
+            happening = Happening(order=order, what="added")
+        case _ if now.status in ENDED and before.status not in ENDED:
+            last = StepReport(step=now.step, metrics=now.metrics, trained_seconds=now.trained_seconds)
+            happening = Happening(
+                order=order,
+                what="ended",
+                report=last if now.step else None,
+                failed=now.status is Status.ERRORED,
+                stopped=now.trial not in experiment.stops and _is_stopped(now),
+            )
+        case Committed():
+            return _progressed(_with(experiment, now))
+        case _:
+            return _with(experiment, now)
+    noted = _happened(experiment, now, happening)
+    return _progressed(noted) if happening.what in ("decided", "ended") else noted
+
+
+def _progressed(experiment: Experiment) -> Experiment:
+    return experiment.model_copy(update={"restarts": 0}) if experiment.restarts else experiment
+
+
+def _is_stopped(ended: Trial) -> bool:
+    """Return whether the scheduler ended the trial early, or it was ended while it was paused."""
+    match ended.past[-1].decision:
+        case Pause() | Stop(early=True):
+            return ended.status is Status.FINISHED and ended.left
+        case _:
+            return False
+
+
+def _happened(experiment: Experiment, trial: Trial, happening: Happening) -> Experiment:
+    past = (*trial.past, happening)
+    return _with(experiment, trial.model_copy(update={"past": past})).model_copy(update={"happened": happening.order})
+
+
+def _known(experiment: Experiment, trial: str) -> Trial:
+    if trial not in experiment.trials:
+        raise IllegalTransition(f"trial {trial!r} was never added")
+    return experiment.trials[trial]
+
+
+def _with(experiment: Experiment, trial: Trial) -> Experiment:
+    changed: dict[str, object] = {"trials": experiment.trials.with_trial(trial)}
+    if trial.trial in experiment.stops and trial.status in ENDED:
+        changed["stops"] = _but_for(trial.trial, experiment.stops)
+    if trial.trial in experiment.questions and trial.status in ENDED:
+        changed["questions"] = _but_for(trial.trial, experiment.questions)
+    return experiment.model_copy(update=changed)
+
+
+def _but_for(trial: str, named: Mapping[str, _Kept]) -> dict[str, _Kept]:
+    return {name: kept for name, kept in named.items() if name != trial}

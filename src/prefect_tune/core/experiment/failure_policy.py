@@ -1,0 +1,128 @@
+"""Failure policy: two retry budgets, and the quarantine of checkpoints from which attempts die."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
+
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import Value
+
+__all__ = [
+    "OWNER_VANISHED",
+    "FailurePolicy",
+    "GiveUp",
+    "Quarantine",
+    "Resumable",
+    "TryAgain",
+    "Verdict",
+    "is_forgiven",
+    "machines_spent",
+    "verdict",
+]
+
+OWNER_VANISHED = "its owner vanished without ending it"
+"""The reason that a new owner journals for an attempt it finds running: the old run was killed, or could not write."""
+
+_Count = Annotated[int, Field(ge=0)]
+_NEVER_AGAIN = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC})
+
+
+class FailurePolicy(Value):
+    """How often a trial is started again after a failure, by the kind of failure.
+
+    Args:
+        max_failures: failures of your code that are tried again. Default: 0.
+        max_machine_failures: failures of machines, workers and stores in a row, without a commit in between.
+            Default: 10.
+        max_restarts: restarts of the whole run by automations in a row, without a commit or a decision in between.
+            Default: 5.
+        quarantine_after: deaths before the first step, after which the checkpoint that was loaded is put aside.
+            Default: 3.
+    """
+
+    max_failures: _Count = Field(default=0, description="Failures of your code that are tried again.")
+    max_machine_failures: _Count = Field(
+        default=10,
+        description="Failures of machines, workers and stores in a row, without a commit in between.",
+    )
+    max_restarts: _Count = Field(
+        default=5,
+        description="Restarts of the whole run by automations in a row, without a commit or a decision in between.",
+    )
+    quarantine_after: Annotated[int, Field(ge=1)] = Field(
+        default=3,
+        description="Deaths before the first step, after which the checkpoint that was loaded is put aside.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TryAgain:
+    """Start another attempt from the newest checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Put this checkpoint aside, then start another attempt from the one before it."""
+
+    sequence: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """End the run without giving up the trial; a Retry, a Resume or a schedule continues it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the trial as errored: its budget is spent."""
+
+    message: str
+
+
+Verdict: TypeAlias = TryAgain | Quarantine | Resumable | GiveUp
+
+
+def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
+    """Decide after an attempt of `trial` ended by `cause`; `trial` counts that attempt already."""
+    if cause is Cause.PREEMPTED:
+        return Resumable()
+    if spent := _spent(trial, cause, policy):
+        return GiveUp(f"{spent}: {trial.reason}")
+    if trial.started_from is None or trial.same_start < policy.quarantine_after:
+        return TryAgain()
+    died = f"{trial.same_start} attempts died before their first step"
+    if trial.blamed_checkpoints:
+        return GiveUp(f"{died}, from the checkpoint before too, so no checkpoint is the cause: {trial.reason}")
+    return Quarantine(trial.started_from, f"{died}: {trial.reason}")
+
+
+def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
+    """Return whether a waiting trial has had more machine failures than `policy` allows.
+
+    The last run ended before it could give up the trial, for example because its target failed.
+    """
+    return trial.cause is Cause.MACHINE and bool(_spent(trial, Cause.MACHINE, policy))
+
+
+def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
+    """Return whether the next run begins with a fresh machine budget for a waiting trial.
+
+    Not if the trial's last owner vanished with it: a trial that kills its machine each time would be restarted for
+    ever, and its search could never finish.
+    """
+    return machines_spent(trial, policy) and trial.reason != OWNER_VANISHED
+
+
+def _spent(trial: Trial, cause: Cause, policy: FailurePolicy) -> str:
+    if cause in _NEVER_AGAIN:
+        return f"{cause} is not tried again"
+    if cause is Cause.MACHINE and trial.machine_failures > policy.max_machine_failures:
+        return f"{trial.machine_failures} machine failures without a commit (max_machine_failures)"
+    if cause is Cause.USER and trial.user_failures > policy.max_failures:
+        return f"failure {trial.user_failures} of the trainable (max_failures={policy.max_failures})"
+    return ""

@@ -1,0 +1,99 @@
+"""The choices of a person who resumes a suspended run, their validation, and their effect on the run's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from pydantic import Field, ValidationError
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.models import Value
+
+__all__ = ["Choice", "Standing", "Way", "choice_of", "stop_extended"]
+
+Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
+
+
+class Choice(Value):
+    """The chosen way to resume. A number of 0 leaves that limit unchanged."""
+
+    way: Way = "continue"
+    samples: int = Field(default=0, ge=0)
+    """The new total of samples."""
+    steps: int = Field(default=0, ge=0)
+    """The new total of steps of each trial."""
+    hours: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """For a search: hours until this run saves and ends. For a single training: its total training hours."""
+    checkpoint: int = Field(default=0, ge=0)
+    """The step of the checkpoint to resume from."""
+
+
+class Standing(Value):
+    """The present limits and checkpoints of a suspended run; 0 where there is no such limit."""
+
+    samples: int = 0
+    steps: int = 0
+    hours: float = 0
+    checkpoints: tuple[int, ...] = ()
+    """The steps of the checkpoints that a training can go back to."""
+    stop_is_code: bool = False
+    """Whether its stop criterion is a function or a stopper class of the user, which no number can change."""
+
+
+def choice_of(answer: Mapping[str, object], standing: Standing) -> Choice:
+    """Return the choice that a form's `answer` makes.
+
+    Raises:
+        InvalidInput: the choice is impossible. The message is shown to the person who answered.
+    """
+    try:
+        choice = Choice.model_validate(answer)
+    except ValidationError as invalid:
+        problem = invalid.errors(include_url=False)[0]
+        raise InvalidInput(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from invalid
+    match choice.way:
+        case "extend":
+            _require_more(choice, standing)
+        case "other checkpoint":
+            _require_there(choice, standing)
+        case "continue" | "stop here":
+            pass
+    return choice
+
+
+def _require_more(choice: Choice, standing: Standing) -> None:
+    asked = {"samples": choice.samples, "steps": choice.steps, "hours": choice.hours}
+    there = {"samples": standing.samples, "steps": standing.steps, "hours": standing.hours}
+    if less := [name for name, value in asked.items() if 0 < value < there[name]]:
+        said = ", ".join(f"{name} {asked[name]:g} (it has {there[name]:g})" for name in less)
+        raise InvalidInput(f"extend: less than before: {said}")
+    if not any(value > there[name] for name, value in asked.items()):
+        raise InvalidInput("extend: nothing is larger than before; give more samples, steps or hours, or continue")
+    if standing.stop_is_code and choice.steps:
+        raise InvalidInput("steps: the stop criterion of this run is code, which a number cannot change")
+
+
+def _require_there(choice: Choice, standing: Standing) -> None:
+    if choice.checkpoint not in standing.checkpoints:
+        there = ", ".join(map(str, standing.checkpoints)) or "none"
+        raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({there}), found {choice.checkpoint}")
+
+
+def stop_extended(stop: object, steps: int, hours: float) -> Sequence[object]:
+    """Return a stop criterion in its JSON form, with these limits in place of its own; 0 keeps a limit."""
+    replaced = {"step", "MaxSteps"} if steps else set()
+    if hours:
+        replaced.add("MaxTime")
+    parts = stop if isinstance(stop, list | tuple) else [stop]
+    rest = [_without(replaced, each) for each in parts]
+    limits: list[object] = [{"step": steps}] if steps else []
+    if hours:
+        limits.append({"MaxTime": {"time_seconds": 3600 * hours}})
+    return [*(each for each in rest if each), *limits]
+
+
+def _without(names: Collection[str], part: object) -> object:
+    if not isinstance(part, Mapping):
+        return part
+    return {name: limit for name, limit in part.items() if name not in names}

@@ -1,0 +1,89 @@
+"""Retention policy: which checkpoints are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from prefect_tune.core.events.experiment_events import Aside, CheckpointRef
+from prefect_tune.core.models import Value, metric_in
+from prefect_tune.core.numbers import is_finite
+
+__all__ = ["Retention", "retired", "retired_aside"]
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class Retention(Value):
+    """Which checkpoints are kept: those that at least one rule keeps. Without any rule all are kept.
+
+    The newest checkpoint and pinned ones are always kept. A checkpoint whose metric is missing
+    is never among the best.
+
+    Args:
+        last: keep this many of the newest.
+        best: keep this many of the best by `metric`.
+        metric: the reported metric that `best` goes by.
+        mode: whether a small metric is good (`min`, the default), or a large one (`max`).
+        every: keep each checkpoint whose step is a multiple of this.
+    """
+
+    last: _Count | None = Field(default=None, description="Keep this many of the newest.")
+    best: _Count | None = Field(default=None, description="Keep this many of the best by `metric`.")
+    metric: str | None = Field(default=None, description="The reported metric that `best` goes by.")
+    mode: Literal["min", "max"] = Field(default="min", description="Whether a small metric is good, or a large one.")
+    every: _Count | None = Field(default=None, description="Keep each checkpoint whose step is a multiple of this.")
+
+    @model_validator(mode="after")
+    def _best_needs_a_metric(self) -> Retention:
+        if (self.best is None) != (self.metric is None):
+            raise ValueError("`best` and `metric` go together: set both, or neither")
+        return self
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no rule is set, so that all checkpoints are kept."""
+        return self.last is None and self.best is None and self.every is None
+
+
+def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[int, ...]:
+    """Return the sequences of the checkpoints that `policy` does not keep; `checkpoints` is oldest first."""
+    if policy.keeps_all:
+        return ()
+    stays = {each.sequence for each in checkpoints[-(policy.last or 1) :]}
+    stays |= {each.sequence for each in checkpoints if each.pinned}
+    stays |= {each.sequence for each in checkpoints if policy.every and each.step % policy.every == 0}
+    stays |= {each.sequence for each in _best(checkpoints, policy)}
+    return tuple(each.sequence for each in checkpoints if each.sequence not in stays)
+
+
+def retired_aside(
+    aside: Sequence[Aside], checkpoints: Sequence[CheckpointRef], policy: Retention
+) -> Sequence[CheckpointRef]:
+    """Return checkpoints put aside that `policy` would retire if they were live beside `checkpoints`.
+
+    A checkpoint put aside may be undamaged, and be reinstated. Therefore it is returned only when the trial has as
+    many newer live checkpoints as the policy always keeps (`last`, or 1).
+    """
+    if policy.keeps_all or len(checkpoints) < (policy.last or 1):
+        return []
+    refs = [each.checkpoint for each in aside]
+    going = retired(sorted((*checkpoints, *refs), key=lambda each: each.sequence), policy)
+    oldest = checkpoints[-(policy.last or 1)].sequence
+    return [each for each in refs if each.sequence in going and each.sequence < oldest]
+
+
+def _best(checkpoints: Sequence[CheckpointRef], policy: Retention) -> Sequence[CheckpointRef]:
+    """Return the best by metric; of equals the older, so that a new equal one retires none."""
+    if policy.best is None:
+        return ()
+    sign = 1 if policy.mode == "min" else -1
+    scored = [(sign * score, each) for each in checkpoints if (score := _score(each, policy.metric)) is not None]
+    return [each for _, each in sorted(scored, key=lambda pair: (pair[0], pair[1].sequence))[: policy.best]]
+
+
+def _score(checkpoint: CheckpointRef, metric: str | None) -> float | None:
+    value = metric_in(checkpoint.metrics, metric or "")
+    return float(value) if isinstance(value, int | float) and is_finite(value) else None

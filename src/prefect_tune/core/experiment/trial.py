@@ -1,0 +1,204 @@
+"""The state of a trial as a frozen value, and queries on it. `trial_transitions` has the transitions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from prefect_tune.core.events.experiment_events import Aside, Cause, CheckpointRef, Claim
+from prefect_tune.core.models import StepReport, TrialId, Value
+from prefect_tune.core.schedulers.base import Decision, Exploit
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+
+__all__ = [
+    "ENDED",
+    "Happening",
+    "Status",
+    "Trial",
+    "is_acceptable",
+    "is_aside",
+    "is_collectable",
+    "is_held",
+    "is_live",
+    "is_overtaken",
+    "live_keys",
+    "newest_checkpoint",
+    "newest_key",
+    "parent_of_next",
+    "reused_from",
+    "with_report",
+]
+
+
+class Status(StrEnum):
+    """The status of a trial."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    ERRORED = "errored"
+
+
+ENDED = frozenset({Status.FINISHED, Status.ERRORED})
+
+
+class Happening(Value):
+    """A fact that is replayed to search and scheduler; `order` counts over all trials of the experiment."""
+
+    order: int
+    what: Literal["added", "decided", "resumed", "ended"]
+    report: StepReport | None = None
+    """With "decided": the report that was decided on; with "ended": the last report."""
+    decision: Decision | None = None
+    failed: bool = False
+    """With "ended": whether the trial errored."""
+    stopped: bool = False
+    """With "ended": whether the scheduler ended it early."""
+
+
+class Trial(Value):
+    """One configuration being trained: its state folded from the journal."""
+
+    trial: TrialId
+    config: Mapping[str, object]
+    fingerprint: Mapping[str, str] = Field(default_factory=dict)
+    apart: bool = False
+    """Whether it has its own journal, whose entries the experiment's journal absorbs."""
+    status: Status = Status.PENDING
+    attempt: int = 0
+    step: int = 0
+    """The newest step reported in the present history (without steps that were lost)."""
+    metrics: Mapping[str, object] = Field(default_factory=dict)
+    """The metrics of that step."""
+    trained_seconds: float = 0.0
+    """The training time up to that step."""
+    checkpoints: tuple[CheckpointRef, ...] = ()
+    """The live checkpoints, oldest first."""
+    quarantined: tuple[int, ...] = ()
+    """Sequences of checkpoints that must not be used."""
+    aside: tuple[Aside, ...] = ()
+    """The quarantined checkpoints that were committed and are not retired: their bytes stay, for a reinstatement."""
+    lost_checkpoints: int = 0
+    """How many committed checkpoints were quarantined and not reinstated; with no other left, all progress is lost."""
+    collected_up_to: int = 0
+    """The entry of the last retirement: blobs begun before it are reused only while a checkpoint refers to them."""
+    claims: tuple[Claim, ...] = ()
+    """The clones of its live and retired checkpoints: the bytes stay until a clone is released."""
+    user_failures: int = 0
+    """Failures of the user's code since the trial was added or requeued."""
+    machine_failures: int = 0
+    """Failures of the machine since the last commit."""
+    same_start: int = 0
+    """How many attempts in a row died before their first step, starting from the same checkpoint (or from nothing)."""
+    blamed_checkpoints: int = 0
+    """How many checkpoints were quarantined since the last commit because the trainable died from them."""
+    started_from: int | None = None
+    """The sequence that the last attempt restored; None for a start from nothing."""
+    wasted_steps: int = 0
+    """Journaled steps that had to be trained again."""
+    reason: str = ""
+    """Why the trial ended, or why its last attempt did."""
+    cause: Cause | None = None
+    """The cause of the last attempt's end."""
+    returned: bool = False
+    """Whether the trainable returned by itself."""
+    left: bool = False
+    """Whether the scheduler or a stop request ended it, and not its own stopper."""
+    absorbed: int = 0
+    """The last entry of its own journal that the experiment's journal has absorbed."""
+    proposed: Mapping[str, object] | None = None
+    """The configuration it was added with, if it has exploited another trial since."""
+    exploits: Exploit | None = None
+    """An exploit that the scheduler has decided and the trial has not carried out yet."""
+    past: tuple[Happening, ...] = ()
+    """The happenings that are replayed to search and scheduler when the experiment is resumed, oldest first."""
+
+
+def with_report(trial: Trial, report: StepReport | None) -> Trial:
+    """Return the trial updated to `report`, which may not be journaled yet; unchanged if it is not newer."""
+    if report is None or report.step <= trial.step:
+        return trial
+    newest = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
+    return trial.model_copy(update=newest)
+
+
+def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
+    """Return the checkpoint to resume from: the last one committed that is not quarantined."""
+    return trial.checkpoints[-1] if trial.checkpoints else None
+
+
+def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
+    """Return the key of the newest checkpoint; None where there is none."""
+    newest = newest_checkpoint(trial)
+    return folder.checkpoint_key(newest) if newest else None
+
+
+def live_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
+    """Return the keys of all live checkpoints, oldest first."""
+    return [folder.checkpoint_key(each) for each in trial.checkpoints]
+
+
+def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
+    """Return whether `checkpoint` is a live checkpoint of `trial`."""
+    return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.checkpoints)
+
+
+def is_aside(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
+    """Return whether `checkpoint` is put aside: not used, but it can be reinstated."""
+    refs = (each.checkpoint for each in trial.aside)
+    return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in refs)
+
+
+def parent_of_next(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
+    """Return the checkpoint whose bytes the next save may reuse: the newest one, or none.
+
+    None where the newest one is older than one that was put aside: they may share the damaged blobs.
+    """
+    newest = newest_key(folder, trial)
+    return None if newest is None or is_overtaken(trial, newest.sequence) else newest
+
+
+def is_overtaken(trial: Trial, sequence: int) -> bool:
+    """Return whether a checkpoint was put aside after the save that began at entry `sequence`."""
+    return any(sequence < each.since for each in trial.aside)
+
+
+def reused_from(trial: Trial) -> int:
+    """Return the entry since which the next save may reuse blobs that no live checkpoint refers to.
+
+    Blobs begun before the last retirement may be deleted at any time; those that existed when a checkpoint
+    was put aside may be the damaged ones.
+    """
+    return max((trial.collected_up_to, *(each.since for each in trial.aside)))
+
+
+def is_held(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
+    """Return whether `checkpoint` is no longer live in `trial`, but a clone needs its bytes."""
+    claimed = any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in trial.claims)
+    return claimed and not is_live(trial, checkpoint)
+
+
+def is_acceptable(trial: Trial, sequence: int) -> bool:
+    """Return whether a save that began after entry `sequence` may still become a checkpoint of `trial`.
+
+    Not if it began before the last retirement: blobs that it reused may have been deleted since. Not if its
+    sequence is at most that of a checkpoint in the journal: the trial has continued without it.
+    """
+    known = max((*(each.sequence for each in trial.checkpoints), *trial.quarantined), default=0)
+    return sequence > known and sequence >= trial.collected_up_to
+
+
+def is_collectable(state: Trial, key: CheckpointKey) -> bool:
+    """Return whether the bytes of `key` may be deleted, now and at any later time.
+
+    True if it is not live, not put aside, needed by no clone, and was begun before the last retirement in
+    `state`. Then no later save reuses it, here or in a process that takes over during the deletion, and no
+    new clone of it can be claimed.
+    """
+    if is_aside(state, key):
+        return False
+    return not is_live(state, key) and not is_held(state, key) and key.sequence < state.collected_up_to

@@ -1,0 +1,380 @@
+"""Trial transitions: the table of legal status changes, and the pure function that applies an event to a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias, assert_never
+
+from prefect_tune.core.errors import IllegalTransition
+from prefect_tune.core.events.experiment_events import (
+    Aside,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Claim,
+    Claimed,
+    Cloned,
+    Committed,
+    Decided,
+    Finished,
+    GaveUp,
+    Inherited,
+    OneTrialsEvent,
+    Paused,
+    Pinned,
+    Pruned,
+    PutAside,
+    Quarantined,
+    Rebased,
+    Reinstated,
+    Released,
+    Reported,
+    Requeued,
+    Resumed,
+    Retired,
+    Started,
+)
+from prefect_tune.core.experiment.trial import (
+    ENDED,
+    Happening,
+    Status,
+    Trial,
+    is_acceptable,
+    is_aside,
+    is_collectable,
+    is_held,
+    is_live,
+    is_overtaken,
+    live_keys,
+    newest_checkpoint,
+    newest_key,
+    parent_of_next,
+    reused_from,
+    with_report,
+)
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Exploit
+
+__all__ = [
+    "ENDED",
+    "NEXT",
+    "Happening",
+    "Status",
+    "Trial",
+    "after",
+    "is_acceptable",
+    "is_aside",
+    "is_collectable",
+    "is_held",
+    "is_live",
+    "is_overtaken",
+    "live_keys",
+    "newest_checkpoint",
+    "newest_key",
+    "parent_of_next",
+    "reused_from",
+    "with_adopted",
+    "with_report",
+]
+
+# The only place where statuses change. An event that is not here changes none.
+NEXT: Mapping[tuple[Status, type[OneTrialsEvent]], Status] = {
+    (Status.PENDING, Started): Status.RUNNING,
+    (Status.RUNNING, AttemptEnded): Status.PENDING,
+    (Status.RUNNING, Finished): Status.FINISHED,
+    (Status.PENDING, Finished): Status.FINISHED,
+    (Status.RUNNING, GaveUp): Status.ERRORED,
+    (Status.PENDING, GaveUp): Status.ERRORED,
+    (Status.FINISHED, GaveUp): Status.ERRORED,  # it ended before its reports were found to be unusable
+    (Status.PAUSED, GaveUp): Status.ERRORED,  # it ended because they were found unusable
+    (Status.ERRORED, Requeued): Status.PENDING,
+    (Status.FINISHED, Requeued): Status.PENDING,
+    (Status.PENDING, Requeued): Status.PENDING,  # the experiment's journal records it before the trial's own
+    (Status.RUNNING, Paused): Status.PAUSED,
+    (Status.PAUSED, Resumed): Status.PENDING,
+    (Status.PAUSED, Started): Status.RUNNING,
+    (Status.PAUSED, Finished): Status.FINISHED,
+    # The experiment's journal absorbs starts and ends after it has journaled its decisions.
+    (Status.PENDING, Paused): Status.PAUSED,
+    (Status.PENDING, Resumed): Status.PENDING,
+    (Status.RUNNING, Resumed): Status.RUNNING,
+    # In a fork no process trains it.
+    **{(status, Rebased): status for status in Status},
+    (Status.RUNNING, Rebased): Status.PENDING,
+}
+_ONLY_WHILE_RUNNING = (Reported, Committed)
+_ONLY_WHILE_WAITING = (Cloned,)
+_FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
+_OfCheckpoints: TypeAlias = (
+    Committed | Retired | Pruned | Quarantined | PutAside | Reinstated | Pinned | Inherited | Claimed | Released
+)
+_CHANGES_STATUS = frozenset(event for _, event in NEXT)
+
+
+def with_adopted(trial: Trial, found: tuple[CheckpointRef, ...]) -> Trial:
+    """Return the trial with checkpoints that a new owner found and the old one had not journaled.
+
+    Raises:
+        IllegalTransition: one of them is not acceptable (see `is_acceptable`).
+    """
+    for checkpoint in found:
+        trial = _with_checkpoint(trial, checkpoint)
+    return trial
+
+
+def after(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
+    """Return the trial after `event`, which is in the journal's entry `number`.
+
+    Raises:
+        IllegalTransition: the event cannot happen to a trial in this status.
+    """
+    status = _next_status(trial, event)
+    return _told(trial, event, number).model_copy(update={"status": status})
+
+
+def _next_status(trial: Trial, event: OneTrialsEvent) -> Status:
+    misplaced = (isinstance(event, _ONLY_WHILE_RUNNING) and trial.status is not Status.RUNNING) or (
+        isinstance(event, _ONLY_WHILE_WAITING) and trial.status not in (Status.PENDING, Status.PAUSED)
+    )
+    status = NEXT.get((trial.status, type(event)))
+    if misplaced or (status is None and type(event) in _CHANGES_STATUS):
+        raise IllegalTransition(f"trial {trial.trial!r} is {trial.status}: {event.type!r} cannot happen to it")
+    return status or trial.status
+
+
+def _told(trial: Trial, event: OneTrialsEvent, number: int) -> Trial:
+    match event:
+        case Started():
+            return _started(trial, event)
+        case Reported():
+            return _reported(trial, event.report)
+        case AttemptEnded() | GaveUp():
+            return _failed(trial, event)
+        case Cloned():
+            return _cloned(trial, event)
+        case Rebased():
+            return _rebased(trial, event)
+        case Finished() | Paused() | Requeued() | Resumed() | Decided():
+            return _given_reason(trial, event)
+        case _:
+            return _stored(trial, event, number)
+
+
+def _stored(trial: Trial, event: _OfCheckpoints, number: int) -> Trial:
+    match event:
+        case Committed():
+            return _committed(trial, event, number)
+        case Retired() | Pruned():
+            return _retired(trial, event.retires, number)
+        case Quarantined():
+            return _quarantined(trial, event, number)
+        case PutAside():
+            return _put_aside(trial, event, number)
+        case Reinstated():
+            return _reinstated(trial, event.sequence)
+        case Pinned():
+            return _pinned(trial, event)
+        case Inherited(checkpoint=checkpoint):
+            _require_acceptable(trial, checkpoint)
+            return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint)})
+        case Claimed() | Released():
+            return trial.model_copy(update={"claims": _claims(trial, event)})
+        case _:
+            assert_never(event)
+
+
+def _given_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | Decided) -> Trial:
+    match event:
+        case Finished():
+            ends = {"reason": event.reason, "returned": event.returned, "left": event.left}
+            return trial.model_copy(update=ends)
+        case Paused():
+            return trial.model_copy(update={"reason": event.reason})
+        case Requeued():
+            return trial.model_copy(update={"reason": event.reason, **_FRESH_BUDGETS})
+        case Decided(decision=Exploit() as exploit):
+            return trial.model_copy(update={"exploits": exploit})
+        case Resumed() | Decided():
+            return trial  # the experiment keeps them in `past`
+        case _:
+            assert_never(event)
+
+
+def _reported(trial: Trial, report: StepReport) -> Trial:
+    if report.step <= trial.step:
+        raise IllegalTransition(f"trial {trial.trial!r}: step {report.step} is reported after step {trial.step}")
+    told = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
+    return trial.model_copy(update=told)
+
+
+def _started(trial: Trial, event: Started) -> Trial:
+    unheard = (each.checkpoint for each in trial.aside if each.since > trial.collected_up_to)
+    known = (*trial.checkpoints, *unheard)  # an external writer may put it aside after it was restored
+    start = next((each for each in known if each.sequence == event.from_sequence), None)
+    _require_lawful(trial, event, start)
+    again = event.from_sequence == trial.started_from
+    return trial.model_copy(
+        update={
+            "attempt": event.attempt,
+            "step": event.from_step,
+            "metrics": start.metrics if start else {},
+            "trained_seconds": start.trained_seconds if start else 0.0,
+            "wasted_steps": trial.wasted_steps + max(0, trial.step - event.from_step),
+            "same_start": trial.same_start if again else 0,
+            "started_from": event.from_sequence,
+        }
+    )
+
+
+def _require_lawful(trial: Trial, event: Started, start: CheckpointRef | None) -> None:
+    """A trial that has a checkpoint never starts from nothing."""
+    nothing = start is None and event.from_sequence is None and not trial.checkpoints
+    if event.from_step != (start.step if start else 0) or not (start or nothing):
+        raise IllegalTransition(
+            f"trial {trial.trial!r}: cannot start from step {event.from_step} of {event.from_sequence}; "
+            f"its checkpoints (step, sequence): {[(each.step, each.sequence) for each in trial.checkpoints]}"
+        )
+    if event.attempt != trial.attempt + 1:
+        raise IllegalTransition(f"trial {trial.trial!r}: attempt {event.attempt} after {trial.attempt}")
+
+
+def _committed(trial: Trial, event: Committed, number: int) -> Trial:
+    committed = _with_checkpoint(trial, event.checkpoint)
+    return _retired(committed, event.retires, number) if event.retires else committed
+
+
+def _cloned(trial: Trial, event: Cloned) -> Trial:
+    """Continue from the clone; the trial's own steps count neither as wasted nor as its history. Budgets stay."""
+    copy = event.checkpoint
+    _require_acceptable(trial, copy)
+    return trial.model_copy(
+        update={
+            "checkpoints": (*trial.checkpoints, copy),
+            "step": copy.step,
+            "metrics": copy.metrics,
+            "trained_seconds": copy.trained_seconds,
+            "config": trial.config if event.config is None else event.config,
+            "proposed": trial.proposed or trial.config,
+            "exploits": None,
+            "reason": event.reason,
+        }
+    )
+
+
+def _rebased(trial: Trial, event: Rebased) -> Trial:
+    """Replace everything that refers to objects on the target; keep the rest of the trial's state."""
+    return trial.model_copy(
+        update={
+            "checkpoints": event.checkpoints,
+            "absorbed": event.absorbed,
+            "quarantined": (),
+            "aside": (),
+            "lost_checkpoints": 0,
+            "claims": (),
+            "collected_up_to": 0,
+            "started_from": None,
+        }
+    )
+
+
+def _claims(trial: Trial, event: Claimed | Released) -> tuple[Claim, ...]:
+    """Only a live or held checkpoint can be claimed: the deletion of any other may have begun."""
+    if isinstance(event, Released):
+        return tuple(each for each in trial.claims if each.clone != event.clone)
+    claim = event.claim
+    if not (is_live(trial, claim) or is_held(trial, claim)):
+        raise IllegalTransition(
+            f"trial {trial.trial!r}: step {claim.step} ({claim.sequence}) is claimed by {claim.clone.folder}, but is "
+            "no longer a checkpoint"
+        )
+    return trial.claims if claim in trial.claims else (*trial.claims, claim)
+
+
+def _with_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
+    _require_acceptable(trial, checkpoint)
+    checkpoints = (*trial.checkpoints, checkpoint)
+    since_then = {"machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0}
+    return trial.model_copy(update={"checkpoints": checkpoints, **since_then})
+
+
+def _require_acceptable(trial: Trial, checkpoint: CheckpointRef) -> None:
+    if not is_acceptable(trial, checkpoint.sequence):
+        raise IllegalTransition(
+            f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} was begun after entry "
+            f"{checkpoint.sequence}, which is not after its checkpoints "
+            f"{[each.sequence for each in trial.checkpoints]}, those quarantined {list(trial.quarantined)} "
+            f"and the last retirement ({trial.collected_up_to})"
+        )
+
+
+def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
+    """Retire live checkpoints, and those put aside: these cannot be reinstated then, and are deleted as any other."""
+    left = tuple(each for each in trial.checkpoints if each.sequence not in sequences)
+    gone = {each.checkpoint.sequence for each in trial.aside} & set(sequences)
+    return trial.model_copy(
+        update={
+            "checkpoints": left,
+            "aside": tuple(each for each in trial.aside if each.checkpoint.sequence not in gone),
+            "quarantined": tuple(each for each in trial.quarantined if each not in gone),
+            "collected_up_to": number,
+        }
+    )
+
+
+def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
+    """Put it aside, and let no later save reuse its blobs: one of them may be damaged."""
+    trial = _put_aside(trial, event, number)
+    blamed = trial.blamed_checkpoints + event.kills
+    return trial.model_copy(update={"blamed_checkpoints": blamed, "collected_up_to": number})
+
+
+def _put_aside(trial: Trial, event: Quarantined | PutAside, number: int) -> Trial:
+    """Put a checkpoint aside; one that was never committed is only listed as quarantined: it cannot be reinstated."""
+    found = [each for each in trial.checkpoints if each.sequence == event.sequence]
+    aside = (Aside(checkpoint=each, since=number, reason=event.reason) for each in found)
+    known = trial.quarantined if event.sequence in trial.quarantined else (*trial.quarantined, event.sequence)
+    return trial.model_copy(
+        update={
+            "checkpoints": tuple(each for each in trial.checkpoints if each not in found),
+            "quarantined": known,
+            "aside": (*trial.aside, *aside),
+            "lost_checkpoints": trial.lost_checkpoints + len(found),
+        }
+    )
+
+
+def _reinstated(trial: Trial, sequence: int) -> Trial:
+    """Insert it at its old place; if it is the newest, the next attempt starts from it."""
+    back = [each.checkpoint for each in trial.aside if each.checkpoint.sequence == sequence]
+    return trial.model_copy(
+        update={
+            "checkpoints": tuple(sorted((*trial.checkpoints, *back), key=lambda each: each.sequence)),
+            "quarantined": tuple(each for each in trial.quarantined if not back or each != sequence),
+            "aside": tuple(each for each in trial.aside if each.checkpoint.sequence != sequence),
+            "lost_checkpoints": trial.lost_checkpoints - len(back),
+        }
+    )
+
+
+def _pinned(trial: Trial, event: Pinned) -> Trial:
+    checkpoints = tuple(
+        each.model_copy(update={"pinned": event.pinned}) if each.sequence == event.sequence else each
+        for each in trial.checkpoints
+    )
+    return trial.model_copy(update={"checkpoints": checkpoints})
+
+
+def _failed(trial: Trial, event: AttemptEnded | GaveUp) -> Trial:
+    if isinstance(event, GaveUp):
+        return trial.model_copy(update={"reason": event.message})
+    machine = event.cause is Cause.MACHINE
+    users = not machine and event.cause is not Cause.PREEMPTED
+    return trial.model_copy(
+        update={
+            "reason": event.message,
+            "cause": event.cause,
+            "machine_failures": trial.machine_failures + machine,
+            "user_failures": trial.user_failures + users,
+            "same_start": trial.same_start + 1 if event.at_start else 0,
+        }
+    )

@@ -1,0 +1,1 @@
+"""The journal of an experiment: numbered entries, fencing of owners, snapshots."""

@@ -1,0 +1,371 @@
+"""Read and append the numbered entries of a journal; creating each only if absent fences off older owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    InvalidInput,
+    JournalCorrupt,
+    ResumeFailed,
+    StoreRefused,
+    StoreUnavailable,
+    Superseded,
+)
+from prefect_tune.core.events.experiment_events import Event, GuestsEvent, Opened, Owner, RemovalBegun
+from prefect_tune.core.experiment.experiment import Entry, Experiment, apply, following, nothing_yet
+from prefect_tune.core.experiment.snapshot_levels import begin_of, boundaries
+from prefect_tune.core.journal.entries import decode_entry, entries_after, read_if_there, read_listed
+from prefect_tune.core.journal.snapshots import (
+    Segment,
+    UnusableSegmentError,
+    after_segment,
+    delete_segments,
+    listed_segments,
+    read_segment,
+    segment_is_due,
+    steps,
+    write_due_segment,
+)
+from prefect_tune.core.models import Stamp, digest_of
+from prefect_tune.core.storage.conditional_create import create_or_recognize
+from prefect_tune.core.storage.documents import seal_and_read_back
+from prefect_tune.core.storage.layout import JournalKey, journal_key
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.core.storage.shared_writers import require_room_for_guests
+
+__all__ = [
+    "Loaded",
+    "append",
+    "append_as_guest",
+    "as_of",
+    "entries_beyond",
+    "history",
+    "load",
+    "next_entry",
+    "read",
+    "take_over",
+]
+
+_RACES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An experiment folded from its journal, and the segments that its next owner has to repair."""
+
+    experiment: Experiment
+    unwritten: tuple[Experiment, ...] = ()
+    """The experiment at each segment boundary that has no usable segment."""
+    unusable: frozenset[int] = frozenset()
+    """Numbers of segments that are listed, but damaged or of another history."""
+
+
+def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Experiment:
+    """Return the experiment that the journal's entries fold to; an empty journal gives the empty experiment.
+
+    Reads at most 18 objects, however many entries there are, as long as every segment was written.
+
+    Raises:
+        JournalCorrupt: an entry is missing or altered, or its events are impossible after the ones before.
+        UnknownVersion: a newer prefect-tune wrote an entry.
+    """
+    return read(store, journal, side_by_side=side_by_side).experiment
+
+
+def read(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Loaded:
+    """Load the experiment, with what `take_over` needs as `known` so as not to read the journal twice."""
+    return _loaded(store, journal_key(journal), side_by_side)
+
+
+def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Sequence[Entry]:
+    """Return every entry from the first, for curves, timelines and audits."""
+    return [entry for entry, _ in entries_after(store, journal_key(journal), 0, side_by_side)]
+
+
+def as_of(
+    store: ObjectStore, journal: JournalKey | str, number: int | None, *, side_by_side: Mapper
+) -> tuple[Experiment, Sequence[Entry]]:
+    """Return the experiment after entry `number` (None: after the last one), and every entry up to it.
+
+    Raises:
+        InvalidInput: there is no such entry.
+        JournalCorrupt: as `load`.
+    """
+    key = journal_key(journal)
+    last = load(store, key, side_by_side=side_by_side).number
+    wanted = last if number is None else number
+    if not 1 <= wanted <= last:
+        raise InvalidInput(f"{key}: expected an entry from 1 to {last}, found {wanted}")
+    paths = (key.entry_path(each) for each in range(1, wanted + 1))
+    state, entries = nothing_yet(key), list[Entry]()
+    for path, data in side_by_side(lambda path: (path, read_listed(store, path)), paths):
+        entries.append(decode_entry(data, path))
+        state = apply(state, entries[-1], digest_of(data))
+    return state, entries
+
+
+def entries_beyond(
+    store: ObjectStore, journal: JournalKey | str, number: int, *, side_by_side: Mapper
+) -> Sequence[Entry]:
+    """Return the entries after `number`, for a caller that has read those before.
+
+    Raises:
+        JournalCorrupt: an entry is missing or altered.
+    """
+    return [entry for entry, _ in entries_after(store, journal_key(journal), number, side_by_side)]
+
+
+def next_entry(store: ObjectStore, experiment: JournalKey | str, number: int) -> Entry | None:
+    """Return the entry after `number`, or None while it does not exist. Sends one request: for polling a journal.
+
+    Raises:
+        JournalCorrupt: the entry is damaged.
+    """
+    path = journal_key(experiment).entry_path(number + 1)
+    return None if (data := read_if_there(store, path)) is None else decode_entry(data, path)
+
+
+def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
+    """Write the next entry, and return the experiment after it. The entry is durable when this returns.
+
+    The events are applied as they will be read back (a tuple in a config becomes a list), so that this run
+    and a later resume see the same values. Entries that external writers added meanwhile come before it.
+
+    Raises:
+        InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
+        Superseded: another owner has written the next entry, and owns the experiment now.
+        CommitUnknown: the target did not say whether it wrote; call again with the same stamp.
+        JournalCorrupt, SaveOvertaken: the events cannot follow the last entry; nothing was written.
+        StoreUnavailable: the last entry no longer exists, or the target cannot be reached.
+    """
+    while True:
+        try:
+            return _append_next(store, experiment, events, stamp)
+        except AlreadyExists as exists:
+            experiment = _after_guest(store, experiment, exists)
+
+
+def append_as_guest(
+    store: ObjectStore,
+    journal: JournalKey | str,
+    say: Callable[[Experiment], Sequence[GuestsEvent]],
+    stamp: Stamp,
+    *,
+    side_by_side: Mapper,
+) -> Experiment:
+    """Add an entry to a journal of another owner, which stays the owner; return the experiment after the entry.
+
+    `say` returns the events to write after the state that it is given, or none. It is called again when another
+    writer is faster, so that no entry comes between that state and the events. An exception of `say` ends the call.
+
+    Raises:
+        StoreRefused: there are events to write, and the target supports one writer only: see `shared_writers`.
+        StoreUnavailable: other writers were faster 16 times.
+        CommitUnknown: the target did not say whether it wrote; call again, `say` may find its events written.
+    """
+    for _ in range(_RACES):
+        found = load(store, journal, side_by_side=side_by_side)
+        if not (events := say(found)):
+            return found
+        require_room_for_guests(store, found.key)
+        with suppress(AlreadyExists):
+            after = _append_next(store, found, events, stamp)
+            write_due_segment(store, after)  # the owner continues after this entry, and does not write this segment
+            return after
+    raise StoreUnavailable(f"{journal}: {_RACES} other writers were faster; try again")
+
+
+def _append_next(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
+    entry = Entry(
+        number=experiment.number + 1,
+        epoch=experiment.epoch + any(isinstance(event, Opened) for event in events),
+        previous=experiment.digest,
+        write_id=stamp.write_id,
+        at=stamp.at,
+        events=tuple(events),
+    )
+    path = experiment.key.entry_path(entry.number)
+    data, entry = seal_and_read_back(entry)
+    result = following(experiment, entry, digest_of(data))
+    _require_predecessor(store, experiment)
+    create_or_recognize(store, path, data)
+    return result
+
+
+def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
+    """Return the experiment after the existing entry if an external writer wrote it; raise Superseded otherwise."""
+    path = experiment.key.entry_path(experiment.number + 1)
+    entry = decode_entry(data := store.read(path), path)
+    is_guests = bool(entry.events) and all(isinstance(event, GuestsEvent) for event in entry.events)
+    if not is_guests or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
+        raise _superseded(experiment, entry) from exists
+    return apply(experiment, entry, digest_of(data))
+
+
+def _require_predecessor(store: ObjectStore, experiment: Experiment) -> None:
+    """Raise if the last entry is gone: an unmounted disk or a deleted experiment would accept a write, and lose it."""
+    before = experiment.number and experiment.key.entry_path(experiment.number)
+    if before and store.size(before) is None:
+        raise StoreUnavailable(
+            f"{before}: the journal's last entry is gone, so nothing is written after it. Is the target still "
+            "mounted, and does the experiment still exist?"
+        )
+
+
+def take_over(  # noqa: PLR0913  the last ones add events to the same entry, and save reads
+    store: ObjectStore,
+    journal: JournalKey | str,
+    owner: Owner,
+    stamp: Stamp,
+    *,
+    side_by_side: Mapper,
+    also: Callable[[Experiment], Sequence[Event]] = lambda _: (),
+    known: Loaded | None = None,
+) -> Experiment:
+    """Open the experiment for `owner`: begin a new epoch. The same entry holds the events that `also` returns.
+
+    `also` gets the experiment before it is opened. With `known`, only the last known entry is checked, and the
+    entries after it are read; a journal known to be empty is read only if another writer has opened it since.
+
+    In a race with an owner that still writes, or with another opener, this reads the new entries and tries the
+    next number: the last to open is the owner, and the next write of every other one fails.
+
+    Raises:
+        ResumeFailed: the experiment is being deleted, and `also` does not continue that deletion.
+        Superseded: other runs opened it first, 16 times.
+    """
+    key = journal_key(journal)
+    lost: Superseded | None = None
+    for _ in range(_RACES):
+        loaded = _caught_up(store, known, side_by_side) if known else _loaded(store, key, side_by_side)
+        try:
+            opened = _opened(store, loaded.experiment, owner, stamp, also)
+        except Superseded as race:
+            lost, known = race, None
+            continue
+        _mend(store, loaded, opened, side_by_side)
+        return opened
+    raise Superseded(f"{key}: lost {_RACES} races to open it") from lost
+
+
+def _opened(
+    store: ObjectStore,
+    found: Experiment,
+    owner: Owner,
+    stamp: Stamp,
+    also: Callable[[Experiment], Sequence[Event]],
+) -> Experiment:
+    if found.opened_at and _opened_by(store, found, stamp):
+        return found  # an earlier attempt of this same call succeeded, and its reply was lost
+    key = found.key
+    opened, said = Opened(experiment=key.experiment, trial=key.trial, epoch=found.epoch + 1, owner=owner), also(found)
+    if found.is_removed and RemovalBegun() not in said:
+        raise ResumeFailed(f"{key} is being deleted, by {found.owner}: finish that, or take another name")
+    return append(store, found, [opened, *said], stamp)
+
+
+def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
+    path = found.key.entry_path(found.opened_at)
+    return decode_entry(store.read(path), path).write_id == stamp.write_id
+
+
+def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
+    """Load by segments; where the entries do not follow from them, load from the entries alone."""
+    try:
+        return _followed(store, _by_segments(store, key, side_by_side), side_by_side)
+    except JournalCorrupt:
+        if not (listed := listed_segments(store, key)):
+            raise
+        return _followed(store, Loaded(nothing_yet(key), unusable=listed), side_by_side)
+
+
+def _caught_up(store: ObjectStore, known: Loaded, side_by_side: Mapper) -> Loaded:
+    """Read what follows `known`; where the journal does not continue it, load the journal anew: it was replaced."""
+    key = known.experiment.key
+    if not known.experiment.number:
+        return known  # if a first entry exists by now, writing ours fails, and the journal is read then
+    try:
+        return _followed(store, known, side_by_side)
+    except JournalCorrupt:
+        return _loaded(store, key, side_by_side)
+
+
+def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
+    """Return the experiment at the end of its newest usable segment."""
+    unusable: frozenset[int] = frozenset()
+    while listed := listed_segments(store, key) - unusable:  # list again each time: an owner may be writing
+        try:
+            newest = read_segment(store, key, max(listed))
+            return replace(_up_to(store, newest, listed, side_by_side), unusable=unusable)
+        except UnusableSegmentError as found:
+            unusable |= {found.number}
+    return Loaded(nothing_yet(key), unusable=unusable)
+
+
+def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: Mapper) -> Loaded:
+    """Fold the segments and entries before the newest segment, then that segment."""
+    end = newest.experiment
+    known, loaded = dict(end.milestones), Loaded(nothing_yet(end.key))
+    way = pairwise((0, *steps(listed, begin_of(end.number))))
+    for step in side_by_side(lambda step: _read_step(store, end.key, *step), way):
+        if isinstance(step, Segment):
+            loaded = replace(loaded, experiment=after_segment(loaded.experiment, step, known))
+        else:
+            loaded = _next(loaded, *step)
+    return replace(loaded, experiment=after_segment(loaded.experiment, newest, known))
+
+
+def _read_step(store: ObjectStore, key: JournalKey, here: int, there: int) -> Segment | tuple[Entry, Buffer]:
+    if there > here + 1:
+        return read_segment(store, key, there)
+    path = key.entry_path(there)
+    data = read_listed(store, path)
+    return decode_entry(data, path), data
+
+
+def _next(loaded: Loaded, entry: Entry, data: Buffer) -> Loaded:
+    after = apply(loaded.experiment, entry, digest_of(data))
+    if not segment_is_due(after):
+        return replace(loaded, experiment=after)
+    missing = {each.number: each for each in (*loaded.unwritten, after)}
+    unwritten = tuple(missing[number] for number in boundaries(after.number) if number in missing)
+    return replace(loaded, experiment=after, unwritten=unwritten)
+
+
+def _followed(store: ObjectStore, begun: Loaded, side_by_side: Mapper) -> Loaded:
+    """Add the entries that come after the segments."""
+    loaded = begun
+    for entry, data in entries_after(store, begun.experiment.key, begun.experiment.number, side_by_side):
+        loaded = _next(loaded, entry, data)
+    if loaded is begun and begun.experiment.number:
+        _require_last(store, begun.experiment)
+    return loaded
+
+
+def _require_last(store: ObjectStore, experiment: Experiment) -> None:
+    """Check the last entry where none follows that names its digest: the segments may be of another journal."""
+    path = experiment.key.entry_path(experiment.number)
+    data = read_if_there(store, path)
+    if data is None or digest_of(data) != experiment.digest:
+        raise JournalCorrupt(f"{path}: missing, or not the entry that the segments end with")
+
+
+def _mend(store: ObjectStore, loaded: Loaded, opened: Experiment, side_by_side: Mapper) -> None:
+    """Delete unusable segments and write missing ones: an earlier owner died, or its target failed."""
+    with suppress(StoreUnavailable, StoreRefused):  # as `write_due_segment`
+        delete_segments(store, opened.key, loaded.unusable)
+        list(side_by_side(lambda experiment: write_due_segment(store, experiment), (*loaded.unwritten, opened)))
+
+
+def _superseded(experiment: Experiment, winner: Entry) -> Superseded:
+    by = next((str(event.owner) for event in winner.events if isinstance(event, Opened)), f"epoch {winner.epoch}")
+    return Superseded(
+        f"{experiment.key}: epoch {experiment.epoch} has ended; it was taken over at "
+        f"{winner.at} by {by}. Stop here: it continues there, and every committed checkpoint is kept"
+    )

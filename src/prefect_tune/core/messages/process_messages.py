@@ -1,0 +1,190 @@
+"""The messages between a trial's process and its supervisor. Each is one JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter
+
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.models import StepReport, Value
+from prefect_tune.core.texts import Message, PathName
+
+__all__ = [
+    "Asked",
+    "Broke",
+    "FromTrial",
+    "GoOn",
+    "Leave",
+    "Loaded",
+    "Question",
+    "Saved",
+    "Start",
+    "StateSaved",
+    "StepDone",
+    "StopAndSave",
+    "Surroundings",
+    "ToTrial",
+    "TrialEnded",
+    "from_trial",
+    "to_trial",
+]
+
+
+class Surroundings(Value):
+    """The environment that a forked or reused process adopts before it starts a trial."""
+
+    type: Literal["surroundings"] = "surroundings"
+    environment: Mapping[str, str]
+    """All environment variables; each character is one byte (Latin-1)."""
+    working_directory: str
+    """In Latin-1, too; empty to keep the present one."""
+
+
+class Start(Value):
+    """Start training: all inputs of an attempt."""
+
+    type: Literal["start"] = "start"
+    experiment: str
+    trial: str
+    attempt: int
+    trainable: str
+    """`module:name`, or a pickle in hexadecimal that the supervisor itself has just made."""
+    stopper: str
+    """In the same form as `trainable`."""
+    import_path: tuple[PathName, ...]
+    config: Mapping[str, object]
+    directory: PathName
+    """For the trial's own files (logs, plots): synced as artifacts."""
+    staging: PathName
+    """The folder in which checkpoint directories are handed over to the supervisor."""
+    temporary: PathName
+    """The folder for the trial's temporary files."""
+    restored: PathName | None
+    from_step: int
+    trained_seconds: float
+    curve: tuple[StepReport, ...]
+    cadence: Cadence
+    overlap: bool
+    """Whether training continues while a checkpoint is uploaded."""
+    milestone: int | None = None
+    """The step at which the trial asks whether to continue, and waits for the answer; None for never."""
+    saves_first: bool = False
+    """Whether a class trainable saves at the milestone before it asks."""
+    answers: Mapping[str, Mapping[str, object]] = Field(default_factory=dict)
+    """Answers of persons to the trial's questions, by their keys."""
+    waits: bool = True
+    """Whether the process may wait for another trial afterwards, if its trainable supports that."""
+
+
+class Saved(Value):
+    """The checkpoint of this step is committed."""
+
+    type: Literal["saved"] = "saved"
+    step: int
+
+
+class StopAndSave(Value):
+    """End as soon as the state is saved."""
+
+    type: Literal["stop-and-save"] = "stop-and-save"
+
+
+class GoOn(Value):
+    """The answer at a milestone: continue training, and ask again at the next one."""
+
+    type: Literal["go-on"] = "go-on"
+    milestone: int | None
+
+
+class Leave(Value):
+    """End now: the answer at a milestone, or without having been asked."""
+
+    type: Literal["leave"] = "leave"
+    reason: Message
+    save: bool
+    """Whether to save the state first, if the trainable can save it at any step."""
+    for_good: bool
+    """True: the trial is finished. False: it is paused."""
+
+
+class Loaded(Value):
+    """The trainable is imported and set up; next it loads its checkpoint, if there is one, and trains."""
+
+    type: Literal["loaded"] = "loaded"
+    pid: int
+    code: str
+    """A digest of the trainable's source; empty where the source is not available."""
+
+
+class StepDone(Value):
+    """A step was trained; `checkpoint`, if given, is a directory to commit."""
+
+    type: Literal["step-done"] = "step-done"
+    report: StepReport
+    checkpoint: PathName | None = None
+    handed_over: bool = False
+    """Whether the supervisor owns the directory now, and removes it after the commit."""
+    asks: bool = False
+    """Whether the trial waits for an answer whether to continue."""
+    over: Message = ""
+    """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
+
+
+class Asked(Value):
+    """Asks before the first step whether to continue, because the restored checkpoint's step is a milestone."""
+
+    type: Literal["asked"] = "asked"
+    report: StepReport
+
+
+class StateSaved(Value):
+    """The state after a step that was reported before, to be committed; the supervisor owns the directory."""
+
+    type: Literal["state-saved"] = "state-saved"
+    report: StepReport
+    checkpoint: PathName
+
+
+class Question(Value):
+    """A question of the trial to a person; the trial continues after the answer."""
+
+    key: Message
+    question: Message
+    fields: Mapping[str, object]
+
+
+class TrialEnded(Value):
+    """The last message of an attempt: the trial is finished or paused, asks, or (`interrupted`) saved as requested."""
+
+    type: Literal["trial-ended"] = "trial-ended"
+    reason: Message
+    returned: bool = False
+    left: bool = False
+    """Whether it ended because of a `Leave` with `for_good`."""
+    interrupted: bool = False
+    paused: bool = False
+    """Whether it ended because of a `Leave` without `for_good`."""
+    question: Question | None = None
+    """The question that has to be answered before the trial can continue."""
+    waits: bool = False
+    """Whether the process waits to run another trial with the same trainable."""
+
+
+class Broke(Value):
+    """The trainable raised."""
+
+    type: Literal["broke"] = "broke"
+    cause: Cause
+    message: Message
+    traceback: Message
+
+
+ToTrial: TypeAlias = Annotated[Surroundings | Start | Saved | StopAndSave | GoOn | Leave, Field(discriminator="type")]
+FromTrial: TypeAlias = Annotated[
+    Asked | Loaded | StepDone | StateSaved | TrialEnded | Broke, Field(discriminator="type")
+]
+to_trial: TypeAdapter[Surroundings | Start | Saved | StopAndSave | GoOn | Leave] = TypeAdapter(ToTrial)
+from_trial: TypeAdapter[Asked | Loaded | StepDone | StateSaved | TrialEnded | Broke] = TypeAdapter(FromTrial)

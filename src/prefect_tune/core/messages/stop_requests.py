@@ -1,0 +1,110 @@
+"""Stop requests from other processes to a running experiment: numbered objects on the target.
+
+The owner reads the number after the last one in its journal, so that a poll costs one read. It journals the write
+id of a request before it acts on it, and deletes the object after that. The requesting process finds that id in the
+journal. If the journal holds another id for its number, its request is lost: the number of a deleted request can be
+taken again, and the owner does not read that object.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, UnknownVersion
+from prefect_tune.core.events.experiment_events import StopAsked
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import ENDED
+from prefect_tune.core.models import TrialId
+from prefect_tune.core.storage.conditional_create import create_or_recognize
+from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.layout import number_in, request_path, requests_folder
+from prefect_tune.core.storage.object_store import ObjectStore
+
+__all__ = ["StopRequest", "ask", "forget_heard", "is_heard", "is_lost", "read_request", "taken_note_of"]
+
+
+class StopRequest(Document):
+    """A request to save and end: one trial, for good; or the whole experiment, for its present owner."""
+
+    format: Literal["prefect-tune/stop-request"] = "prefect-tune/stop-request"
+    version: Literal[1] = 1
+    write_id: str
+    at: str
+    reason: str
+    epoch: int
+    """The epoch whose owner is asked to end the experiment; later owners continue it. Ignored for a trial."""
+    trial: TrialId | None = None
+    """None for the whole experiment."""
+    unreadable: bool = False
+    """Whether this stands for an object that cannot be read; never set on a target."""
+
+
+def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int:
+    """Write `request` for the experiment's owner, and return its number. Idempotent by its write id.
+
+    Args:
+        experiment: the present state of its journal.
+
+    Raises:
+        CommitUnknown: the target did not say whether it wrote.
+    """
+    number = len(experiment.heard) + 1
+    while True:
+        try:
+            create_or_recognize(store, request_path(experiment.name, number), seal(request))
+        except AlreadyExists:
+            number += 1
+        else:
+            return number
+
+
+def is_heard(experiment: Experiment, request: StopRequest) -> bool:
+    """Return whether the experiment's owner has journaled the request."""
+    return request.write_id in experiment.heard
+
+
+def is_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
+    """Return whether no owner will read the request under this number, so that it has to be written again."""
+    return len(experiment.heard) >= number and not is_heard(experiment, request)
+
+
+def read_request(store: ObjectStore, experiment: str, number: int) -> StopRequest | None:
+    """Return request `number`; None where there is none. An unreadable one has `unreadable` set, and is refused."""
+    path = request_path(experiment, number)
+    try:
+        return unseal(StopRequest, store.read(path), path, JournalCorrupt)
+    except ObjectNotFound:
+        return None
+    except (JournalCorrupt, UnknownVersion) as error:
+        return StopRequest(write_id=f"unreadable-{number}", at="", reason=str(error), epoch=0, unreadable=True)
+
+
+def taken_note_of(experiment: Experiment, request: StopRequest) -> StopAsked:
+    """Return the journal's event for a request: what is stopped, or why it is refused."""
+    refused = _why_refused(experiment, request)
+    trial = None if refused else request.trial
+    return StopAsked(trial=trial, reason=request.reason, request=request.write_id, refused=refused)
+
+
+def _why_refused(experiment: Experiment, request: StopRequest) -> str:
+    if request.unreadable:
+        return "it cannot be read"
+    if request.write_id in experiment.heard:
+        return "it was journaled before"
+    if request.trial is None:
+        old = request.epoch != experiment.epoch
+        return f"it was for the owner of epoch {request.epoch}, and the epoch is {experiment.epoch} now" if old else ""
+    if request.trial not in experiment.trials:
+        return f"there is no trial {request.trial!r}"
+    status = experiment.trial(request.trial).status
+    return f"trial {request.trial!r} is {status} already" if status in ENDED else ""
+
+
+def forget_heard(store: ObjectStore, experiment: str, heard_count: int) -> int:
+    """Delete the first `heard_count` requests, which the journal names; return the number of deleted objects."""
+    folder = requests_folder(experiment)
+    listed = [(number_in(folder, each.path), each.path) for each in store.list(folder)]
+    heard = [path for number, path in listed if number is not None and number <= heard_count]
+    if heard:
+        store.delete(heard)
+    return len(heard)

@@ -1,0 +1,1 @@
+"""Public lifecycle events, health rules, and the position of each subscriber."""

@@ -1,0 +1,65 @@
+"""Track the best model of an experiment: the best of all commits, and of the last steps of ended trials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.ranking import Losses, losses_in
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_checkpoint
+from prefect_tune.core.models import Metrics, metric_in
+from prefect_tune.core.notifications.lifecycle_events import BestImproved, few
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.storage.layout import TrialKey
+
+__all__ = ["BestSoFar"]
+
+
+class BestSoFar:
+    """Compares each commit and each ended trial with the best before. Metrics are compared in order, as a tuple.
+
+    Without an objective no result is better than another.
+    """
+
+    def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
+        """Args: experiment: its state before the first call of `committed` or `ended`, which sets the best so far."""
+        self._objective = objective
+        self._experiment = experiment.name
+        found = (losses for trial in experiment.trials.values() for losses in self._all_of(trial))
+        self._losses: Losses | None = min(found, default=None)
+        self.trial: str | None = None
+        """The trial of the best model, once `committed` or `ended` has found one."""
+
+    def committed(self, trial: Trial) -> BestImproved | None:
+        """Return the news if the trial's newest checkpoint is better than all models before; else None."""
+        newest = newest_checkpoint(trial)
+        if newest is None or not self._improves(trial.trial, newest.metrics):
+            return None
+        key = TrialKey(experiment=self._experiment, trial=trial.trial).checkpoint_key(newest)
+        return self._improved(trial.trial, newest.step, newest.metrics, key.manifest_path)
+
+    def ended(self, trial: Trial) -> BestImproved | None:
+        """Return the news if the trial's last step, which may not be saved, is better than all before; else None."""
+        if not self._improves(trial.trial, trial.metrics):
+            return None
+        return self._improved(trial.trial, trial.step, trial.metrics, None)
+
+    def _all_of(self, trial: Trial) -> Iterator[Losses]:
+        if self._objective is None:
+            return
+        told = [each.metrics for each in trial.checkpoints] + ([trial.metrics] if trial.status in ENDED else [])
+        for metrics in told:
+            if (losses := losses_in(metrics, self._objective)) is not None:
+                yield losses
+
+    def _improves(self, trial: str, metrics: Metrics) -> bool:
+        losses = None if self._objective is None else losses_in(metrics, self._objective)
+        if losses is None or (self._losses is not None and losses >= self._losses):
+            return False
+        self._losses, self.trial = losses, trial
+        return True
+
+    def _improved(self, trial: str, step: int, metrics: Metrics, manifest: str | None) -> BestImproved:
+        compared = () if self._objective is None else self._objective.metrics
+        first = {name: metric_in(metrics, name) for name in compared}
+        return BestImproved(trial=trial, step=step, metrics=few({**first, **metrics}), manifest=manifest)

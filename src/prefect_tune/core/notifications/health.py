@@ -1,0 +1,198 @@
+"""Health warnings of a running experiment: silent trials, lagging saves or journals, budgets nearly spent.
+
+No decision depends on them. The caller passes times, in seconds of a monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from prefect_tune.core.notifications.lifecycle_events import BudgetNearlySpent, Lagging, News, TrialStale
+
+__all__ = ["Allowance", "Budget", "Lookout", "Patience"]
+
+_NEARLY = 0.8
+Spent: TypeAlias = Literal["time", "training-time", "trials"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit of seconds or trials."""
+
+    what: Spent
+    most: float
+
+    def is_nearly(self, spent: float) -> bool:
+        """Return whether 80 % are spent. Not for a trial budget that is spent: then the search has ended."""
+        return spent >= _NEARLY * self.most and (self.what != "trials" or spent < self.most)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Thresholds: something is overdue after `times` its longest duration so far, and at least `at_least` seconds."""
+
+    at_least: float = 300.0
+    times: float = 5.0
+    for_the_first: float = 1800.0
+    """Seconds for a first report, when no duration is known yet."""
+    for_the_journal: float = 420.0
+    """Seconds, more than `sync_period`: reports not journaled by then mean that the target does not accept writes."""
+
+    def limit(self, longest: float | None) -> float:
+        """Return the threshold in seconds, given the longest duration so far; None for the first."""
+        return self.for_the_first if longest is None else max(self.at_least, self.times * longest)
+
+
+@dataclass
+class _Rhythm:
+    """The last time, and the longest interval so far, of a repeated action."""
+
+    last: float
+    longest: float | None = None
+    is_told: bool = False
+
+    def beat(self, now: float) -> None:
+        gap = now - self.last
+        self.longest = gap if self.longest is None else max(self.longest, gap)
+        self.last, self.is_told = now, False
+
+
+@dataclass
+class _Debt:
+    """The time since which something waits to be journaled; None if nothing does."""
+
+    since: float | None = None
+    is_told: bool = False
+
+    def begin(self, now: float) -> None:
+        if self.since is None:
+            self.since, self.is_told = now, False
+
+    def settle(self) -> None:
+        self.since = None
+
+    def overdue(self, now: float, limit: float) -> float | None:
+        """Return the waiting time in seconds if it exceeds `limit`, once for each wait; else None."""
+        if self.since is None or self.is_told or now - self.since <= limit:
+            return None
+        self.is_told = True
+        return round(now - self.since, 1)
+
+
+@dataclass
+class _Attempt:
+    reports: _Rhythm
+    saves: _Rhythm | None = None
+    unwritten: _Debt = field(default_factory=_Debt)
+    journaled: int = 0
+
+
+@dataclass
+class Lookout:
+    """Records what happens in an experiment, and emits each warning once.
+
+    `reported` may be called in another thread than the other methods.
+    """
+
+    began: float
+    budgets: Sequence[Budget] = ()
+    patience: Patience = field(default_factory=Patience)
+
+    def __post_init__(self) -> None:
+        self._attempts: dict[str, _Attempt] = {}
+        self._unwritten = _Debt()
+        self._nearly_spent: set[Spent] = set()
+
+    def started(self, trial: str, step: int, now: float) -> None:
+        """Record that an attempt begins after `step`."""
+        self._attempts[trial] = _Attempt(_Rhythm(now), journaled=step)
+
+    def ended(self, trial: str) -> None:
+        """Record that an attempt is over."""
+        self._attempts.pop(trial, None)
+
+    def reported(self, trial: str, step: int, now: float) -> None:
+        """Record the report of a step."""
+        if (attempt := self._attempts.get(trial)) is not None:
+            attempt.reports.beat(now)
+            if step > attempt.journaled:
+                attempt.unwritten.begin(now)
+
+    def journaled(self, trial: str, step: int) -> None:
+        """Record that a trial's steps up to this one are in its journal."""
+        if (attempt := self._attempts.get(trial)) is not None:
+            attempt.journaled = step
+            attempt.unwritten.settle()
+
+    def committed(self, trial: str, now: float) -> None:
+        """Record a commit; from the second one on, the interval is known."""
+        if (attempt := self._attempts.get(trial)) is None:
+            return
+        if attempt.saves is None:
+            attempt.saves = _Rhythm(now)
+        else:
+            attempt.saves.beat(now)
+
+    def happened(self, now: float) -> None:
+        """Record that events wait for the experiment's journal."""
+        self._unwritten.begin(now)
+
+    def wrote(self) -> None:
+        """Record that the experiment's journal has them."""
+        self._unwritten.settle()
+
+    def look(self, now: float, trained_seconds: float = 0.0, ended_trials: int = 0) -> Iterator[News]:
+        """Yield the warnings that are due by now and were not emitted before."""
+        for trial, attempt in self._attempts.items():
+            yield from self._silence(trial, attempt.reports, now)
+            yield from self._unsaved(trial, attempt, now)
+            yield from self._late(attempt.unwritten, trial, now)
+        yield from self._late(self._unwritten, None, now)
+        spent = {"time": now - self.began, "training-time": trained_seconds, "trials": float(ended_trials)}
+        for budget in self.budgets:
+            if budget.what not in self._nearly_spent and budget.is_nearly(spent[budget.what]):
+                self._nearly_spent.add(budget.what)
+                yield BudgetNearlySpent(what=budget.what, spent=round(spent[budget.what], 1), budget=budget.most)
+
+    def _silence(self, trial: str, reports: _Rhythm, now: float) -> Iterator[News]:
+        silent = now - reports.last
+        if not reports.is_told and silent > self.patience.limit(reports.longest):
+            reports.is_told = True
+            yield TrialStale(trial=trial, silent_seconds=round(silent, 1))
+
+    def _unsaved(self, trial: str, attempt: _Attempt, now: float) -> Iterator[News]:
+        """Warn of overdue saves; only of a trial that has reported since its last save."""
+        saves = attempt.saves
+        if saves is None or saves.is_told or saves.longest is None or attempt.reports.last <= saves.last:
+            return
+        if now - saves.last > self.patience.limit(saves.longest):
+            saves.is_told = True
+            yield Lagging(what="checkpoint", seconds=round(now - saves.last, 1), trial=trial)
+
+    def _late(self, debt: _Debt, trial: str | None, now: float) -> Iterator[News]:
+        if (seconds := debt.overdue(now, self.patience.for_the_journal)) is not None:
+            yield Lagging(what="journal", seconds=seconds, trial=trial)
+
+
+@dataclass
+class Allowance:
+    """A token bucket for events: `most` at once, and `per_second` in the long run."""
+
+    most: float
+    per_second: float
+    _left: float = field(init=False)
+    _at: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self._left = self.most
+
+    def take(self, count: int, now: float) -> bool:
+        """Return whether `count` more may be emitted now, and take their tokens if so."""
+        self._left = min(self.most, self._left + max(0.0, now - self._at) * self.per_second)
+        self._at = max(self._at, now)
+        if self._left < count:
+            return False
+        self._left -= count
+        return True

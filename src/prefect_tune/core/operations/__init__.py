@@ -1,0 +1,1 @@
+"""Operations on whole experiments: clone, fork, delete, garbage collection, scrub, quarantine."""

@@ -1,0 +1,269 @@
+"""Clone a checkpoint by its manifest: no byte is copied, and no byte is deleted while a clone needs it.
+
+First the cloning process, as an external writer, adds a claim to the journal of the trial that has the bytes (the
+origin). That journal is one sequence: a claim before a checkpoint's retirement is known to every process that may
+delete it; after the retirement it cannot be claimed, unless another clone's claim still holds it. So a deletion
+needs no coordination, and a written claim holds. Then the manifest of the clone is created, and the clone's own
+trial journals it as a checkpoint.
+
+A claim ends when it is released: by the process that deletes the retired clone, or by one that finds in the clone's
+journal that the clone is no checkpoint and cannot become one. Neither can be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+from prefect_tune.core.checkpoints.commit import Mapper, publish
+from prefect_tune.core.checkpoints.manifest import About, BlobRef, Manifest
+from prefect_tune.core.checkpoints.metadata import newest_metadata
+from prefect_tune.core.errors import (
+    AlreadyCommitted,
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    InvalidInput,
+    JournalCorrupt,
+    Superseded,
+    UnknownVersion,
+)
+from prefect_tune.core.events.experiment_events import CheckpointRef, Claim, Claimed, GuestsEvent, Released
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import (
+    Trial,
+    is_acceptable,
+    is_aside,
+    is_collectable,
+    is_held,
+    is_live,
+    newest_key,
+)
+from prefect_tune.core.journal.journal import append_as_guest, load
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.checkpoint_gc import collect
+from prefect_tune.core.recovery.adopt_orphans import ref_of
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.recovery.stale_reads import journal_of, trial_in
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+
+__all__ = ["claims_over", "clear", "clone", "let_go", "let_go_of_all", "newest_of", "settle"]
+
+
+def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> CheckpointKey:
+    """Return the newest checkpoint in the journal of `trial`, from which its next attempt would start.
+
+    Raises:
+        CheckpointNotFound: the trial has none.
+    """
+    state = load(store, journal_of(store, trial), side_by_side=side_by_side).trials.get(trial.trial)
+    newest = newest_key(trial, state) if state else None
+    if newest is None:
+        raise CheckpointNotFound(f"{trial.folder}: it has no checkpoint that could be cloned")
+    return newest
+
+
+def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from another
+    store: ObjectStore,
+    source: CheckpointKey,
+    into: Experiment,
+    trial: str,
+    stamp: Stamp,
+    *,
+    side_by_side: Mapper,
+) -> CheckpointRef:
+    """Create the manifest of a clone of `source` in `trial`, and return the reference for `trial`'s journal.
+
+    The clone is a checkpoint once the owner of the journal `into` has journaled it as `Cloned`, in the same epoch
+    and before another checkpoint. A second call with the same arguments gives the same clone. The clone's
+    metadata is the newest of `source`. Its bytes stay even if `source` is retired; if the clone is never journaled,
+    they stay until its claim is found to be over.
+
+    Raises:
+        CheckpointNotFound: `source` is deleted, or about to be: take its trial's newest checkpoint, and try again.
+        CheckpointCorrupt: the manifest of `source` is damaged.
+        InvalidInput: the experiment that holds its bytes is being deleted.
+        AlreadyCommitted: there is another checkpoint of this step and sequence.
+        CommitUnknown, StoreUnavailable: call again.
+    """
+    original = read_manifest(store, source)
+    origin = original.origin or source
+    if not original.lies_at(origin):
+        raise CheckpointCorrupt(f"{source.manifest_path}: refers to bytes of another trial")
+    key = CheckpointKey(trial=TrialKey(experiment=into.name, trial=trial), step=source.step, sequence=into.number)
+    claim = Claim(step=origin.step, sequence=origin.sequence, clone=key, journal=into.key, epoch=into.epoch)
+    journal = journal_of(store, origin.trial)
+    say = partial(_claimed, origin=origin, claim=claim)
+    append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)
+    said = newest_metadata(store, source.metadata_folder)
+    about = _about(original.about, said, into, trial, stamp)
+    published = publish(store, key, _manifest_of_clone(original, origin, key, about))
+    if published.origin != origin:
+        raise AlreadyCommitted(f"{key.manifest_path}: holds a clone of {published.origin}")
+    return ref_of(published)
+
+
+def _claimed(state: Experiment, *, origin: CheckpointKey, claim: Claim) -> Sequence[GuestsEvent]:
+    if state.is_removed:
+        raise InvalidInput(f"experiment {state.name!r} is being deleted: its checkpoints cannot be cloned")
+    trial = trial_in(state, origin.trial)
+    if trial is None or not (is_live(trial, origin) or is_held(trial, origin)):
+        raise CheckpointNotFound(f"{origin.folder}: no longer a checkpoint, and cannot be cloned")
+    return () if claim in trial.claims else (Claimed(trial=origin.trial.trial, claim=claim),)
+
+
+def _about(original: About, said: Mapping[str, object] | None, into: Experiment, trial: str, stamp: Stamp) -> About:
+    """Describe the clone; its attempt is the trial's last one, since the attempt that starts from it comes next."""
+    state = into.trials.get(trial)
+    return original.model_copy(
+        update={
+            "attempt": state.attempt if state else 0,
+            "metadata": original.metadata if said is None else said,
+            "epoch": into.epoch,
+            "write_id": stamp.write_id,
+            "created_at": stamp.at,
+            "parent": None,
+            "reports": (),
+        }
+    )
+
+
+def _manifest_of_clone(original: Manifest, origin: CheckpointKey, key: CheckpointKey, about: About) -> Manifest:
+    home = origin.trial.experiment if origin.trial.experiment != key.trial.experiment else None
+    return original.model_copy(
+        update={
+            "experiment": key.trial.experiment,
+            "trial": key.trial.trial,
+            "step": key.step,
+            "sequence": key.sequence,
+            "about": about,
+            "blobs": tuple(
+                BlobRef(path=each.path, size_bytes=each.size_bytes, experiment=home) for each in original.blobs
+            ),
+            "origin": origin,
+        }
+    )
+
+
+# ------------------------------------------------------------------------------------------------- deletion
+
+
+def clear(  # noqa: PLR0913 - as `collect`, and a stamp for its entries in other journals
+    store: ObjectStore,
+    trial: TrialKey,
+    state: Trial,
+    doomed: Sequence[CheckpointKey],
+    stamp: Stamp,
+    *,
+    side_by_side: Mapper,
+) -> int:
+    """Delete retired checkpoints of `trial` as `collect` does, including clones and checkpoints that clones needed.
+
+    A clone is released in its origin's journal; if it was the last that needed the bytes, they are deleted there.
+    Bytes that another trial's clone still needs stay. Returns the number of deleted objects.
+
+    Raises:
+        CheckpointCorrupt, Superseded: as `collect`.
+        StoreUnavailable, CommitUnknown: call again.
+    """
+    if any(is_held(state, key) for key in doomed):
+        state = settle(store, trial, doomed, stamp, side_by_side=side_by_side)
+    lets_go = partial(let_go, store, stamp, side_by_side)
+    return collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=lets_go)
+
+
+def settle(
+    store: ObjectStore, trial: TrialKey, checkpoints: Iterable[CheckpointKey], stamp: Stamp, *, side_by_side: Mapper
+) -> Trial:
+    """Release the claims to `checkpoints` of `trial` whose clones are over, and return the trial after that."""
+    found = _trial_now(store, trial, side_by_side)
+    over = claims_over(store, found, checkpoints, side_by_side=side_by_side)
+    if not over:
+        return found
+    say = partial(_released, trial=trial, clones={each.clone for each in over})
+    after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
+    return _still_there(after, trial)
+
+
+def claims_over(
+    store: ObjectStore, trial: Trial, checkpoints: Iterable[CheckpointKey], *, side_by_side: Mapper
+) -> Sequence[Claim]:
+    """Return the claims to `checkpoints`, which are `trial`'s, whose clones are over."""
+    named = {(key.step, key.sequence) for key in checkpoints}
+    claims = [each for each in trial.claims if (each.step, each.sequence) in named]
+    return [each for each in claims if _is_over(store, each, side_by_side)]
+
+
+def let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: CheckpointKey, origin: CheckpointKey) -> int:
+    """Release a retired clone, which can never be a checkpoint again. Returns the number of deleted objects."""
+    journal = journal_of(store, origin.trial)
+    say = partial(_released, trial=origin.trial, clones={clone})
+    after = append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)
+    return _collect_released(store, origin.trial, after, [origin], side_by_side)
+
+
+def let_go_of_all(
+    store: ObjectStore, stamp: Stamp, trial: TrialKey, experiment: str, origins: Collection[CheckpointKey]
+) -> int:
+    """Release every clone of `trial`'s checkpoints in `experiment`, which is being deleted, and every claim for one.
+
+    Those checkpoints, and `origins`, are deleted where they are retired and no other clone needs them. Returns the
+    number of deleted objects.
+    """
+    doomed = set(origins)
+
+    def say(state: Experiment) -> Sequence[GuestsEvent]:
+        found = trial_in(state, trial)
+        theirs = [each for each in (found.claims if found else ()) if each.clone.trial.experiment == experiment]
+        doomed.update(trial.checkpoint_key(each) for each in theirs)
+        return [Released(trial=trial.trial, clone=each.clone) for each in theirs]
+
+    after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=map)
+    return _collect_released(store, trial, after, doomed, map)
+
+
+def _collect_released(
+    store: ObjectStore, trial: TrialKey, after: Experiment, origins: Iterable[CheckpointKey], side_by_side: Mapper
+) -> int:
+    """Delete those of `origins` that are collectable, and return the number of deleted objects."""
+    state = trial_in(after, trial)
+    if state is None:
+        return 0
+    doomed = [key for key in origins if key.sequence not in state.quarantined and is_collectable(state, key)]
+    try:
+        return collect(store, trial, state, doomed, side_by_side=side_by_side)
+    except (CheckpointCorrupt, Superseded):
+        return 0  # that trial's owner deletes them later, with its leftovers or the whole experiment
+
+
+def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey]) -> Sequence[GuestsEvent]:
+    found = trial_in(state, trial)
+    claims = found.claims if found else ()
+    return [Released(trial=trial.trial, clone=each.clone) for each in claims if each.clone in clones]
+
+
+def _is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
+    """Return whether the clone is no checkpoint and can never become one; False where that is not known."""
+    try:
+        state = load(store, claim.journal, side_by_side=side_by_side)
+    except (JournalCorrupt, UnknownVersion):
+        return False
+    trial = trial_in(state, claim.clone.trial)
+    if trial is not None and is_live(trial, claim.clone):
+        return False
+    if trial is not None and is_aside(trial, claim.clone):
+        return False  # it may be a checkpoint again
+    if state.epoch == claim.epoch:
+        return trial is not None and not is_acceptable(trial, claim.clone.sequence)
+    return state.epoch > claim.epoch  # a journal of an earlier epoch is stale, and proves nothing
+
+
+def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Trial:
+    return _still_there(load(store, journal_of(store, trial), side_by_side=side_by_side), trial)
+
+
+def _still_there(state: Experiment, trial: TrialKey) -> Trial:
+    found = trial_in(state, trial)
+    if found is None:
+        raise Superseded(f"{trial.folder}: its experiment has been deleted. Stop here")
+    return found

@@ -1,0 +1,297 @@
+"""Delete a whole experiment; refuse while other experiments need its checkpoints, and release what it needs of others.
+
+First the deletion takes over every journal, the experiment's and then its trials' own, and writes `RemovalBegun` to
+each: the old owner's next write fails, the experiment cannot be opened, and its checkpoints cannot be cloned. In each
+journal a claim comes either before that entry, and is found, or after it, and is refused. If a claim is found, the
+deletion is cancelled. If none is, everything is deleted, the journals last, so that a repeated call finds and finishes
+an interrupted deletion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    InvalidInput,
+    JournalCorrupt,
+    StoreUnavailable,
+    UnknownVersion,
+)
+from prefect_tune.core.events.experiment_events import Claim, Event, Owner, RemovalBegun, RemovalGivenUp
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal.journal import Loaded, append, load, read, take_over
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.clone import let_go_of_all, settle
+from prefect_tune.core.recovery.deleted_journals import is_deletion
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in
+from prefect_tune.core.storage.object_store import ObjectStore
+
+__all__ = ["remove"]
+
+_ROUNDS = 16
+_PARTS_OF_A_TRIALS_ENTRY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """The arguments of `remove`: the experiment to delete, its store, and the process that deletes it."""
+
+    store: ObjectStore
+    experiment: str
+    owner: Owner
+    stamp: Stamp
+    side_by_side: Mapper
+
+    @property
+    def key(self) -> JournalKey:
+        return JournalKey(experiment=self.experiment)
+
+    def of_trial(self, trial: str) -> JournalKey:
+        return JournalKey(experiment=self.experiment, trial=trial)
+
+
+def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper) -> int:
+    """Delete `experiment`, and return the number of deleted objects; a process that runs it is superseded.
+
+    If it is killed at any time, a second call finishes the deletion.
+
+    Raises:
+        InvalidInput: other experiments refer to bytes of its checkpoints; nothing was deleted.
+        JournalCorrupt: its journal, or that of one of its trials, is corrupt; nothing was deleted.
+        Superseded: another process deletes it, too.
+        StoreUnavailable, CommitUnknown: call again, with the same stamp.
+    """
+    removal = _Removal(store, experiment, owner, stamp, side_by_side)
+    known = _read(removal, removal.key)
+    before = _with_trials(removal, known) if known and not known.experiment.is_removed else []
+    _require_unneeded(removal, [each.experiment for each in before])  # before a running owner is superseded
+    sealed = _sealed(removal, known, before)
+    try:
+        _require_unneeded(removal, sealed)
+    except InvalidInput:
+        _give_up(removal, sealed)
+        raise
+    _seal_what_has_not_begun(removal, sealed)
+    return _delete(removal, sealed)
+
+
+# ------------------------------------------------------------------------------------------------- journals
+
+
+def _read(removal: _Removal, key: JournalKey) -> Loaded | None:
+    """Return the journal; None where there is none, or where an interrupted deletion has left only parts of it."""
+    mapper = removal.side_by_side if key == removal.key else map
+    try:
+        found = read(removal.store, key, side_by_side=mapper)
+    except JournalCorrupt:
+        if is_deletion(removal.store, key):
+            return None
+        raise
+    return found if found.experiment.number else None
+
+
+def _with_trials(removal: _Removal, known: Loaded) -> Sequence[Loaded]:
+    """Return the experiment's journal, and its trials' own journals."""
+    keys = [removal.of_trial(each.trial) for each in known.experiment.trials.values() if each.apart]
+    own = removal.side_by_side(lambda key: _read(removal, key), keys)
+    return [known, *(each for each in own if each is not None)]
+
+
+def _sealed(removal: _Removal, known: Loaded | None, before: Sequence[Loaded]) -> Sequence[Experiment]:
+    """Take over every existing journal to delete it. The experiment's comes first: after that no trial is added."""
+    whole = [] if known is None else [_seal(removal, known)]
+    there = {each.experiment.key: each for each in before}
+    keys = _trials_listed(removal)
+    own = removal.side_by_side(lambda key: there.get(key) or _read(removal, key), keys)
+    found = [each for each in own if each is not None]
+    return [*whole, *removal.side_by_side(lambda each: _seal(removal, each), found)]
+
+
+def _trials_listed(removal: _Removal) -> Sequence[JournalKey]:
+    """Return the trials' own journals by a listing: the journal of an incomplete fork does not name its trials."""
+    listed = (_journal_at(removal, each.path) for each in removal.store.list(f"{removal.experiment}/trials"))
+    return list(dict.fromkeys(key for key in listed if key is not None))
+
+
+def _journal_at(removal: _Removal, path: str) -> JournalKey | None:
+    """Return the journal that `path` is an entry of; None if it is no entry."""
+    parts = path.split("/")
+    key = removal.of_trial(parts[2]) if len(parts) == _PARTS_OF_A_TRIALS_ENTRY else removal.key
+    return key if path.startswith(f"{key.entries}/") and number_in(key.entries, path) is not None else None
+
+
+def _seal(removal: _Removal, known: Loaded) -> Experiment:
+    """Take over a journal to delete it. If an earlier try of this call cancelled the deletion, begin it again."""
+    key, store, stamp = known.experiment.key, removal.store, removal.stamp
+    mapper = removal.side_by_side if key == removal.key else map
+    opened = take_over(store, key, removal.owner, stamp, side_by_side=mapper, also=_removal_begun, known=known)
+    return opened if opened.is_removed else append(store, opened, [RemovalBegun()], _further(stamp, "again"))
+
+
+def _removal_begun(found: Experiment) -> Sequence[Event]:
+    del found
+    return [RemovalBegun()]
+
+
+def _further(stamp: Stamp, what: str) -> Stamp:
+    """Return the stamp of an entry after the opening: another try has the same."""
+    return Stamp(write_id=f"{stamp.write_id}-{what}", at=stamp.at)
+
+
+def _seal_what_has_not_begun(removal: _Removal, sealed: Sequence[Experiment]) -> None:
+    """Create the journals of trials not begun yet, marked as removed: a supervisor that opens one later is refused."""
+    there = {state.key for state in sealed}
+    trials = [trial for state in sealed if state.key == removal.key for trial in state.trials.values() if trial.apart]
+    keys = [key for trial in trials if (key := removal.of_trial(trial.trial)) not in there]
+    list(removal.side_by_side(partial(_seal_if_not_begun, removal), keys))
+
+
+def _seal_if_not_begun(removal: _Removal, key: JournalKey) -> None:
+    if not removal.store.list(key.entries):  # entries without an opened journal are left of an earlier deletion
+        _seal(removal, Loaded(nothing_yet(key)))
+
+
+def _give_up(removal: _Removal, sealed: Sequence[Experiment]) -> None:
+    """Cancel the deletion in every journal, the experiment's last: until then another call cancels it again."""
+
+    def keep(state: Experiment) -> None:
+        append(removal.store, state, [RemovalGivenUp()], _further(removal.stamp, "kept"))
+
+    list(removal.side_by_side(keep, [state for state in sealed if state.key != removal.key]))
+    for state in sealed:
+        if state.key == removal.key:
+            keep(state)
+
+
+# --------------------------------------------------------------------------------------------------- claims
+
+
+def _require_unneeded(removal: _Removal, states: Sequence[Experiment]) -> None:
+    trials = [(state.key, trial) for state in states for trial in state.trials.values() if trial.claims]
+    told_here = [trial for key, trial in trials if key.trial is not None or not trial.apart]
+    needed = [
+        claim for found in removal.side_by_side(lambda trial: _needed(removal, trial), told_here) for claim in found
+    ]
+    if needed:
+        others = ", ".join(sorted({repr(claim.clone.trial.experiment) for claim in needed}))
+        raise InvalidInput(
+            f"experiment {removal.experiment!r} holds the bytes of {len(needed)} checkpoints of {others}: delete these "
+            "first, or keep it"
+        )
+
+
+def _needed(removal: _Removal, trial: Trial) -> Sequence[Claim]:
+    """Return the claims of other experiments that are not over."""
+    key = TrialKey(experiment=removal.experiment, trial=trial.trial)
+    theirs = [each for each in trial.claims if each.clone.trial.experiment != removal.experiment]
+    if not theirs:
+        return ()
+    named = [key.checkpoint_key(each) for each in theirs]
+    left = settle(removal.store, key, named, removal.stamp, side_by_side=map).claims
+    return [each for each in left if each in theirs and not _is_gone(removal.store, each)]
+
+
+def _is_gone(store: ObjectStore, claim: Claim) -> bool:
+    """Return whether the clone's journals no longer exist: they existed before the claim, so they were deleted."""
+    journals = (JournalKey(experiment=claim.clone.trial.experiment), claim.journal)
+    return not any(store.list(key.entries) for key in journals)
+
+
+def _let_go(removal: _Removal, sealed: Sequence[Experiment], listed: Sequence[str]) -> int:
+    """Release this experiment's claims in the experiments that it was forked from.
+
+    Its manifests name them; for clones without a manifest, or with a damaged one, its journal names the origins.
+    """
+    held = _held_elsewhere(removal, listed)
+    trials = [state.key.trial for state in sealed if state.key.trial is not None]
+    for name in _origins(removal, sealed):
+        for trial in trials:
+            held.setdefault(TrialKey(experiment=name, trial=trial), [])
+    let_go = partial(_let_go_in, removal)
+    return sum(removal.side_by_side(let_go, held.items()))
+
+
+def _let_go_in(removal: _Removal, held: tuple[TrialKey, Sequence[CheckpointKey]]) -> int:
+    return let_go_of_all(removal.store, removal.stamp, held[0], removal.experiment, held[1])
+
+
+def _held_elsewhere(removal: _Removal, listed: Sequence[str]) -> dict[TrialKey, list[CheckpointKey]]:
+    """Return by trial the checkpoints of other experiments whose bytes this experiment's manifests refer to."""
+    held: dict[TrialKey, list[CheckpointKey]] = {}
+    for origin in removal.side_by_side(partial(_origin, removal.store), _manifests(removal, listed)):
+        if origin is not None and origin.trial.experiment != removal.experiment:
+            held.setdefault(origin.trial, []).append(origin)
+    return held
+
+
+def _manifests(removal: _Removal, listed: Sequence[str]) -> Iterator[CheckpointKey]:
+    for path in listed:
+        if path.startswith(f"{removal.experiment}/trials/"):
+            trial = TrialKey(experiment=removal.experiment, trial=path.split("/")[2])
+            if (key := CheckpointKey.from_manifest_path(trial, path)) is not None:
+                yield key
+
+
+def _origin(store: ObjectStore, key: CheckpointKey) -> CheckpointKey | None:
+    try:
+        return read_manifest(store, key).origin
+    except (CheckpointNotFound, CheckpointCorrupt):
+        return None
+
+
+def _origins(removal: _Removal, sealed: Sequence[Experiment]) -> Sequence[str]:
+    """Return its origin, the origin's origin, and so on: the bytes may be stored in any of them."""
+    found: list[str] = []
+    origin = next((state.origin for state in sealed if state.key == removal.key), None)
+    while origin is not None and origin.experiment not in (removal.experiment, *found):
+        found.append(origin.experiment)
+        try:
+            origin = load(removal.store, origin.experiment, side_by_side=removal.side_by_side).origin
+        except (JournalCorrupt, UnknownVersion):
+            break  # its own origin is unknown then
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- deletion
+
+
+def _delete(removal: _Removal, sealed: Sequence[Experiment]) -> int:
+    """Delete every object, and those that a process superseded during an upload writes meanwhile."""
+    listed = [each.path for each in removal.store.list(removal.experiment)]
+    deleted = _let_go(removal, sealed, listed)
+    said_at = {state.key: state.opened_at for state in sealed}
+    for _ in range(_ROUNDS):
+        if not listed or _is_another_one(removal):
+            return deleted
+        for paths in _in_order(removal, listed, said_at):
+            removal.store.delete(paths)
+        deleted += len(listed)
+        listed = [each.path for each in removal.store.list(removal.experiment)]
+    raise StoreUnavailable(f"{removal.experiment!r}: new objects appeared after each of {_ROUNDS} deletions; try again")
+
+
+def _is_another_one(removal: _Removal) -> bool:
+    """Return whether a new experiment has this name now; called after the listing, which has none of its objects."""
+    now = _read(removal, removal.key)
+    return now is not None and not now.experiment.is_removed
+
+
+def _in_order(removal: _Removal, listed: Sequence[str], said_at: Mapping[JournalKey, int]) -> Iterator[Sequence[str]]:
+    """Yield the paths in the order of deletion: other objects, the trials' journals, the experiment's journal.
+
+    Of each journal, the entries since the deletion was recorded come last.
+    """
+    phases: list[list[str]] = [[], [], [], [], []]
+    for path in listed:
+        key = _journal_at(removal, path)
+        number = number_in(key.entries, path) if key else None
+        says = key is not None and number is not None and number >= said_at.get(key, 0)
+        phases[0 if key is None else 1 + says + 2 * (key == removal.key)].append(path)
+    return (paths for paths in phases if paths)

@@ -1,0 +1,201 @@
+"""The state that one maintenance round leaves to the next: where to continue, and which damage was reported or not yet.
+
+It is stored on the target as numbered documents, each written once, so that a round that dies loses nothing. A
+checkpoint that is put aside is not found damaged by later rounds: so its damage is stored here as not yet reported
+before it is put aside, and removed from there once it was reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
+from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, ObjectNotFound, StoreUnavailable, UnknownVersion
+from prefect_tune.core.models import Stamp, Value, without_unset
+from prefect_tune.core.operations.scrub import Inspection
+from prefect_tune.core.storage.conditional_create import create_or_recognize
+from prefect_tune.core.storage.documents import Document, seal, unseal
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, maintenance_folder, maintenance_path, number_in
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.shared_writers import require_room_for_guests
+
+__all__ = [
+    "Change",
+    "Remembered",
+    "Round",
+    "Untold",
+    "amended",
+    "last_number",
+    "last_round",
+    "leave_round",
+    "next_round",
+    "reported",
+    "told_before",
+]
+
+_RACES = 16
+
+
+class Untold(Value):
+    """Damage that was found, and is not reported yet."""
+
+    trial: str | None = None
+    """None for the experiment's journal."""
+    step: int | None = None
+    """None for a journal."""
+    folder: str
+    damage: str
+    is_aside: bool = False
+    """Whether it was put aside, or about to be by a round that died: then it is aside now, or is found again."""
+
+
+class Round(Document):
+    """The state after one round."""
+
+    format: Literal["prefect-tune/maintenance"] = "prefect-tune/maintenance"
+    version: Literal[1] = 1
+    write_id: str
+    at: str
+    begins_at: int = 0
+    """The place on the ring at which the next round begins."""
+    told: tuple[str, ...] = ()
+    """The folders of checkpoints and journals that are known to be damaged, and still are."""
+    untold: tuple[Untold, ...] = ()
+    """The damage that the next round has to report, even if it is repaired by then."""
+
+    @model_serializer(mode="wrap")
+    def _says_what_is_untold(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out an empty `untold`, as in documents written before this field existed."""
+        return without_unset(dump(self), "untold")
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """The number of an experiment's last round, 0 where there was none, and its state, None if that is unreadable."""
+
+    number: int = 0
+    last: Round | None = None
+
+
+Change = Callable[[Round | None], Round]
+"""Returns a round's state, given that of the round before it."""
+
+
+def last_number(store: ObjectStore, experiment: str) -> int:
+    """Return the number of the last round; 0 where there was none."""
+    return max(_numbers(store, experiment), default=0)
+
+
+def last_round(store: ObjectStore, experiment: str) -> Remembered:
+    """Return the state that the last round left."""
+    for _ in range(_RACES):
+        number = last_number(store, experiment)
+        path = maintenance_path(experiment, number)
+        try:
+            return Remembered(number, unseal(Round, store.read(path), path, JournalCorrupt)) if number else Remembered()
+        except (JournalCorrupt, UnknownVersion):
+            return Remembered(number)  # then some checkpoints are read too early, and some damage is reported twice
+        except ObjectNotFound:
+            continue  # a later round deletes it
+    return Remembered(number)
+
+
+def leave_round(store: ObjectStore, experiment: str, known: Remembered, change: Change) -> Remembered:
+    """Write the state of the round after `known`, the last one, as `change` returns it; return what was written.
+
+    If another process was faster, `change` is called again with the state that it left, so that neither loses damage
+    that the other has to report. Older states are deleted. For a deleted experiment nothing is written.
+
+    Raises:
+        StoreRefused: the target supports one writer only: see `shared_writers`.
+        StoreUnavailable: other writers were faster 16 times.
+        CommitUnknown: the target did not say whether it wrote; call again with the same arguments.
+    """
+    if store.size(JournalKey(experiment=experiment).entry_path(1)) is None:
+        return known
+    require_room_for_guests(store, maintenance_folder(experiment))
+    for _ in range(_RACES):
+        number, left = known.number + 1, change(known.last)
+        if _is_last(store, experiment, number, left):
+            return Remembered(number, left)
+        known = last_round(store, experiment)
+    raise StoreUnavailable(f"{maintenance_folder(experiment)}: {_RACES} other writers were faster; try again")
+
+
+def _is_last(store: ObjectStore, experiment: str, number: int, left: Round) -> bool:
+    """Write the state, and return whether it is the last: a later one may exist, and have deleted this number."""
+    try:
+        create_or_recognize(store, maintenance_path(experiment, number), seal(left))
+    except AlreadyExists:
+        return False
+    there = _numbers(store, experiment)
+    if max(there, default=number) > number:
+        return False
+    if older := [maintenance_path(experiment, each) for each in there if each < number]:
+        store.delete(older)
+    return True
+
+
+def _numbers(store: ObjectStore, experiment: str) -> Sequence[int]:
+    folder = maintenance_folder(experiment)
+    return [number for each in store.list(folder) if (number := number_in(folder, each.path))]
+
+
+# ----------------------------------------------------------------------------------------------- state changes
+
+
+def told_before(last: Round | None) -> frozenset[str]:
+    """Return the folders of damaged objects that were reported."""
+    return frozenset(last.told) - {each.folder for each in last.untold} if last else frozenset()
+
+
+def next_round(
+    last: Round | None,
+    stamp: Stamp,
+    inspection: Inspection,
+    aside: Collection[CheckpointKey],
+    untold: Sequence[Untold] = (),
+) -> Round:
+    """Return the state after a round with this `inspection`; checkpoints put `aside` no longer count as damage."""
+    known = frozenset(last.told if last else ())
+    live = {key.folder for key in inspection.live}
+    seen = {each.key.folder for each in inspection.inspected}.union(inspection.journals)
+    still = {folder for folder in known - seen if folder in live or _is_journal(folder)}
+    now = {each.key.folder for each in inspection.damaged if each.key not in aside}
+    journals = {each.folder for each in inspection.unreadable if each.is_damage}
+    return Round(
+        write_id=stamp.write_id,
+        at=stamp.at,
+        begins_at=inspection.ends_at,
+        told=tuple(sorted({*still, *now, *journals})),
+        untold=_with(last, untold),
+    )
+
+
+def amended(last: Round | None, stamp: Stamp, *, told: Collection[str] = (), untold: Sequence[Untold] = ()) -> Round:
+    """Return the last state with `told` and `untold` added, for a round that has read nothing, or nothing yet."""
+    return Round(
+        write_id=stamp.write_id,
+        at=stamp.at,
+        begins_at=last.begins_at if last else 0,
+        told=tuple(sorted({*(last.told if last else ()), *told})),
+        untold=_with(last, untold),
+    )
+
+
+def reported(last: Round | None, stamp: Stamp, folders: Collection[str]) -> Round:
+    """Return the state after the damage of `folders` was reported."""
+    same = amended(last, stamp)
+    return same.model_copy(update={"untold": tuple(each for each in same.untold if each.folder not in folders)})
+
+
+def _with(last: Round | None, untold: Sequence[Untold]) -> tuple[Untold, ...]:
+    both = {each.folder: each for each in (*(last.untold if last else ()), *untold)}
+    return tuple(both.values())
+
+
+def _is_journal(folder: str) -> bool:
+    return folder.endswith("/journal")

@@ -1,0 +1,303 @@
+"""Garbage-collect a trial from outside its owner: retired checkpoints, remains of interrupted saves, old replies.
+
+There are no waiting periods: an object may be deleted once the trial's journal holds a limit after it, that is a
+retirement (see `collect.is_collectable`). The owner writes one with each retirement. When a trial has ended, no save is
+running, and an external writer may write one (`Pruned`): the journal is one sequence, so that a process that starts the
+trial again comes after that entry.
+
+Some trials end in the experiment's journal only: those that are given up, or not resumed. In its own journal such a
+trial waits, so that no save is running either, and a process that starts it again opens that journal first. So it has
+ended as long as no process has opened its journal since the experiment's journal absorbed it, and an external entry is
+refused if such a process is faster. A trial that is running by its own journal may have a live owner: it is left alone.
+
+On a target that supports one writer only, no external entry is written: only objects that need no new limit are
+deleted, and `Collected.kept` says why the rest stays.
+
+The replies to trials on other machines are stored on the target, too. Attempt numbers only grow, so that replies to
+an attempt that is over may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.errors import CheckpointCorrupt, Superseded
+from prefect_tune.core.events.experiment_events import Pruned
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, is_collectable, is_held
+from prefect_tune.core.journal.journal import append_as_guest, load
+from prefect_tune.core.messages.trial_replies import answers_up_to
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.checkpoint_gc import leftover, orphans
+from prefect_tune.core.operations.clone import claims_over, clear, settle
+from prefect_tune.core.recovery.stale_reads import OutdatedStateError, journal_of
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
+from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.core.storage.shared_writers import ONE_WRITER
+
+__all__ = ["Collected", "collect_from", "look_for_garbage", "look_for_prunable", "prune"]
+
+_WAITS = frozenset({Status.PENDING, Status.PAUSED})
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The garbage of a trial: found, or deleted."""
+
+    trial: str
+    checkpoints: tuple[int, ...] = ()
+    """The steps of retired checkpoints."""
+    orphan_count: int = 0
+    orphan_bytes: int = 0
+    undecided_count: int = 0
+    """Manifests that are kept for now: a running save may need them (until the trial's next retirement or end), or a
+    clone does."""
+    answer_count: int = 0
+    """Replies to attempts that are over."""
+    kept: str | None = None
+    """Why some garbage stays; None where none does."""
+    damage: str | None = None
+    """The damage for which nothing of the trial may be deleted; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Garbage:
+    doomed: Sequence[CheckpointKey]
+    orphans: Sequence[Listed]
+    answers: Sequence[Listed]
+    undecided_count: int
+
+    def told_of(self, trial: TrialKey, kept: str | None) -> Collected:
+        return Collected(
+            trial.trial,
+            checkpoints=tuple(key.step for key in self.doomed),
+            orphan_count=len(self.orphans),
+            orphan_bytes=sum(each.size_bytes for each in self.orphans),
+            undecided_count=self.undecided_count,
+            answer_count=len(self.answers),
+            kept=kept,
+        )
+
+
+def look_for_garbage(
+    store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper, known: Trial | None = None
+) -> Collected:
+    """Return what `collect_from` would delete; writes nothing."""
+    return _repeated_while_outdated(trial, partial(_looked_for, store, trial, side_by_side, known))
+
+
+def _looked_for(store: ObjectStore, trial: TrialKey, side_by_side: Mapper, known: Trial | None) -> Collected:
+    state = _state(store, trial, side_by_side)
+    if trial.trial not in state.trials:
+        return Collected(trial.trial)  # it was added, and not started
+    own = state.trial(trial.trial)
+    kept = _why_not_settled(store, trial, state, known, side_by_side)
+    if kept is None and _needs_line(store, trial, state, known, side_by_side):
+        own = own.model_copy(update={"collected_up_to": state.number + 1})
+    if kept is None:
+        own = _without_claims_that_are_over(store, own, _held(store, trial, state, own), side_by_side)
+    return _garbage(store, trial, state, own, known, side_by_side).told_of(trial, kept)
+
+
+def collect_from(
+    store: ObjectStore, trial: TrialKey, stamp: Stamp, *, side_by_side: Mapper, known: Trial | None = None
+) -> Collected:
+    """Delete the garbage of `trial`, and return what was deleted. The next call finishes an interrupted one.
+
+    Args:
+        known: the trial in its experiment's journal: it may have ended only there.
+
+    Raises:
+        JournalCorrupt, UnknownVersion: as `load`.
+        StoreUnavailable, CommitUnknown: call again.
+    """
+    return _repeated_while_outdated(trial, partial(_collected, store, trial, stamp, side_by_side, known))
+
+
+def _collected(
+    store: ObjectStore, trial: TrialKey, stamp: Stamp, side_by_side: Mapper, known: Trial | None
+) -> Collected:
+    state = _state(store, trial, side_by_side)
+    if trial.trial not in state.trials:
+        return Collected(trial.trial)
+    own, kept = state.trial(trial.trial), _why_not_settled(store, trial, state, known, side_by_side)
+    if kept is None and _needs_line(store, trial, state, known, side_by_side):
+        say = partial(_pruned, trial=trial, known=known)
+        state = append_as_guest(store, state.key, say, stamp, side_by_side=side_by_side)
+        own = state.trial(trial.trial)
+    if kept is None and (held := _held(store, trial, state, own)):
+        own = settle(store, trial, held, stamp, side_by_side=side_by_side)
+    found = _garbage(store, trial, state, own, known, side_by_side)
+    if found.doomed:
+        clear(store, trial, own, found.doomed, stamp, side_by_side=side_by_side)
+    if left := [*orphans(store, trial, own, side_by_side=side_by_side), *found.answers]:
+        store.delete([each.path for each in left])
+    return found.told_of(trial, kept)
+
+
+def _repeated_while_outdated(trial: TrialKey, act: Callable[[], Collected]) -> Collected:
+    """Call `act`, again while the owner retires checkpoints meanwhile; return damage and a deletion as a result."""
+    while True:
+        try:
+            return act()
+        except OutdatedStateError:
+            continue
+        except CheckpointCorrupt as corrupt:
+            return Collected(trial.trial, damage=str(corrupt))
+        except Superseded:
+            return Collected(trial.trial, kept="its experiment is being deleted")
+
+
+def _state(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Experiment:
+    return load(store, journal_of(store, trial), side_by_side=side_by_side)
+
+
+def _garbage(  # noqa: PLR0913, PLR0917 - as `collect_from`, and the states it has read
+    store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial, known: Trial | None, side_by_side: Mapper
+) -> _Garbage:
+    left = _left(store, trial, state, own)
+    doomed = [key for key in left if is_collectable(own, key)]
+    over = own.attempt if _ended(state, trial, known) else own.attempt - 1
+    return _Garbage(
+        doomed,
+        orphans(store, trial, own, side_by_side=side_by_side),
+        answers_up_to(store, trial, over),
+        len(left) - len(doomed),
+    )
+
+
+def _why_not_settled(
+    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: Mapper
+) -> str | None:
+    """Return why no entry is written to free more garbage; None where it can be written, or would free none."""
+    if store.conditional_create:
+        return None
+    own = state.trial(trial.trial)
+    held = _held(store, trial, state, own)
+    more = _needs_line(store, trial, state, known, side_by_side)
+    more = more or bool(claims_over(store, own, held, side_by_side=side_by_side))
+    return f"more could be deleted after an entry in its journal: {ONE_WRITER}" if more else None
+
+
+def _left(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
+    return leftover(store, trial, own, max(state.settled_from, own.collected_up_to))
+
+
+def _held(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) -> Sequence[CheckpointKey]:
+    """Return retired checkpoints that are kept for clones, which may be over."""
+    return [key for key in _left(store, trial, state, own) if is_held(own, key)] if own.claims else []
+
+
+def _without_claims_that_are_over(
+    store: ObjectStore, own: Trial, held: Sequence[CheckpointKey], side_by_side: Mapper
+) -> Trial:
+    """Return the trial as `settle` would change it."""
+    over = claims_over(store, own, held, side_by_side=side_by_side)
+    return own.model_copy(update={"claims": tuple(each for each in own.claims if each not in over)})
+
+
+def _ended(state: Experiment, trial: TrialKey, known: Trial | None) -> Trial | None:
+    """Return the trial if it has ended in the journal of `state`, or, since its last opening, in the experiment's."""
+    found = None if state.is_removed else state.trials.get(trial.trial)
+    if found is None or found.status in ENDED:
+        return found
+    elsewhere = known is not None and known.apart and known.status in ENDED and state.opened_at <= known.absorbed
+    return found if elsewhere and found.status in _WAITS else None
+
+
+def _needs_line(
+    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: Mapper
+) -> bool:
+    """Return whether an external writer may write a `Pruned` entry, and it would free garbage."""
+    return _ended(state, trial, known) is not None and _is_young(store, trial, state, side_by_side)
+
+
+def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_side: Mapper) -> bool:
+    """Return whether a retirement now would free objects."""
+    known = state.trial(trial.trial)
+    beyond = known.model_copy(update={"collected_up_to": state.number + 1})
+    left = leftover(store, trial, beyond, state.number + 1)
+    now = [key for key in left if is_collectable(beyond, key) and not is_collectable(known, key)]
+    young = (each.path for each in orphans(store, trial, beyond, side_by_side=side_by_side))
+    return bool(now) or any(blob_sequence(path) >= known.collected_up_to for path in young)
+
+
+# ------------------------------------------------------------------------------------------------- pruning
+
+
+def look_for_prunable(
+    store: ObjectStore, trial: TrialKey, policy: Retention, *, side_by_side: Mapper, known: Trial | None = None
+) -> Sequence[int]:
+    """Return what `prune` would retire; writes nothing."""
+    found = _ended(_state(store, trial, side_by_side), trial, known)
+    if found is None:
+        return ()
+    claimed = _claimed(trial, found, policy)
+    return _prunable(_without_claims_that_are_over(store, found, claimed, side_by_side), policy)
+
+
+def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
+    store: ObjectStore,
+    trial: TrialKey,
+    policy: Retention,
+    stamp: Stamp,
+    *,
+    side_by_side: Mapper,
+    known: Trial | None = None,
+) -> Sequence[int]:
+    """Retire the checkpoints of an ended trial that `policy` does not keep; return their sequences.
+
+    Their bytes are deleted by a later `collect_from`. The newest checkpoint, pinned ones, and those that clones and
+    forks need are kept. If the trial is running again by then, none is retired: its owner has a policy. Arguments and
+    errors are those of `collect_from`.
+    """
+    found = _ended(_state(store, trial, side_by_side), trial, known)
+    if found is not None and (claimed := _claimed(trial, found, policy)):
+        found = settle(store, trial, claimed, stamp, side_by_side=side_by_side)
+    if found is None or not _prunable(found, policy):
+        return ()
+    said: Sequence[Pruned] = ()
+
+    def say(state: Experiment) -> Sequence[Pruned]:
+        nonlocal said
+        said = _pruned(state, trial, known, lambda now: _prunable(now, policy), only_if_any=True)
+        return said
+
+    append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
+    return [sequence for each in said for sequence in each.retires]
+
+
+def _unwanted(trial: Trial, policy: Retention) -> Sequence[int]:
+    aside = (each.sequence for each in retired_aside(trial.aside, trial.checkpoints, policy))
+    return [*retired(trial.checkpoints, policy), *aside]
+
+
+def _prunable(trial: Trial, policy: Retention) -> Sequence[int]:
+    needed = {each.sequence for each in trial.claims}
+    return [each for each in _unwanted(trial, policy) if each not in needed]
+
+
+def _claimed(trial: TrialKey, found: Trial, policy: Retention) -> Sequence[CheckpointKey]:
+    """Return checkpoints that only clones keep from being retired; the clones may be over."""
+    unwanted = frozenset(_unwanted(found, policy))
+    named = {(each.step, each.sequence) for each in found.claims if each.sequence in unwanted}
+    return [CheckpointKey(trial=trial, step=step, sequence=sequence) for step, sequence in sorted(named)]
+
+
+def _pruned(
+    state: Experiment,
+    trial: TrialKey,
+    known: Trial | None,
+    chosen: Callable[[Trial], Sequence[int]] = lambda _: (),
+    *,
+    only_if_any: bool = False,
+) -> Sequence[Pruned]:
+    found = _ended(state, trial, known)
+    if found is None:
+        return ()
+    retires = tuple(chosen(found))
+    return () if only_if_any and not retires else [Pruned(trial=trial.trial, retires=retires)]

@@ -1,0 +1,1 @@
+"""Restore checkpoints, adopt orphaned saves, and tell damage from stale reads and deletions."""

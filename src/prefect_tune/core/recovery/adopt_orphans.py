@@ -1,0 +1,103 @@
+"""Adopt saves that the last owner did not finish: the manifest exists, the journal entry was never written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.manifest import Manifest
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
+from prefect_tune.core.events.experiment_events import (
+    Adopted,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Event,
+    OneTrialsEvent,
+    Quarantined,
+    Reported,
+)
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_acceptable
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+
+__all__ = ["adopt", "ref_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The newest unjournaled save of a trial, and the damaged saves newer than it."""
+
+    trial: Trial
+    manifest: Manifest | None
+    damaged: tuple[Quarantined, ...]
+
+
+def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: Mapper = map) -> Sequence[Event]:
+    """Return the events that the owner which has just opened `experiment` journals before any others.
+
+    For each trial that is still running, and has no journal of its own: the newest save of its present attempt
+    that has a manifest and no entry becomes a checkpoint, the reports in its manifest count, and the attempt ends as a
+    failure of the machine. A save with a damaged manifest is quarantined, and the one before it tried. A save that
+    is not adopted here was never a commit. Writes nothing: a crash before the entry changes nothing.
+    """
+    running = [each for each in experiment.trials.values() if each.status is Status.RUNNING and not each.apart]
+    found = list(side_by_side(lambda trial: _find(store, experiment, trial), running))
+    adopted = {each.trial.trial: (ref_of(each.manifest),) for each in found if each.manifest}
+    return [Adopted(checkpoints=adopted), *(event for each in found for event in _told_by(each))]
+
+
+def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _Found:
+    damaged: list[Quarantined] = []
+    for key in _candidates(store, experiment, trial):
+        if damaged and damaged[-1].sequence == key.sequence:
+            continue  # the journal names checkpoints by sequence, and this one is quarantined already
+        try:
+            manifest = read_manifest(store, key)
+        except CheckpointNotFound:
+            continue  # listed, and deleted since by a process that was believed dead
+        except CheckpointCorrupt as corrupt:
+            damaged.append(Quarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
+            continue
+        if manifest.origin is not None:
+            continue  # a clone is a checkpoint only once its owner has journaled it
+        if manifest.about.attempt == trial.attempt:  # what earlier attempts left was abandoned by the owner
+            return _Found(trial, manifest, tuple(damaged))
+    return _Found(trial, None, tuple(damaged))
+
+
+def _candidates(store: ObjectStore, experiment: Experiment, trial: Trial) -> list[CheckpointKey]:
+    """Return the keys of saves that may be adopted, newest first."""
+    folder = TrialKey(experiment=experiment.name, trial=trial.trial)
+    keys = (CheckpointKey.from_manifest_path(folder, each.path) for each in store.list(folder.checkpoints))
+    unsettled = [
+        key
+        for key in keys
+        if key and experiment.settled_from <= key.sequence < experiment.opened_at and is_acceptable(trial, key.sequence)
+    ]
+    return sorted(unsettled, key=lambda key: (key.sequence, key.step), reverse=True)
+
+
+def ref_of(manifest: Manifest) -> CheckpointRef:
+    """Return the reference by which the journal names the checkpoint of `manifest`."""
+    about = manifest.about
+    return CheckpointRef(
+        step=manifest.step,
+        sequence=manifest.sequence,
+        metrics=about.metrics,
+        trained_seconds=about.trained_seconds,
+        size_bytes=manifest.size_bytes,
+    )
+
+
+def _told_by(found: _Found) -> Iterator[OneTrialsEvent]:
+    trial = found.trial
+    yield from found.damaged
+    for report in found.manifest.about.reports if found.manifest else ():
+        if report.step > trial.step:
+            yield Reported(trial=trial.trial, report=report)
+    yield AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, message=OWNER_VANISHED)

@@ -1,0 +1,169 @@
+"""The interface of a scheduler: it decides on trials at milestones, deterministically for the same history."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+
+from prefect_tune.core.models import StepReport, TrialId, Value
+from prefect_tune.core.search.objective import Objective
+
+__all__ = ["Continue", "Decision", "Exploit", "Pause", "Schedule", "Scheduler", "Stop", "TrialReport"]
+
+
+class Continue(Value):
+    """Continue training to the next milestone."""
+
+    type: Literal["continue"] = "continue"
+
+
+class Pause(Value):
+    """Save, and give the slot away until `Schedule.resume_next` names the trial.
+
+    If `resume_next` names this same trial at once, it keeps the slot: it is `resumed`, and continues in place.
+    """
+
+    type: Literal["pause"] = "pause"
+    reason: str
+    """For people; kept in the journal."""
+
+
+class Stop(Value):
+    """The trial is finished."""
+
+    type: Literal["stop"] = "stop"
+    reason: str
+    """For people; kept in the journal."""
+    early: bool = True
+    """Whether the trial is stopped early; False where it has trained all of the scheduler's steps."""
+
+
+class Exploit(Value):
+    """Continue from the newest checkpoint of `source`, with this `config` (Jaderberg et al. 2017).
+
+    If `source` no longer has a checkpoint, the trial continues from its own newest one, also with this `config`.
+    """
+
+    type: Literal["exploit"] = "exploit"
+    source: TrialId
+    config: Mapping[str, object]
+    reason: str
+    """For people; kept in the journal."""
+
+
+Decision: TypeAlias = Annotated[Continue | Pause | Stop | Exploit, Field(discriminator="type")]
+"""A schedule's answer to a report."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialReport:
+    """A trial's report at a milestone."""
+
+    trial: TrialId
+    report: StepReport
+    """Its step, metrics and training time."""
+    config: Mapping[str, object] | None = None
+    """Its present configuration; None where that is the one it was added with, or that of its last exploit."""
+
+
+class Scheduler(ABC):
+    """The configuration of a scheduler: a frozen value. Its state is the `Schedule` that `begin` returns."""
+
+    @abstractmethod
+    def begin(self, objective: Objective, seed: int) -> Schedule:
+        """Return the schedule of an experiment that has no trial yet.
+
+        Raises:
+            InvalidInput: the scheduler does not support this objective.
+        """
+
+    def require_serves(self, space: Mapping[str, object]) -> None:
+        """Return if the scheduler supports trials of a valid `space`; most ignore configurations.
+
+        Raises:
+            InvalidInput: it does not.
+        """
+        del space
+
+
+class Schedule(ABC):
+    """The state of a scheduler: a deterministic function of the sequence of calls.
+
+    Whenever a slot is free, the driver ends the trials that `stop_next` returns, until it returns None; then it resumes
+    the one that `resume_next` returns; if that is None, and `is_waiting` is false, it starts a new trial. After
+    `exhausted`, while no trial is running and one is paused, `resume_next` or `stop_next` has to return one.
+
+    A resumed experiment replays the journal to a new schedule, in the journal's order: each `added`, each `decide`
+    (the answer is ignored: the one in the journal was carried out), each `resumed` and `ended`. Then both are in the
+    same state. So a schedule reads no clock, and draws random numbers only from the seed given to `begin`. If the
+    scheduler has changed since, its answers may differ: a trial that only the earlier one paused is `resumed`, and
+    one that the earlier one stopped stays stopped.
+    """
+
+    saves_first: ClassVar[bool] = False
+    """Whether a trial commits a checkpoint of the same step before `decide` is called, for others to clone.
+
+    If set, a target that supports one runner only is refused: an exploit writes to another trial's journal.
+    """
+
+    @abstractmethod
+    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+        """Record a new trial before it starts, or one that had ended and continues."""
+
+    @abstractmethod
+    def milestone(self, trial: TrialId, step: int) -> int | None:
+        """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
+
+        Called for each attempt that starts, and after each decision; it changes no state. For a trial that cannot
+        save at exactly that step (a function trainable), the milestone is its first report at or after it.
+        """
+
+    @abstractmethod
+    def decide(self, report: TrialReport) -> Decision:
+        """Decide on a report at or after the trial's milestone.
+
+        A report at a step that was decided before (an attempt repeats lost steps) gets the same kind of answer, and
+        is not counted twice.
+
+        Raises:
+            BadMetric: the report lacks the objective's metric.
+        """
+
+    def resume_next(self) -> TrialId | None:
+        """Return the paused trial that gets the next free slot; None to start a new trial instead.
+
+        Changes no state: `resumed` does.
+        """
+        return None
+
+    def resumed(self, trial: TrialId) -> None:
+        """Record that a paused trial has got a slot."""
+        del trial
+
+    def stop_next(self) -> tuple[TrialId, Stop] | None:
+        """Return a paused trial that will not be resumed, and is to be stopped; None if there is none.
+
+        Changes no state: `ended` does.
+        """
+        return None
+
+    def is_waiting(self) -> bool:
+        """Return whether no new trial may start although slots are free, such as while a full bracket is undecided."""
+        return False
+
+    def exhausted(self) -> None:
+        """Record that no new trial is available, so that paused trials need not wait for more trials to compare with.
+
+        Either the search has no more, or it waits for a trial to end while none is running. This may change the
+        answers of `resume_next` and `stop_next`, but no decision: it is not journaled, and is called again when the
+        same is found after a resume. The next `added` revokes it.
+        """
+        return
+
+    @abstractmethod
+    def ended(self, trial: TrialId) -> None:
+        """Record that a trial has ended: stopped, finished or given up. Called once for each end."""

@@ -1,0 +1,80 @@
+"""The objective of a search: one metric or several, each to be minimized or maximized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from pydantic import model_validator
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.models import Value, metric_in
+from prefect_tune.core.numbers import is_finite, shown
+
+__all__ = ["Mode", "Objective", "objective_of"]
+
+Mode: TypeAlias = Literal["min", "max"]
+
+
+class Objective(Value):
+    """The reported metrics that trials are compared by; schedulers use the first one."""
+
+    metrics: tuple[str, ...]
+    """The names of the metrics; a nested one is named like `eval/loss`."""
+    modes: tuple[Mode, ...]
+    """One of `min` and `max` for each metric: which values are good."""
+
+    @model_validator(mode="after")
+    def _one_mode_for_each(self) -> Objective:
+        if not self.metrics or len(self.metrics) != len(self.modes):
+            raise ValueError(f"expected one mode for each metric, found {self.metrics} and {self.modes}")
+        return self
+
+    def loss(self, metrics: Mapping[str, object], where: str) -> float:
+        """Return the first metric, negated for `max`, so that smaller is better.
+
+        Raises:
+            BadMetric: it was not reported, or is not a finite number; the message begins with `where`.
+        """
+        return self.losses(metrics, where)[0]
+
+    def losses(self, metrics: Mapping[str, object], where: str) -> tuple[float, ...]:
+        """Return every metric, negated for `max`, so that smaller is better. Raises as `loss`."""
+        return tuple(
+            (1 if mode == "min" else -1) * _number(metrics, name, where)
+            for name, mode in zip(self.metrics, self.modes, strict=True)
+        )
+
+
+def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
+    """Return the objective of `metric` and `mode` (one mode for all metrics, or one for each); None without a metric.
+
+    Raises:
+        InvalidInput: a metric is no text, the number of modes is neither 1 nor that of the metrics, or a mode is
+            neither `min` nor `max`.
+    """
+    if metric is None:
+        return None
+    metrics, modes = _each(metric), _each(mode)
+    if not all(isinstance(each, str) for each in metrics):
+        raise InvalidInput(f"metric: expected a name, or a list of names, found {metric!r}")
+    modes = modes * len(metrics) if isinstance(mode, str) else modes
+    if not metrics or len(metrics) != len(modes) or not all(each in ("min", "max") for each in modes):
+        raise InvalidInput(
+            f"mode: expected 'min' or 'max', one for all metrics or one each, found {mode!r} for {metric!r}"
+        )
+    return Objective(metrics=metrics, modes=modes)
+
+
+def _each(given: Any) -> tuple[Any, ...]:
+    """Return a sequence as a tuple, and any other value (settings in a journal may be anything) as a tuple of one."""
+    return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+
+
+def _number(metrics: Mapping[str, object], name: str, where: str) -> float:
+    value = metric_in(metrics, name)
+    if isinstance(value, int | float) and is_finite(value):
+        return float(value)
+    raise BadMetric(
+        f"{where}: expected a number for metric {name!r}, found {shown(value)}; reported were {sorted(metrics)}"
+    )

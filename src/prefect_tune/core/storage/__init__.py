@@ -1,0 +1,1 @@
+"""The object store protocol, the layout of keys, conditional creates, checksummed documents."""

@@ -1,0 +1,178 @@
+"""Documents that carry their own digest: what reads back is what was written, to the byte.
+
+Each kind of document has a version of its own. A document of an older version is upgraded when it is read, after its
+digest was checked; the stored document is not rewritten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+from prefect_tune.core.errors import InvalidInput, UnknownVersion
+from prefect_tune.core.models import Value, canonical_json, digest_of, parse
+from prefect_tune.core.storage.object_store import Buffer
+
+__all__ = ["Document", "Upgrade", "as_read_back", "seal", "seal_and_read_back", "unseal", "upgraded", "verified"]
+
+_SEAL = "digest_of_document"
+
+Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+"""Makes the JSON of one version that of the next. It may change its argument, and leaves `version` alone."""
+
+
+class Document(Value):
+    """A value that is stored. Its class names the format, and gives `version` the current one as its default."""
+
+    format: str
+    version: int
+    upgrades: ClassVar[Mapping[int, Upgrade]] = {}
+    """By version, the step to the next: one for each older version that is still read."""
+    oldest_version: ClassVar[int]
+    current_version: ClassVar[int]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: object) -> None:
+        super().__pydantic_init_subclass__(**options)
+        cls.current_version = cls.model_fields["version"].default
+        cls.oldest_version = min((*cls.upgrades, cls.current_version))
+        expected = list(range(cls.oldest_version, cls.current_version))
+        if sorted(cls.upgrades) != expected:
+            raise TypeError(f"{cls.__name__}: expected upgrades of versions {expected}, found {sorted(cls.upgrades)}")
+
+
+_Value = TypeVar("_Value", bound=Value)
+_Sealed = TypeVar("_Sealed", bound=Document)
+
+
+def seal(value: Document) -> bytes:
+    """Return `value` as canonical JSON with its own digest.
+
+    Raises:
+        InvalidInput: it holds a value that JSON cannot represent: a NaN, an object, endless nesting.
+    """
+    return _sealed(value)[1]
+
+
+def seal_and_read_back(value: _Sealed) -> tuple[bytes, _Sealed]:
+    """Return `seal(value)` and the value that `unseal` would read from it, in less time than both calls.
+
+    Raises:
+        InvalidInput: `value` cannot be written, or could not be read again.
+    """
+    bare, sealed = _sealed(value)
+    return sealed, parse(type(value), bare, InvalidInput, type(value).__name__)
+
+
+def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception]) -> _Sealed:
+    """Read a sealed `model`, and verify every byte, the version and every field.
+
+    Raises:
+        UnknownVersion: it was written by a release that is too new or too old for this one.
+    What else is wrong with it is raised as `error`.
+    """
+    body, bare = verified(model, data, where, error)
+    if body["version"] != model.current_version:
+        bare = canonical_json(upgraded(model, body, where, error))
+    return parse(model, bare, error, where)
+
+
+def verified(model: type[Document], data: Buffer, where: str, error: type[Exception]) -> tuple[dict[str, Any], bytes]:
+    """Return the JSON of a sealed `model` as it was written, without its digest, decoded and as bytes.
+
+    The fields are not checked. A newer version is reported as such before the digest is checked: it may be sealed in
+    another way, and must not be taken for damaged.
+
+    Raises:
+        UnknownVersion: as `unseal`.
+    What else is wrong with it is raised as `error`.
+    """
+    body = _object(data, where, error)
+    _require_not_newer(model, body, where)
+    claimed = body.pop(_SEAL, None)
+    bare, sealed = _rewritten(body)
+    if sealed != data:
+        what = f"expected digest {str(claimed)[:12]}…, found {digest_of(bare)[:12]}… ({len(data)} bytes)"
+        raise error(f"{where}: torn or altered since it was written: {what}")
+    _require_not_older(model, body, where, error)
+    return body, bare
+
+
+def upgraded(model: type[Document], body: dict[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
+    """Return the verified JSON of a `model` as JSON of the current version. Its fields are not checked.
+
+    Raises `error` where it is not what a release of its version wrote.
+    """
+    for version in range(body["version"], model.current_version):
+        try:
+            body = {**model.upgrades[version](body), "version": version + 1}
+        except (LookupError, TypeError, ValueError, AttributeError) as unlike:
+            said = f"{type(unlike).__name__}: {unlike}"
+            raise error(f"{where}: cannot be upgraded from version {version} to {version + 1}: {said}") from unlike
+    return body
+
+
+def as_read_back(value: _Value) -> _Value:
+    """Return `value` as a reader will see it; writes nothing.
+
+    Raises:
+        InvalidInput: `value` cannot be written, or could not be read again.
+    """
+    return parse(type(value), _sealed(value)[0], InvalidInput, type(value).__name__)
+
+
+def _require_not_newer(model: type[Document], body: Mapping[str, object], where: str) -> None:
+    found = body.get("version")
+    if isinstance(found, int) and found > model.current_version:
+        raise UnknownVersion(f"{_unread(model, found, where)}. Written by a newer prefect-tune: upgrade prefect-tune")
+
+
+def _require_not_older(model: type[Document], body: Mapping[str, object], where: str, error: type[Exception]) -> None:
+    found = body.get("version")
+    if type(found) is not int or found < 1:
+        raise error(f"{where}: version: expected a number from 1 to {model.current_version}, found {found!r}")
+    if found < model.oldest_version:
+        raise UnknownVersion(f"{_unread(model, found, where)}. Read it with the older prefect-tune that wrote it")
+
+
+def _unread(model: type[Document], found: int, where: str) -> str:
+    name, oldest, current = model.model_fields["format"].default, model.oldest_version, model.current_version
+    known = f"version {current} only" if oldest == current else f"versions {oldest} to {current}"
+    return f"{where}: {name} of version {found}; this prefect-tune reads {known}"
+
+
+def _object(data: Buffer, where: str, error: type[Exception]) -> dict[str, object]:
+    try:
+        body = json.loads(bytes(data))
+    except (ValueError, RecursionError) as unreadable:
+        raise error(f"{where}: not JSON ({len(data)} bytes): {unreadable}") from unreadable
+    if not isinstance(body, dict):
+        raise error(f"{where}: expected a JSON object, found {type(body).__name__}")
+    return body
+
+
+def _sealed(value: Value) -> tuple[bytes, bytes]:
+    try:
+        return _written(value.model_dump(mode="json"))
+    except (ValueError, TypeError, RecursionError) as unsayable:
+        raise InvalidInput(f"{type(value).__name__}: cannot be stored as JSON: {unsayable}") from unsayable
+
+
+def _written(body: dict[str, object]) -> tuple[bytes, bytes]:
+    """Return a document as canonical JSON twice: without its digest, and with it among the sorted keys."""
+    before = canonical_json({key: value for key, value in body.items() if key < _SEAL})[1:-1]
+    after = canonical_json({key: value for key, value in body.items() if key > _SEAL})[1:-1]
+    bare = _joined(before, after)
+    return bare, _joined(before, f'"{_SEAL}":"{digest_of(bare)}"'.encode(), after)
+
+
+def _rewritten(body: dict[str, object]) -> tuple[bytes, bytes]:
+    try:
+        return _written(body)
+    except (ValueError, RecursionError):
+        return b"", b""  # a NaN or endless nesting: `seal` writes neither
+
+
+def _joined(*parts: bytes) -> bytes:
+    return b"{" + b",".join(filter(None, parts)) + b"}"

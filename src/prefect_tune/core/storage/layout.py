@@ -1,0 +1,221 @@
+"""The paths of all objects below a target's root. `docs/storage-layout.md` is the page for users.
+
+<experiment>/journal/0000000001.json
+<experiment>/segments/0000000010.jsonl
+<experiment>/requests/0000000001.json
+<experiment>/maintenance/0000000001.json
+<experiment>/results/trials/0000000010.parquet
+<experiment>/results/reports/0000000010.parquet
+<experiment>/callbacks/<name>/0000000001.json
+<experiment>/trials/<trial>/journal/0000000001.json
+<experiment>/trials/<trial>/segments/0000000010.jsonl
+<experiment>/trials/<trial>/checkpoints/<step>-<sequence>/manifest.json
+<experiment>/trials/<trial>/checkpoints/<step>-<sequence>/metadata/0000000001.json
+<experiment>/trials/<trial>/blobs/<digest>-<sequence>
+<experiment>/trials/<trial>/answers/<attempt>-<step>.json
+<experiment>/trials/<trial>/artifacts/index/0000000001.json
+<experiment>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
+
+The page says what each object is. `published` and `callback_state` build the paths of results and callback states.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from prefect_tune.core.models import Digest, Value, valid_name
+
+__all__ = [
+    "MANIFEST",
+    "CheckpointKey",
+    "JournalKey",
+    "Saved",
+    "TrialKey",
+    "below",
+    "blob_sequence",
+    "in_digits",
+    "journal_key",
+    "maintenance_folder",
+    "maintenance_path",
+    "number_in",
+    "numbered",
+    "request_path",
+    "requests_folder",
+]
+
+MANIFEST = "manifest.json"
+_DIGITS = 10
+
+
+class JournalKey(Value):
+    """Names a journal on a target: an experiment's, or a trial's own."""
+
+    experiment: str
+    trial: str | None = None
+
+    def __str__(self) -> str:
+        experiment = f"experiment {self.experiment!r}"
+        return experiment if self.trial is None else f"trial {self.trial!r} of {experiment}"
+
+    @property
+    def folder(self) -> str:
+        if self.trial is None:
+            return valid_name(self.experiment)
+        return TrialKey(experiment=self.experiment, trial=self.trial).folder
+
+    @property
+    def entries(self) -> str:
+        """The folder of the numbered entries."""
+        return f"{self.folder}/journal"
+
+    @property
+    def segments(self) -> str:
+        return f"{self.folder}/segments"
+
+    def entry_path(self, number: int) -> str:
+        """Return the path of entry `number` (from 1)."""
+        return numbered(self.entries, number)
+
+    def segment_path(self, number: int) -> str:
+        """Return the path of the segment that ends with entry `number`."""
+        return numbered(self.segments, number, "jsonl")
+
+
+def journal_key(journal: JournalKey | str) -> JournalKey:
+    """Return the key of a journal; a plain name means an experiment's."""
+    return journal if isinstance(journal, JournalKey) else JournalKey(experiment=journal)
+
+
+def in_digits(number: int) -> str:
+    """Return a number as ten digits, so that names sort as their numbers do."""
+    return f"{number:0{_DIGITS}d}"
+
+
+def numbered(folder: str, number: int, kind: str = "json") -> str:
+    """Return the path of the document in `folder` that is named by `number`."""
+    return f"{folder}/{in_digits(number)}.{kind}"
+
+
+def number_in(folder: str, path: str, kind: str = "json") -> int | None:
+    """Return the number in the name of the document at `path` in `folder`; None for a foreign file."""
+    stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
+    is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGITS
+    return int(stem) if suffix == kind and is_number else None
+
+
+def below(root_uri: str, folder: str) -> str:
+    """Return the URI of a folder or file of a target; the query options of the target's URI are kept at the end."""
+    root, mark, options = root_uri.partition("?")
+    return f"{root if root.endswith('/') else f'{root}/'}{folder}{mark}{options}"
+
+
+def requests_folder(experiment: str) -> str:
+    """Return the folder of the requests (to stop) that others send to an experiment."""
+    return f"{valid_name(experiment)}/requests"
+
+
+def request_path(experiment: str, number: int) -> str:
+    """Return the path of request `number` (from 1)."""
+    return numbered(requests_folder(experiment), number)
+
+
+def maintenance_folder(experiment: str) -> str:
+    """Return the folder of maintenance's own state for an experiment."""
+    return f"{valid_name(experiment)}/maintenance"
+
+
+def maintenance_path(experiment: str, number: int) -> str:
+    """Return the path of the state after maintenance round `number` (from 1)."""
+    return numbered(maintenance_folder(experiment), number)
+
+
+class Saved(Protocol):
+    """The step and the sequence that name a checkpoint within its trial."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def sequence(self) -> int: ...
+
+
+class TrialKey(Value):
+    """Names a trial on a target."""
+
+    experiment: str
+    trial: str
+
+    @property
+    def folder(self) -> str:
+        return f"{valid_name(self.experiment)}/trials/{valid_name(self.trial)}"
+
+    @property
+    def blobs(self) -> str:
+        return f"{self.folder}/blobs"
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.folder}/checkpoints"
+
+    @property
+    def artifacts(self) -> str:
+        return f"{self.folder}/artifacts"
+
+    def checkpoint_key(self, checkpoint: Saved) -> CheckpointKey:
+        """Return the key of a checkpoint of this trial."""
+        return CheckpointKey(trial=self, step=checkpoint.step, sequence=checkpoint.sequence)
+
+    @property
+    def answers(self) -> str:
+        return f"{self.folder}/answers"
+
+    def answer_path(self, attempt: int, step: int) -> str:
+        """Return the path of the reply to an attempt that asked at `step`; step 0 is for an unasked message."""
+        return f"{self.answers}/{attempt:06d}-{in_digits(step)}.json"
+
+    def blob_path(self, digest: Digest, sequence: int) -> str:
+        """Return the path of a blob first written by the save that began after entry `sequence`."""
+        return f"{self.blobs}/{digest}-{in_digits(sequence)}"
+
+
+class CheckpointKey(Value):
+    """Names one checkpoint: its step, and the journal's length when its save began.
+
+    No two checkpoints of one step have the same sequence, so a name is written at most once.
+    """
+
+    trial: TrialKey
+    step: int
+    sequence: int
+
+    @property
+    def name(self) -> str:
+        return f"{in_digits(self.step)}-{in_digits(self.sequence)}"
+
+    @property
+    def folder(self) -> str:
+        return f"{self.trial.checkpoints}/{self.name}"
+
+    @property
+    def manifest_path(self) -> str:
+        return f"{self.folder}/{MANIFEST}"
+
+    @property
+    def metadata_folder(self) -> str:
+        """The folder of the metadata that is written after the commit."""
+        return f"{self.folder}/metadata"
+
+    @classmethod
+    def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:
+        """Return the key whose manifest is stored at `path`; None for a foreign file."""
+        step, _, sequence = path.removeprefix(f"{trial.checkpoints}/").removesuffix(f"/{MANIFEST}").partition("-")
+        if not (step.isdecimal() and sequence.isdecimal()):
+            return None
+        key = cls(trial=trial, step=int(step), sequence=int(sequence))
+        return key if key.manifest_path == path else None
+
+
+def blob_sequence(path: str) -> int:
+    """Return the sequence in a blob's name; -1 for a foreign file, so that it counts as older than every save."""
+    sequence = path.rpartition("-")[2]
+    return int(sequence) if sequence.isascii() and sequence.isdecimal() else -1

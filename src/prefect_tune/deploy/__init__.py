@@ -1,0 +1,1 @@
+"""Deployments and automations: their specifications, and applying them to a Prefect server."""

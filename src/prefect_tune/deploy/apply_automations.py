@@ -1,0 +1,170 @@
+"""Install and remove, by name, the Prefect automations that restart runs and send alerts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from prefect.automations import AutomationCore, DoNothing, RunDeployment, SendNotification
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.events.actions import ActionTypes
+from prefect.events.schemas.automations import Automation
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.deploy.automation_specs import Shipped, shipped
+from prefect_tune.prefect_api.api_client import prefect_server
+
+__all__ = ["automation_names", "install_automations", "uninstall_automations"]
+
+_TAGS = ["prefect-tune"]
+_HEARTBEATS = 3
+_USUAL_FREQUENCY = 180
+_SUBJECT = "{{ automation.name }}"
+_OURS = ("name", "description", "tags", "trigger", "enabled", "actions")
+
+
+def automation_names() -> Sequence[str]:
+    """Return the names of all automations that this package can install."""
+    return list(shipped(_window(None)))
+
+
+def install_automations(
+    *,
+    names: Collection[str] | None = None,
+    notify: str | None = None,
+    run: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    heartbeat_window_seconds: float | None = None,
+) -> Sequence[str]:
+    """Install automations on the Prefect server, or update existing ones; return their names.
+
+    Automations are matched by name; others are not changed. Installing twice is the same as installing once. An
+    update keeps whether an automation is enabled, and keeps an alert's actions unless `notify` or `run` is passed.
+
+    Args:
+        names: some of `automation_names()`. Default: all.
+        notify: the notification block that sends alerts, such as `"slack-webhook/alerts"`.
+        run: the deployment that alerts run, such as `"evaluate/nightly"`. Without `run` and `notify`, a new alert
+            only appears in the event feed, until you add an action in the UI.
+        parameters: parameters of that deployment; texts may be templates, such as
+            `"{{ event.payload.experiment }}"`.
+        heartbeat_window_seconds: seconds without a heartbeat after which a run is considered crashed. Default: three
+            heartbeats (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, 180 s unless it is set; set the same value where the
+            runs are).
+
+    Raises:
+        InvalidInput: there is no such automation, block or deployment, or no Prefect server is set up. Nothing was
+            installed.
+        TuneError: the server did not answer, or refused: for example, the role or plan does not allow automations.
+    """
+    chosen = _chosen(names, _window(heartbeat_window_seconds))
+    with prefect_server("automations") as client:
+        actions = _actions(client, notify, run, parameters)
+        for each in chosen:
+            _install(client, each, actions)
+    return [each.name for each in chosen]
+
+
+def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[str]:
+    """Remove installed automations, all or those of `names`; return the names of those that were removed.
+
+    Raises:
+        InvalidInput: this package has no automation of that name, or no Prefect server is set up.
+        TuneError: the server did not answer, or refused: for example, the role or plan does not allow automations.
+    """
+    removed = []
+    with prefect_server("automations") as client:
+        for each in _chosen(names, _window(None)):
+            found = client.read_automations_by_name(each.name)
+            for automation in found:
+                client.delete_automation(automation.id)
+            removed += [each.name] if found else []
+    return removed
+
+
+def _window(seconds: float | None) -> timedelta:
+    if seconds is None:
+        seconds = _HEARTBEATS * (get_current_settings().flows.heartbeat_frequency or _USUAL_FREQUENCY)
+    if seconds < 10:
+        raise InvalidInput(f"heartbeat_window_seconds: expected at least 10, found {seconds:g}")
+    return timedelta(seconds=seconds)
+
+
+def _chosen(names: Collection[str] | None, window: timedelta) -> Sequence[Shipped]:
+    known = shipped(window)
+    if isinstance(names, str):
+        names = [names]
+    if unknown := set(names or ()) - set(known):
+        raise InvalidInput(f"automations: expected one of {', '.join(map(repr, known))}, found {min(unknown)!r}")
+    return [each for name, each in known.items() if names is None or name in names]
+
+
+def _actions(
+    client: SyncPrefectClient, notify: str | None, run: str | None, parameters: Mapping[str, Any] | None
+) -> Sequence[ActionTypes]:
+    """Return the actions of alerts; `_worded` adds the texts of notifications."""
+    actions: list[ActionTypes] = []
+    if notify is not None:
+        actions.append(SendNotification(block_document_id=_block(client, notify), subject=_SUBJECT, body=""))
+    if run is not None:
+        given = None if parameters is None else dict(parameters)
+        actions.append(RunDeployment(source="selected", deployment_id=_deployment(client, run), parameters=given))
+    elif parameters is not None:
+        raise InvalidInput("parameters: expected run='flow/deployment' with them, the deployment that they are for")
+    return actions
+
+
+def _block(client: SyncPrefectClient, slug: str) -> Any:
+    kind, _, name = slug.partition("/")
+    try:
+        return client.read_block_document_by_name(name, kind).id
+    except ObjectNotFound as error:
+        raise InvalidInput(f"notify={slug!r}: no such block is saved; expected 'slack-webhook/name'") from error
+
+
+def _deployment(client: SyncPrefectClient, name: str) -> Any:
+    try:
+        return client.read_deployment_by_name(name).id
+    except (ObjectNotFound, ValueError) as error:
+        raise InvalidInput(f"run={name!r}: no such deployment exists; expected 'flow/deployment'") from error
+
+
+def _install(client: SyncPrefectClient, wanted: Shipped, actions: Sequence[ActionTypes]) -> None:
+    found = client.read_automations_by_name(wanted.name)
+    if not found:
+        client.create_automation(_automation(wanted, actions or [DoNothing()]))
+        return
+    first, *others = found
+    for each in others:  # concurrent installs created duplicates
+        client.delete_automation(each.id)
+    new = _automation(wanted, actions or first.actions, enabled=first.enabled)
+    if _said(new) != _said(first):  # an update resets the state of the trigger
+        client.update_automation(first.id, AutomationCore(**new.model_dump(exclude={"owner_resource"})))
+
+
+def _automation(wanted: Shipped, actions: Sequence[ActionTypes], *, enabled: bool = True) -> AutomationCore:
+    does = [_worded(each, wanted.says) for each in actions] if wanted.is_alert else list(wanted.acts)
+    return AutomationCore(
+        name=wanted.name,
+        description=wanted.description,
+        tags=_TAGS,
+        enabled=enabled,
+        trigger=wanted.trigger,
+        actions=does,
+        actions_on_trigger=[],
+        actions_on_resolve=[],
+        owner_resource=None,
+    )
+
+
+def _worded(action: ActionTypes, says: str) -> ActionTypes:
+    if isinstance(action, SendNotification) and not action.body:
+        return action.model_copy(update={"body": says})
+    return action
+
+
+def _said(automation: AutomationCore | Automation) -> dict[str, Any]:
+    return automation.model_dump(include=set(_OURS))

@@ -1,0 +1,182 @@
+"""The automations of this package, as values: the trigger and the actions of each.
+
+Two restart runs whose process died. Prefect's own *retries* cannot: the process that would carry them out is gone. The
+others are alerts on this package's events (`prefect_tune.core.notifications.lifecycle_events`); the user gives their actions at installation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from prefect.automations import ChangeFlowRunState, EventTrigger, Posture
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ActionTypes
+
+from prefect_tune.core.notifications.lifecycle_events import (
+    BestImproved,
+    BudgetNearlySpent,
+    CheckpointCorrupt,
+    ExperimentFailed,
+    Lagging,
+    News,
+    TrialStale,
+)
+
+__all__ = ["Shipped", "shipped"]
+
+_PREFIX = "prefect-tune: "
+_TAG = "prefect-tune"
+_ATTEMPTS = "train-trial"
+_FLOW_RUN = "prefect.flow-run."
+_UNTIL = "Without an action it only appears in the event feed."
+_COOL_DOWN = timedelta(seconds=30)
+# Each of these events means that the run was restarted already, or must not be; a heartbeat, that it still runs.
+_GOES_ON = (
+    "Pending",
+    "Submitting",
+    "Running",
+    "Retrying",
+    "AwaitingRetry",
+    "Scheduled",
+    "Late",
+    "Resuming",
+    "heartbeat",
+)
+_IS_OVER = ("Completed", "Failed", "Cancelled", "Cancelling", "Suspended", "Paused", "Skipped")
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """One automation."""
+
+    name: str
+    description: str
+    trigger: EventTrigger
+    acts: Sequence[ActionTypes] = ()
+    """Its actions; empty for an alert, whose actions are given at installation."""
+    says: str = ""
+    """The message of an alert, as a Prefect template."""
+
+    @property
+    def is_alert(self) -> bool:
+        """Whether the user chooses its actions."""
+        return not self.acts
+
+
+def shipped(heartbeat_window: timedelta) -> Mapping[str, Shipped]:
+    """Return all automations by their names.
+
+    Args:
+        heartbeat_window: silence after which a run counts as crashed: at least two heartbeat periods.
+    """
+    every = [_start_again(), _silent(heartbeat_window), *_ALERTS]
+    return {each.name: each for each in every}
+
+
+def _start_again() -> Shipped:
+    """Restart a crashed run after a delay: its runner reports the crash, and its worker again some seconds later.
+
+    After a restart in between, the run would be two processes. Attempts of trials are restarted by their search.
+    """
+    return Shipped(
+        f"{_PREFIX}start again after a crash",
+        f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_COOL_DOWN.seconds} s, as the same run: it "
+        "resumes from its last commit. If its process is still alive, only one of the two can commit.",
+        EventTrigger(
+            posture=Posture.Proactive,
+            match={"prefect.resource.id": f"{_FLOW_RUN}*"},
+            match_related=[_tagged(), {"prefect.resource.role": "flow", "prefect.resource.name": f"!{_ATTEMPTS}"}],
+            after={f"{_FLOW_RUN}Crashed"},
+            expect={f"{_FLOW_RUN}{each}" for each in (*_GOES_ON, *_IS_OVER)},
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=_COOL_DOWN,
+        ),
+        [
+            ChangeFlowRunState(
+                state=StateType.SCHEDULED, name="AwaitingRetry", message="Crashed; rescheduled by prefect-tune."
+            )
+        ],
+    )
+
+
+def _silent(window: timedelta) -> Shipped:
+    """Mark a run without heartbeats as crashed: a lost machine cannot report its crash."""
+    return Shipped(
+        f"{_PREFIX}take a silent run for crashed",
+        f"Marks a run of a deployment tagged {_TAG!r} as Crashed after {window.total_seconds():g} s without a "
+        "heartbeat: its machine is lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets the heartbeat period.",
+        EventTrigger(
+            posture=Posture.Proactive,
+            match={"prefect.resource.id": f"{_FLOW_RUN}*"},
+            match_related=[_tagged()],
+            after={f"{_FLOW_RUN}heartbeat"},
+            expect={f"{_FLOW_RUN}{each}" for each in ("heartbeat", "Crashed", "AwaitingRetry", "Scheduled", *_IS_OVER)},
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=window,
+        ),
+        [
+            ChangeFlowRunState(
+                state=StateType.CRASHED, name="Crashed", message=f"No heartbeat for {window.total_seconds():g} s."
+            )
+        ],
+    )
+
+
+def _tagged() -> dict[str, str | list[str]]:
+    return {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{_TAG}"}
+
+
+def _alert(name: str, news: type[News], description: str, says: str) -> Shipped:
+    about = "Experiment {{ event.payload.experiment }} at {{ event.payload.target }}: "
+    trigger = EventTrigger(
+        posture=Posture.Reactive,
+        match={"prefect.resource.id": f"{_TAG}.*"},
+        expect={news.name},
+        threshold=1,
+        within=timedelta(0),
+    )
+    return Shipped(f"{_PREFIX}{name}", f"{description} {_UNTIL}", trigger, says=about + says)
+
+
+_ALERTS = (
+    _alert(
+        "corrupt checkpoint",
+        CheckpointCorrupt,
+        "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
+        "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: {{ event.payload.reason }}",
+    ),
+    _alert(
+        "new best",
+        BestImproved,
+        "A trial is the best so far: notify, or run a deployment that evaluates its model.",
+        "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: {{ event.payload.metrics }}",
+    ),
+    _alert(
+        "stale trial",
+        TrialStale,
+        "A trial has not reported for five times its longest gap between reports, and at least 5 minutes.",
+        "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
+    ),
+    _alert(
+        "lag",
+        Lagging,
+        "Recent progress is not stored: writes to the journal, or saves of a trial, are behind.",
+        "the {{ event.payload.what }} is {{ event.payload.seconds }} s behind; trial: {{ event.payload.trial }}",
+    ),
+    _alert(
+        "budget at 80 %",
+        BudgetNearlySpent,
+        "80 % of a budget is spent: time, training time or trials.",
+        "{{ event.payload.spent }} of {{ event.payload.budget }} are spent ({{ event.payload.what }})",
+    ),
+    _alert(
+        "run failed",
+        ExperimentFailed,
+        "A run ended with an error. It is not restarted: remove the cause first.",
+        "its run failed: {{ event.payload.message }}",
+    ),
+)

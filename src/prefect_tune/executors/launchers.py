@@ -1,0 +1,216 @@
+"""Launch attempts on other machines: by the flow's task runner (Dask, Ray), or as one deployment run each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from typing import Any, TypeVar
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.logging import get_run_logger
+from prefect.states import Cancelled
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.models import digest_of
+from prefect_tune.core.resources import Resources
+from prefect_tune.executors.remote_link import StoreLine
+from prefect_tune.executors.trial_executor import attempt_of
+from prefect_tune.executors.trial_parameters import TrialParameters, orders_as_parameters
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+
+__all__ = ["OnDeployment", "OnTaskRunner"]
+
+_Answer = TypeVar("_Answer")
+_LOOK_SECONDS = 2.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_PATIENCE = timedelta(minutes=5)
+"""How long starting an attempt retries while the Prefect API is unavailable, for example during an upgrade."""
+_AWAY = (PrefectException, httpx.HTTPError, OSError)
+_TOO_BUSY = (408, 429)
+
+
+class OnTaskRunner:
+    """Start each attempt as a task of the flow's task runner, which reserves the trial's resources."""
+
+    outlives = False
+
+    def __init__(self, runner: object, resources: Resources | None) -> None:
+        """Raises InvalidInput: the task runner cannot reserve `resources`."""
+        self._reserving = _reserving(runner, resources)
+
+    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+        del attempt
+        with self._reserving():
+            return attempt_of(plan).submit(plan, orders, line).result
+
+    def withdraw(self) -> None:
+        """Do nothing: a task that waits for a worker starts later, and ends when it reads the request to stop."""
+
+
+def _reserving(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:
+    kind = type(runner).__name__
+    if resources is None:
+        return nullcontext
+    if kind == "DaskTaskRunner":
+        dask = import_module("dask")
+        # Only requested resources: a task that needs a resource that no worker declares waits forever.
+        needed = {"CPU": resources.cpu if resources.cpu != 1 else 0, "GPU": resources.gpu}
+        return lambda: dask.annotate(resources={name: amount for name, amount in needed.items() if amount})
+    if kind == "RayTaskRunner":
+        ray = import_module("prefect_ray.context")
+        return lambda: ray.remote_options(num_cpus=resources.cpu, num_gpus=resources.gpu)
+    raise InvalidInput(
+        f"resources_per_trial: expected a DaskTaskRunner or RayTaskRunner to reserve them, found a {kind}; leave "
+        "resources_per_trial out, and configure the task runner"
+    )
+
+
+class OnDeployment:
+    """Start each attempt as a run of one deployment of `train_trial`, found again by its idempotency key."""
+
+    outlives = True
+
+    def __init__(self, deployment: str, job_variables: Mapping[str, Any] | None = None) -> None:
+        self._deployment = deployment
+        self._job_variables = dict(job_variables) if job_variables else None
+        self._begun: Counter[str] = Counter()
+        self._withdrawn = threading.Event()
+
+    def require(self, plan: TrialPlan) -> None:
+        """Check the deployment and the plan, before anything is written.
+
+        Raises:
+            InvalidInput: there is no such deployment, or the plan has no form as JSON parameters.
+        """
+        TrialParameters.of(plan)
+        try:
+            with get_client(sync_client=True) as client:
+                client.read_deployment_by_name(self._deployment)
+        except ObjectNotFound as missing:
+            raise InvalidInput(
+                f"trial_deployment: there is no deployment {self._deployment!r}; create it: "
+                "prefect-tune deploy train-trial --work-pool POOL"
+            ) from missing
+
+    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+        del line  # the deployment run creates its own from the parameters
+        parameters: dict[str, object] = {
+            "parameters": TrialParameters.of(plan).model_dump(mode="json"),
+            "orders": orders_as_parameters(orders),
+            "attempt": attempt,
+        }
+        run = self._latest_run(plan, parameters, _key(plan, orders, attempt))
+        log = get_run_logger()
+        log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)
+        return lambda: self._end_of(run.id)
+
+    def withdraw(self) -> None:
+        self._withdrawn.set()
+
+    def _latest_run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+        """Return the newest run of this attempt; create it if needed.
+
+        If the run has ended, an earlier owner may have created later ones: follow them by their keys. A run that was
+        cancelled before it began, by an earlier owner's `withdraw`, is replaced by a new one.
+        """
+        run = self._run(plan, parameters, self._took(key))
+        while run.state is not None and run.state.is_final():
+            if run.state.is_cancelled():
+                run = self._run(plan, parameters, self._took(key))
+            elif (later := self._waiting(plan, partial(_run_of, self._next(key)))) is not None:
+                self._took(key)
+                run = later
+            else:
+                break
+        return run
+
+    def _next(self, key: str) -> str:
+        """Return the key of the next run of an attempt: `key` first, then `key/2`, `key/3`, and so on."""
+        return f"{key}/{self._begun[key] + 1}" if self._begun[key] else key
+
+    def _took(self, key: str) -> str:
+        taken = self._next(key)
+        self._begun[key] += 1
+        return taken
+
+    def _run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+        """Create the run, or return it if an earlier request, whose answer was lost, has created it."""
+        return self._waiting(plan, partial(self._asked_for, plan, parameters, key))
+
+    def _waiting(self, plan: TrialPlan, ask: Callable[[], _Answer]) -> _Answer:
+        """Call `ask`; while the API is unavailable, retry with backoff for up to 5 minutes."""
+        pause_seconds, until = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE.total_seconds()
+        while True:
+            try:
+                return ask()
+            except _AWAY as error:
+                if not _may_pass(error) or time.monotonic() + pause_seconds > until:
+                    raise
+                log = get_run_logger()
+                log.warning("trial %s: starting it is retried in %g s: %s", plan.trial.trial, pause_seconds, error)
+                time.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _asked_for(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+        run = run_deployment(
+            self._deployment,
+            parameters=parameters,
+            timeout=0,
+            idempotency_key=key,
+            tags=plan.tags or None,
+            job_variables=self._job_variables,
+        )
+        if not isinstance(run, FlowRun):
+            raise TypeError("run_deployment was called where it returns a coroutine")
+        return run
+
+    def _end_of(self, flow_run: UUID) -> None:
+        """Return when the run has ended; poll every 2 s, also while the API is unavailable."""
+        while not _has_ended(flow_run, withdrawn=self._withdrawn.is_set()):
+            time.sleep(_LOOK_SECONDS)
+
+
+def _key(plan: TrialPlan, orders: Orders, attempt: int) -> str:
+    """Return the idempotency key of an attempt, unique among targets and among later experiments of one name."""
+    target, experiment_id = digest_of(plan.target.uri.encode())[:16], orders.experiment_id[:16]
+    return f"{target}/{plan.trial.experiment}/{experiment_id}/{plan.trial.trial}/{attempt}"
+
+
+def _run_of(key: str) -> FlowRun | None:
+    wanted = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=[key]))
+    with get_client(sync_client=True) as client:
+        return next(iter(client.read_flow_runs(flow_run_filter=wanted, limit=1)), None)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the API error may be transient."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code in _TOO_BUSY or error.response.is_server_error
+    return not isinstance(error, ObjectNotFound)
+
+
+def _has_ended(flow_run: UUID, *, withdrawn: bool) -> bool:
+    """Whether the run has ended; False while the API is unavailable. If `withdrawn`, cancel it if it has not begun."""
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(flow_run).state
+            if withdrawn and state is not None and (state.is_scheduled() or state.is_pending()):
+                cancelled: State[None] = Cancelled(message="the search ended before this run began")
+                state = client.set_flow_run_state(flow_run, cancelled).state
+    except ObjectNotFound:
+        return True  # deleted
+    except _AWAY:
+        return False
+    return state is not None and state.is_final()

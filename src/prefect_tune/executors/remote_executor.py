@@ -1,0 +1,208 @@
+"""Executor of attempts on other machines: reads their journals, and answers them through the target."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Protocol
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.events.experiment_events import Reported, Started
+from prefect_tune.core.experiment.experiment import Entry
+from prefect_tune.core.journal.journal import next_entry
+from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.executors.remote_link import StoreLine
+from prefect_tune.executors.trial_executor import Began, Message, Over
+from prefect_tune.retry_policy import retrying
+from prefect_tune.supervisor.search_link import Told, Wrote
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.tasks.experiment_state import experiment_id
+
+__all__ = ["Elsewhere", "RemoteCrew"]
+
+_REQUEST = timedelta(seconds=60)
+_UNREAD = timedelta(minutes=10)
+"""How long reads of the target may fail before the search ends with their error."""
+
+
+class Elsewhere(Protocol):
+    """Launches attempts on other machines; a second launch with the same attempt number finds the first one."""
+
+    @property
+    def outlives(self) -> bool:
+        """Whether an attempt continues after the search that started it has ended."""
+        ...
+
+    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+        """Launch; return a function that waits for the attempt's end, and raises its error if that is known."""
+        ...
+
+    def withdraw(self) -> None:
+        """Cancel attempts that have not begun, where the launcher can; return without waiting."""
+        ...
+
+
+@dataclass
+class _Attempt:
+    plan: TrialPlan
+    number: int
+    milestone: int | None
+    read: int
+    """Number of the last entry that was read from its journal."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the scheduler decides about the trial at `step`."""
+        return self.milestone is not None and step >= self.milestone
+
+
+class RemoteCrew:
+    """A `Crew` for attempts that share only the target with this process."""
+
+    def __init__(self, target: StorageTarget, elsewhere: Elsewhere, look_every: timedelta) -> None:
+        self._target = target
+        self._elsewhere = elsewhere
+        self._look_every = look_every
+        self._ends: queue.SimpleQueue[Over] = queue.SimpleQueue()
+        self._attempts: dict[str, _Attempt] = {}
+        self._experiment_id: str | None = None
+        self._stopped = False
+        self._unread_since: float | None = None
+
+    @property
+    def outlives(self) -> bool:
+        return self._elsewhere.outlives
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def __contains__(self, trial: str) -> bool:
+        return trial in self._attempts
+
+    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+        """Start an attempt; read the entries of its journal after entry `absorbed`."""
+        trial = plan.trial.trial
+        self._on_store(lambda store: take_back(store, plan.trial, attempt))
+        line = StoreLine(self._target, plan.trial, attempt)
+        wait = self._elsewhere(plan, replace(orders, experiment_id=self._id_of(plan)), line, attempt)
+        self._attempts[trial] = _Attempt(plan, attempt, orders.milestone, absorbed)
+        threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
+
+    def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
+        """Write an answer for the trial to the target; do nothing if its attempt has ended."""
+        attempt = self._attempts.get(trial)
+        if attempt is None:
+            return
+        if isinstance(said, GoOn):
+            attempt.milestone = said.milestone
+        self._say(attempt, UNASKED if step is None else step, said)
+
+    def stop(self) -> None:
+        """Have every trial save and end. After an error of the target, the next call writes to all of them again."""
+        if not self._stopped:
+            self._elsewhere.withdraw()
+            for attempt in self._attempts.values():
+                self._say(attempt, UNASKED, StopAndSave())
+            self._stopped = True
+
+    def hear(self, patience: timedelta) -> list[Message]:
+        """Return the new messages; wait up to `patience` for the first."""
+        end = time.monotonic() + patience.total_seconds()
+        while True:
+            over = self._over(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
+            heard = [message for attempt in self._attempts.values() for message in self._read(attempt)]
+            if heard or over or time.monotonic() >= end:
+                return [*heard, *over]
+
+    def dismiss(self, trial: str) -> None:
+        """Remove an attempt that has ended."""
+        del self._attempts[trial]
+
+    def _id_of(self, plan: TrialPlan) -> str:
+        """Return the experiment's id; an attempt that starts after its experiment was deleted detects this by it."""
+        if self._experiment_id is None:
+            self._experiment_id = experiment_id(self._target, plan.trial.experiment)
+        return self._experiment_id or ""
+
+    def _await(self, trial: str, wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except BaseException as error:  # noqa: BLE001  the driver handles any error of an attempt
+            self._ends.put(Over(trial, error))
+        else:
+            self._ends.put(Over(trial))
+
+    def _over(self, patience: timedelta) -> list[Over]:
+        found: list[Over] = []
+        try:
+            found.append(self._ends.get(timeout=patience.total_seconds()))
+            while True:
+                found.append(self._ends.get_nowait())
+        except queue.Empty:
+            return found
+
+    def _read(self, attempt: _Attempt) -> list[Message]:
+        """Return the messages of new entries in its journal. If the target fails, a later call reads the rest."""
+        entries: list[Entry] = []
+        with self._read_later(), self._target.open(timeout=_REQUEST) as store:
+            while (entry := next_entry(store, attempt.plan.journal, attempt.read)) is not None:
+                attempt.read = entry.number
+                entries.append(entry)
+        return [message for entry in entries for message in self._said_in(entry, attempt)]
+
+    @contextmanager
+    def _read_later(self) -> Iterator[None]:
+        """Suppress errors of the target for `_UNREAD`: a later read finds the same entries."""
+        try:
+            yield
+        except (StoreUnavailable, StoreRefused) as error:
+            if self._unread_since is None:
+                logging.getLogger("prefect_tune").warning("the journals of remote trials are read later: %s", error)
+                self._unread_since = time.monotonic()
+            if time.monotonic() - self._unread_since > _UNREAD.total_seconds():
+                raise
+        else:
+            self._unread_since = None
+
+    def _said_in(self, entry: Entry, attempt: _Attempt) -> list[Message]:
+        trial = attempt.plan.trial.trial
+        heard: list[Message] = [Wrote(trial, entry.number, entry.events, entry.at)]
+        for event in entry.events:
+            match event:
+                case Started():
+                    heard += self._begun(attempt, event)
+                case Reported(report=report, asks=asks):
+                    is_due = attempt.is_due(report.step)
+                    if asks and not is_due:  # its orders predate the latest decision
+                        self._say(attempt, report.step, GoOn(milestone=attempt.milestone))
+                    heard.append(Told(trial, report, asks and is_due))
+                case _:
+                    pass
+        return heard
+
+    def _begun(self, attempt: _Attempt, started: Started) -> list[Message]:
+        """Note the attempt's number: it is new if a task runner reran a dead worker's task, with the old orders."""
+        is_another = started.attempt != attempt.number
+        attempt.number = started.attempt
+        if is_another and self._stopped:
+            self._say(attempt, UNASKED, StopAndSave())
+        return [Began(started.trial)] if is_another or attempt.is_due(started.from_step) else []
+
+    def _say(self, attempt: _Attempt, step: int, said: GoOn | Leave | StopAndSave) -> None:
+        self._on_store(lambda store: answer(store, attempt.plan.trial, attempt.number, step, said))
+
+    def _on_store(self, act: Callable[[ObjectStore], None]) -> None:
+        def acted() -> None:
+            with self._target.open(timeout=_REQUEST) as store:
+                act(store)
+
+        retrying(acted)

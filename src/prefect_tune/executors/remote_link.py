@@ -1,0 +1,147 @@
+"""The link of a trial on another machine: the search reads the trial's journal, and stores answers on the target."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import copy_context
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import JournalCorrupt, StoreUnavailable, TuneError, UnknownVersion
+from prefect_tune.core.events.experiment_events import Event, Started
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.messages.process_messages import Start, StopAndSave
+from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.supervisor.process_channel import TrialChannel
+from prefect_tune.supervisor.process_output import Log
+from prefect_tune.supervisor.process_pool import supervised_process
+from prefect_tune.supervisor.search_link import Answer
+
+__all__ = ["StoreLine"]
+
+_REQUEST = timedelta(seconds=30)
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 1.0
+_UNASKED_SECONDS = 2.0
+
+
+class StoreLine:
+    """A link through the target. It can be pickled and sent to another machine until it is connected.
+
+    The attempt journals a report that needs an answer at once; the owner of the experiment, which may have changed
+    since the attempt was started, creates the answer as an object.
+    """
+
+    reads_journal = True
+
+    def __init__(self, target: StorageTarget, trial: TrialKey, attempt: int) -> None:
+        self._target = target
+        self._trial = trial
+        self._attempt = attempt
+        self._open()
+
+    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int]:
+        return self._target, self._trial, self._attempt
+
+    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int]) -> None:
+        self._target, self._trial, self._attempt = state
+        self._open()
+
+    def _open(self) -> None:
+        self.stop = threading.Event()
+        self._asked: int | None = None
+        self._asks = threading.Event()
+        self._closed = threading.Event()
+        self._was_told = False
+        self._warned = ""
+
+    def stopped_by(self, stop: threading.Event) -> StoreLine:
+        """Let this event of the local process stop the trial too."""
+        self.stop = stop
+        return self
+
+    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
+        return supervised_process(start, log, environment)
+
+    def connect(self, tell: Callable[[Answer], None]) -> None:
+        """Start a thread that polls the target for answers."""
+        watch = (self._watch, tell)
+        threading.Thread(target=copy_context().run, args=watch, name="answers", daemon=True).start()
+
+    def told(self, report: StepReport, *, asks: bool) -> None:
+        if asks:
+            self._asked = report.step
+            self._asks.set()
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        """Take the attempt's number from the journal, since answers are named by it; the search reads the journal."""
+        del experiment
+        for event in events:
+            if isinstance(event, Started):
+                self._attempt = event.attempt
+
+    def close(self) -> None:
+        """Stop polling for answers."""
+        self._closed.set()
+        self._asks.set()
+
+    def _watch(self, tell: Callable[[Answer], None]) -> None:
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while not self._closed.is_set():
+            self._asks.wait(_UNASKED_SECONDS)
+            if self._look(tell):
+                pause_seconds = _FIRST_PAUSE_SECONDS
+            elif self._asked is not None:
+                self._closed.wait(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _look(self, tell: Callable[[Answer], None]) -> bool:
+        """Return whether an answer was found and delivered. An unavailable or refusing target is polled again.
+
+        An answer that is damaged or of an unknown version stops the trial: it saves and ends, and its next attempt
+        has other answers.
+        """
+        try:
+            with self._target.open(timeout=_REQUEST) as store:
+                self._look_for_unasked(store, tell)
+                step = self._asked
+                found = read_answer(store, self._trial, self._attempt, step) if step is not None else None
+        except StoreUnavailable:
+            return False
+        except (JournalCorrupt, UnknownVersion) as unreadable:
+            self._warn(unreadable)
+            self.stop.set()
+            return False
+        except TuneError as error:  # such as expired credentials, which may be replaced while the trial runs
+            self._warn(error)
+            return False
+        if found is None or isinstance(found, StopAndSave):
+            return False
+        self._asked = None
+        self._asks.clear()
+        tell(found)
+        return True
+
+    def _warn(self, error: TuneError) -> None:
+        if (why := f"{type(error).__name__}: {error}") != self._warned:
+            self._warned = why
+            log = logging.getLogger("prefect_tune")
+            log.warning("trial %s cannot read its answers on the target: %s", self._trial.trial, why)
+
+    def _look_for_unasked(self, store: ObjectStore, tell: Callable[[Answer], None]) -> None:
+        if self.stop.is_set() or self._was_told:
+            return
+        match read_answer(store, self._trial, self._attempt, UNASKED):
+            case None:
+                return
+            case StopAndSave():
+                self.stop.set()
+            case answer:
+                self._was_told = True
+                tell(answer)

@@ -1,0 +1,109 @@
+"""The parameters of the flow `train_trial`: a trial's specification and the request for one attempt, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from prefect_tune.blocks import SyncConfig, resolve_target, target_reference
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.models import Value
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+
+__all__ = ["TrialParameters", "orders_as_parameters", "orders_from"]
+
+
+_orders: TypeAdapter[Orders] = TypeAdapter(Orders)
+
+
+_AS_TEXT = "json"
+
+
+class TrialParameters(Value):
+    """A `TrialPlan` as flow run parameters: without secrets, and valid in any process."""
+
+    target: str
+    trial: TrialKey
+    trainable: str
+    stopper: str
+    needs_curve: bool
+    cadence: Cadence
+    retention: Retention
+    sync: dict[str, Any]
+    fingerprint: dict[str, str]
+    grace_period_seconds: float
+    silence_timeout_seconds: float | None
+    tags: tuple[str, ...] = ()
+    concurrency_limits: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, plan: TrialPlan) -> TrialParameters:
+        """Return the parameters of `plan`.
+
+        Raises:
+            InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
+        """
+        if ":" not in plan.trainable:
+            raise InvalidInput(
+                "trials='deployment': another machine has to import the trainable; pass it as 'package.module:Name'"
+            )
+        if plan.isolation != "process":
+            raise InvalidInput("isolation='thread': trials that run as deployments run in processes")
+        return cls(
+            target=target_reference(plan.target),
+            trial=plan.trial,
+            trainable=plan.trainable,
+            stopper=plan.stopper,
+            needs_curve=plan.needs_curve,
+            cadence=plan.cadence,
+            retention=plan.retention,
+            sync=plan.sync.parameters(),
+            fingerprint=dict(plan.fingerprint),
+            grace_period_seconds=plan.grace.total_seconds(),
+            silence_timeout_seconds=plan.silence.total_seconds() if plan.silence else None,
+            tags=plan.tags,
+            concurrency_limits=plan.concurrency_limits,
+        )
+
+    def plan(self) -> TrialPlan:
+        """Return the plan of these parameters."""
+        silence = self.silence_timeout_seconds
+        return TrialPlan(
+            target=resolve_target(self.target),
+            trial=self.trial,
+            trainable=self.trainable,
+            stopper=self.stopper,
+            needs_curve=self.needs_curve,
+            cadence=self.cadence,
+            retention=self.retention,
+            sync=SyncConfig.model_validate(self.sync),
+            fingerprint=self.fingerprint,
+            grace=timedelta(seconds=self.grace_period_seconds),
+            silence=None if silence is None else timedelta(seconds=silence),
+            tags=self.tags,
+            concurrency_limits=self.concurrency_limits,
+            apart=True,
+        )
+
+
+def orders_as_parameters(orders: Orders) -> dict[str, Any]:
+    """Return `orders` as a parameter: one JSON text, which Prefect does not interpret.
+
+    They hold configurations and answers from a target. In an object, Prefect would load blocks that it refers to
+    (`$ref`), and render templates (`__prefect_kind`).
+    """
+    return {_AS_TEXT: _orders.dump_json(replace(orders)).decode()}
+
+
+def orders_from(parameter: Mapping[str, Any]) -> Orders:
+    """Return the orders from `orders_as_parameters`; earlier versions passed an object in place of the text."""
+    if parameter.keys() == {_AS_TEXT}:
+        return _orders.validate_json(parameter[_AS_TEXT])
+    return _orders.validate_python(parameter)

@@ -1,0 +1,54 @@
+"""Shared by the callbacks of all frameworks: select metrics, report a step, and stop at the trial's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from prefect_tune.core.errors import BadMetric
+from prefect_tune.runtime.session import TrialOver
+from prefect_tune.runtime.trainable import get_checkpoint, report_step
+
+__all__ = ["Wanted", "chosen", "goes_on_after", "restored_directory"]
+
+Wanted: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
+"""A metric, several, `{name here: name there}`, or None for all."""
+
+
+def chosen(metrics: Mapping[str, object], wanted: Wanted) -> Mapping[str, object]:
+    """Return the wanted ones of a framework's metrics.
+
+    Raises:
+        BadMetric: one is not among them.
+    """
+    if wanted is None:
+        return dict(metrics)
+    names = _by_name_here(wanted)
+    if absent := [name for name in names.values() if name not in metrics]:
+        raise BadMetric(f"expected metrics {absent}, found only {sorted(metrics)}")
+    return {here: metrics[there] for here, there in names.items()}
+
+
+def goes_on_after(metrics: Mapping[str, object], save: Callable[[str], None]) -> bool:
+    """Report a step, with a checkpoint if one is due; return False if the trial is over and the loop must end.
+
+    Code after the loop runs as after early stopping; its reports are ignored.
+    """
+    try:
+        report_step(metrics, save)
+    except TrialOver:
+        return False
+    return True
+
+
+def restored_directory() -> Path | None:
+    """Return the local directory of the checkpoint to resume from; None on a fresh start."""
+    checkpoint = get_checkpoint()
+    return Path(checkpoint.path) if checkpoint is not None else None
+
+
+def _by_name_here(wanted: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
+    if isinstance(wanted, str):
+        return {wanted: wanted}
+    return wanted if isinstance(wanted, Mapping) else {name: name for name in wanted}

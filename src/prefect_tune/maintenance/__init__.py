@@ -1,0 +1,1 @@
+"""One maintenance run over a target, and its report."""

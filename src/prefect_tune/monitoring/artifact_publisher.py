@@ -1,0 +1,155 @@
+"""Publish Prefect artifacts from a background thread: create each once, then update it in place."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+from uuid import UUID
+
+from httpx import HTTPError, HTTPStatusError
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.runtime import flow_run
+
+from prefect_tune.core.models import digest_of
+from prefect_tune.supervisor.process_output import Log
+
+__all__ = ["Bulletin", "Sheet", "artifact_key"]
+
+_FIRST = timedelta(seconds=2)
+_PERIOD = timedelta(seconds=15)
+_LONGEST_PERIOD = timedelta(minutes=10)
+_SHARE = 50
+"""The pause after a round is at least this multiple of its duration: rounds take no more than 2 % of the time."""
+_ANSWERS_WITHIN = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """The content of one artifact."""
+
+    key: str
+    kind: Literal["markdown", "progress"]
+    data: str | float
+    description: str
+    task_run: str | None = None
+    """The id of a task run that shows it as well."""
+
+
+class Bulletin:
+    """Publishes the result of `render` after 2 s, then at most every 15 s, and once at the end. Best effort.
+
+    Each flow run creates an artifact once and updates it in place: `create_markdown_artifact` would add a version
+    each time, and the client's `update_artifact` would send an event with the whole text.
+    While the API is unreachable nothing is published and nothing fails; the next round tries again.
+    """
+
+    def __init__(self, render: Callable[[], Sequence[Sheet]], log: Log) -> None:
+        self._render = render
+        self._log = log
+        self._flow_run = flow_run.id
+        self._made: dict[str, UUID] = {}
+        self._shown: dict[str, Sheet] = {}
+        self._news = threading.Event()
+        self._closing = threading.Event()
+        self._is_left = False
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="bulletin", daemon=True)
+        self._thread.start()
+
+    def stir(self) -> None:
+        """Mark the content as changed: the next round publishes it."""
+        if not self._news.is_set():
+            self._news.set()
+
+    def conclude(self) -> None:
+        """Start the last round, and do not wait for it."""
+        self._closing.set()
+        self._news.set()
+
+    def close(self, patience: timedelta) -> None:
+        """Run the last round, and wait up to `patience` for it."""
+        self.conclude()
+        self._thread.join(patience.total_seconds())
+
+    def leave(self) -> None:
+        """Publish nothing more: another process publishes these artifacts now."""
+        self._is_left = True
+        self.conclude()
+
+    def _run(self) -> None:
+        pause = _FIRST
+        while not self._closing.wait(pause.total_seconds()):
+            self._news.wait()
+            self._news.clear()
+            if self._closing.is_set():
+                break
+            began = time.monotonic()
+            is_shown = self._round()
+            cost = timedelta(seconds=time.monotonic() - began) if is_shown else timedelta(0)
+            pause = max(_PERIOD, min(_LONGEST_PERIOD, cost * _SHARE))
+        if not self._is_left:
+            self._round()
+
+    def _round(self) -> bool:
+        try:
+            sheets = self._render()
+        except Exception:  # noqa: BLE001  a failed report must not end the run; the next round tries again
+            self._log.exception("the report could not be rendered; the next update tries again")
+            return False
+        try:
+            with get_client(sync_client=True, httpx_settings={"timeout": _ANSWERS_WITHIN.total_seconds()}) as client:
+                for sheet in sheets:
+                    self._show(client, sheet)
+            return True
+        except (PrefectException, HTTPError, OSError):
+            self._news.set()  # the API is away: the next round tries again
+        except RuntimeError:
+            if not self._closing.is_set():
+                raise
+            # The flow stopped waiting for this thread, ended, and closed its client.
+        return False
+
+    def _show(self, client: SyncPrefectClient, sheet: Sheet) -> None:
+        if self._shown.get(sheet.key) == sheet:
+            return
+        if sheet.key not in self._made or not self._changed(client, sheet):
+            self._made[sheet.key] = self._make(client, sheet)
+        self._shown[sheet.key] = sheet
+
+    def _make(self, client: SyncPrefectClient, sheet: Sheet) -> UUID:
+        made = ArtifactCreate(
+            key=sheet.key,
+            type=sheet.kind,
+            description=sheet.description,
+            data=sheet.data,
+            flow_run_id=UUID(self._flow_run) if self._flow_run else None,
+            task_run_id=UUID(sheet.task_run) if sheet.task_run else None,
+        )
+        return client.create_artifact(made).id
+
+    def _changed(self, client: SyncPrefectClient, sheet: Sheet) -> bool:
+        """Update the artifact; return False if it has been deleted."""
+        content = {"data": sheet.data, "description": sheet.description}
+        try:
+            client.request("PATCH", "/artifacts/{id}", path_params={"id": self._made[sheet.key]}, json=content)
+        except ObjectNotFound:
+            return False
+        except HTTPStatusError as error:
+            if error.response.status_code != 404:
+                raise
+            return False
+        return True
+
+
+def artifact_key(*names: str) -> str:
+    """Return an artifact key: lower-case letters, digits and dashes; other names get a digest that keeps them apart."""
+    wanted = "-".join(names)
+    plain = re.sub(r"[^a-z0-9-]+", "-", wanted.lower()).strip("-")
+    return plain if plain == wanted else f"{plain}-{digest_of(wanted.encode())[:6]}"

@@ -1,0 +1,78 @@
+"""Asset lineage: record as Prefect assets which checkpoints and models a checkpoint was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from prefect.assets import Asset
+from prefect.context import AssetContext
+
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.notifications.lifecycle_events import BestImproved, CheckpointCommitted, TrialNews
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.monitoring.assets import Materialized, Notice, Place, asset_of, referenced
+
+__all__ = ["Lineage"]
+
+_MOST_SOURCES = 20
+_OF_A_TRIAL = "The checkpoints of one trial; each commit is a materialization."
+_OF_AN_EXPERIMENT = "The best model of an experiment; each better one is a materialization."
+
+
+class Lineage:
+    """Builds the asset events of one experiment; none if Prefect refuses its URI as an asset key."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._exploited: dict[str, str] = {}
+        self._known: set[str] = set()
+
+    def committed(self, news: CheckpointCommitted) -> Iterator[Notice]:
+        """Return the events of a commit."""
+        source = self._exploited.get(news.trial)
+        upstream = [self._place.checkpoints(source)] if source else []
+        yield from self._of_trial(news.trial, news.payload() | {"exploited": source}, upstream)
+
+    def exploited(self, trial: Trial, source: str) -> Iterator[Notice]:
+        """Return the events of a clone: a new checkpoint of `trial`, made from a checkpoint of `source`."""
+        self._exploited[trial.trial] = source
+        if (clone := newest_checkpoint(trial)) is None:
+            return
+        key = TrialKey(experiment=self._place.experiment, trial=trial.trial).checkpoint_key(clone)
+        metadata = {"step": clone.step, "manifest": key.manifest_path, "exploited": source}
+        yield from self._of_trial(trial.trial, metadata, [self._place.checkpoints(source)])
+
+    def related(self, news: TrialNews) -> Sequence[Mapping[str, str]]:
+        """Return the asset of a commit, as a related resource of its event; empty for other events."""
+        asset = asset_of(self._place.checkpoints(news.trial)) if isinstance(news, CheckpointCommitted) else None
+        return [AssetContext.asset_as_related(asset)] if asset else []
+
+    def best(self, news: BestImproved, experiment: Experiment) -> Iterator[Notice]:
+        """Return the events of a better model; none if it is not saved.
+
+        Its sources are the trial's checkpoints, and the best models of the fork's origin and of warm-start experiments.
+        """
+        if news.manifest is None:
+            return
+        teachers = list(experiment.teachers[:_MOST_SOURCES])
+        origin = experiment.origin.experiment if experiment.origin else None
+        forked = [self._place.beside(origin).best] if origin else []
+        upstream = [*forked, *(f"{each}/best" for each in teachers)]
+        metadata = {**news.payload(), "warm_start": teachers, "forked_from": origin}
+        best = asset_of(self._place.best, f"{self._place.experiment}: best model", _OF_AN_EXPERIMENT)
+        yield from self._made(best, [self._place.checkpoints(news.trial), *upstream], metadata)
+
+    def _of_trial(self, trial: str, metadata: Mapping[str, object], upstream: Sequence[str]) -> Iterator[Notice]:
+        name = f"{self._place.experiment}/{trial}: checkpoints"
+        yield from self._made(asset_of(self._place.checkpoints(trial), name, _OF_A_TRIAL), upstream, metadata)
+
+    def _made(self, asset: Asset | None, upstream: Sequence[str], metadata: Mapping[str, object]) -> Iterator[Notice]:
+        if asset is None:
+            return
+        sources = [found for key in upstream if (found := asset_of(key)) is not None]
+        for source in sources:
+            if source.key not in self._known:
+                self._known.add(source.key)
+                yield referenced(source)
+        yield Materialized(asset, sources, metadata).notice()

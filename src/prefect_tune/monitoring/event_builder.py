@@ -1,0 +1,209 @@
+"""Build Prefect events from changes of an experiment, with a rate limit on the events of trials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from uuid import UUID, uuid5
+
+from prefect_tune.core.events.experiment_events import Absorbed, Event, Reported, StopAsked, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment_stoppers import TimeBudget, TrialBudget, of_experiment
+from prefect_tune.core.experiment.summary import counted
+from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial
+from prefect_tune.core.notifications.best_model import BestSoFar
+from prefect_tune.core.notifications.health import Allowance, Budget, Lookout, Patience
+from prefect_tune.core.notifications.lifecycle_events import (
+    BestImproved,
+    CheckpointCommitted,
+    ExperimentFinished,
+    ExperimentStarted,
+    ExperimentStopped,
+    News,
+    TrialAttemptEnded,
+    TrialErrored,
+    TrialExploited,
+    TrialFinished,
+    TrialNews,
+    TrialPaused,
+    TrialRestored,
+    TrialStarted,
+    news_of,
+)
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.monitoring.asset_lineage import Lineage
+from prefect_tune.monitoring.assets import Notice, Place
+
+__all__ = ["Dispatches", "Subject", "budgets_of"]
+
+_AT_ONCE, _PER_SECOND = 100, 5
+_BEST_EVERY_SECONDS = 30.0
+_BEYOND_A_SYNC_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The experiment that events describe, with the settings that health checks need."""
+
+    place: Place
+    objective: Objective | None = None
+    budgets: Sequence[Budget] = ()
+    sync_period: timedelta = timedelta(minutes=5)
+    run: UUID | None = None
+    """The flow run. A run that is killed and retried emits an event of the same entry again with the same id."""
+
+    @property
+    def patience(self) -> Patience:
+        """The thresholds after which a health event is emitted."""
+        return Patience(for_the_journal=self.sync_period.total_seconds() + _BEYOND_A_SYNC_SECONDS)
+
+
+class Dispatches:
+    """Returns the Prefect events of each change. Not thread-safe; `now` is in seconds of a monotonic clock.
+
+    Events of trials are limited to bursts of 100 and 5 a second on average; those beyond are counted and dropped.
+    Urgent events and events of the experiment are never dropped.
+    """
+
+    def __init__(self, subject: Subject, experiment: Experiment, now: float) -> None:
+        self._subject = subject
+        self._place = subject.place
+        self._best = BestSoFar(subject.objective, experiment)
+        self._better: tuple[BestImproved, Experiment] | None = None
+        self._told_best_at = now - _BEST_EVERY_SECONDS
+        self._lineage = Lineage(subject.place)
+        self._allowance = Allowance(_AT_ONCE, _PER_SECOND)
+        self._untold = 0
+        self._trained_seconds = sum(each.trained_seconds for each in experiment.trials.values())
+        self._ended = sum(each.status in ENDED for each in experiment.trials.values())
+        self.lookout = Lookout(now, subject.budgets, subject.patience)
+        """The health monitor; the emitter also passes reports to it directly."""
+        for each in experiment.trials.values():
+            if each.status is Status.RUNNING:  # the attempt has outlived its search
+                self.lookout.started(each.trial, each.step, now)
+
+    def begun(self, experiment: Experiment) -> Iterator[Notice]:
+        """Return the event of the start of a run."""
+        yield self._notice(ExperimentStarted(epoch=experiment.epoch, trials=counted(experiment)))
+
+    def heard(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[Notice]:
+        """Return the Prefect events of a journal event, from the states before and after it."""
+        name = getattr(event, "trial", None)
+        if name is None or isinstance(event, StopAsked | TrialAdded):
+            return
+        was, trial = before.trials.get(name), after.trial(name)
+        self._count(was, trial)
+        for index, news in enumerate(news_of(event, after.name, was, trial)):
+            self._look_after(news, trial, now)
+            if news.is_urgent or self._allowance.take(_cost(news), now):
+                yield self._notice(news, self._id_of(event, index))
+                yield from self._made(news, trial)
+            else:
+                self._untold += 1
+            self._compare(news, trial, after)
+        if isinstance(event, Absorbed) and any(isinstance(each, Reported) for each in event.events):
+            self.lookout.journaled(name, trial.step)
+        yield from self._improved(now)
+
+    def looked(self, now: float) -> Iterator[Notice]:
+        """Return the health events that are due by now, and a new best model if it is due."""
+        for news in self.lookout.look(now, self._trained_seconds, self._ended):
+            yield self._notice(news)
+        yield from self._improved(now)
+
+    def over(self, ending: News | None, experiment: Experiment, reason: str) -> Iterator[Notice]:
+        """Return the last events: a best model that is not yet emitted, and how the run ended.
+
+        Args:
+            ending: the event of a run that failed or was superseded; else None.
+            experiment: its present state.
+            reason: why the run ended early; empty if it completed.
+        """
+        yield from self._improved(None)
+        counts = counted(experiment)
+        if ending is not None:
+            yield self._notice(ending)
+        elif reason:
+            yield self._notice(ExperimentStopped(reason=reason, trials=counts, untold=self._untold))
+        else:
+            yield self._notice(ExperimentFinished(trials=counts, best=self._best.trial, untold=self._untold))
+
+    def _count(self, before: Trial | None, after: Trial) -> None:
+        self._trained_seconds += after.trained_seconds - (before.trained_seconds if before else 0.0)
+        self._ended += (after.status in ENDED) - (before is not None and before.status in ENDED)
+
+    def _look_after(self, news: TrialNews, trial: Trial, now: float) -> None:
+        match news:
+            case TrialStarted() | TrialRestored():
+                self.lookout.started(trial.trial, trial.step, now)
+            case TrialAttemptEnded() | TrialErrored() | TrialFinished() | TrialPaused():
+                self.lookout.ended(trial.trial)
+            case CheckpointCommitted():
+                self.lookout.committed(trial.trial, now)
+            case _:
+                pass
+
+    def _made(self, news: TrialNews, trial: Trial) -> Iterator[Notice]:
+        match news:
+            case CheckpointCommitted():
+                yield from self._lineage.committed(news)
+            case TrialExploited(source=source):
+                yield from self._lineage.exploited(trial, source)
+            case _:
+                pass
+
+    def _compare(self, news: TrialNews, trial: Trial, experiment: Experiment) -> None:
+        match news:
+            case CheckpointCommitted():
+                better = self._best.committed(trial)
+            case TrialFinished():
+                better = self._best.ended(trial)
+            case _:
+                return
+        if better is not None:
+            self._better = (better, experiment)
+
+    def _improved(self, now: float | None) -> Iterator[Notice]:
+        """Return the events of a new best model, at most one every 30 s; at once if `now` is None."""
+        if self._better is None or (now is not None and now - self._told_best_at < _BEST_EVERY_SECONDS):
+            return
+        news, experiment = self._better
+        self._better, self._told_best_at = None, self._told_best_at if now is None else now
+        yield self._notice(news)
+        yield from self._lineage.best(news, experiment)
+
+    def _notice(self, news: News, identity: UUID | None = None) -> Notice:
+        said = {"target": self._place.target, "experiment": self._place.experiment, **news.payload()}
+        if not isinstance(news, TrialNews):
+            return Notice(news.name, self._place.resource, payload=said)
+        related = [self._place.related, *self._lineage.related(news)]
+        return Notice(news.name, self._place.trial_resource(news.trial), related, said, identity)
+
+    def _id_of(self, event: Event, index: int) -> UUID | None:
+        """Return a stable id for an event of a trial's own journal, whose entry number identifies it; else None."""
+        if self._subject.run is None or not isinstance(event, Absorbed):
+            return None
+        return uuid5(self._subject.run, f"{self._place.uri}/{event.trial}/{event.number}/{index}")
+
+
+def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | None) -> Sequence[Budget]:
+    """Return the budgets of training time, time and trials of a run.
+
+    Args:
+        stopper: the experiment's.
+        time: the time budget of the run; None: no budget.
+        trial_count: the number of trials that the search will propose; None if it is not known.
+    """
+    stoppers = of_experiment(stopper)
+    counts = [each.trials for each in stoppers if isinstance(each, TrialBudget)]
+    most = min([*counts, *([] if trial_count is None else [trial_count])], default=None)
+    found = [Budget("training-time", each.time.total_seconds()) for each in stoppers if isinstance(each, TimeBudget)]
+    found += [] if time is None else [Budget("time", time.total_seconds())]
+    return [*found, *([] if most is None else [Budget("trials", most)])]
+
+
+def _cost(news: TrialNews) -> int:
+    """Return how many Prefect events a trial's event counts as: two if a materialization follows it."""
+    return 2 if isinstance(news, CheckpointCommitted | TrialExploited) else 1

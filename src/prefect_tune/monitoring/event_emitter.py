@@ -1,0 +1,179 @@
+"""The event emitter: emits an experiment's Prefect events from its own thread, delaying no training and no decision.
+
+Delivery is best effort, since the journal is the truth: if the Prefect API is unavailable for long, or a process dies,
+some events are never emitted. The run that owns the experiment emits each event once, and none for entries journaled
+before it began. `prefect_tune.core.notifications.lifecycle_events` defines the events.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+from uuid import UUID
+
+from prefect.events import emit_event
+from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
+
+from prefect_tune.core.errors import Superseded
+from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.notifications.lifecycle_events import ExperimentFailed, ExperimentSuperseded, News, short
+from prefect_tune.monitoring.assets import Notice
+from prefect_tune.monitoring.event_builder import Dispatches, Subject
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.search_link import Told
+
+__all__ = ["Herald", "emit", "heralded", "this_run"]
+
+_MOST_WAITING = 10_000
+_LOOK_EVERY = timedelta(seconds=1)
+_PATIENCE = timedelta(seconds=5)
+
+Emit: TypeAlias = Callable[[Notice], None]
+
+
+def emit(notice: Notice) -> None:
+    """Queue an event in Prefect's events worker, which sends it when it can; do nothing if no API is configured."""
+    if get_current_settings().api.url is None:
+        return
+    emit_event(
+        notice.event,
+        resource=dict(notice.resource),
+        related=[dict(each) for each in notice.related],
+        payload=dict(notice.payload),
+        id=notice.identity,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Happened:
+    event: Event
+    before: Experiment
+    after: Experiment
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    ending: News | None
+    reason: str
+
+
+class Herald:
+    """A listener whose methods only queue; a thread of its own emits the events, in the flow run's context."""
+
+    def __init__(self, subject: Subject, experiment: Experiment, log: Log, emit: Emit = emit) -> None:
+        """Args: experiment: its state before this run has written anything."""
+        self._experiment = experiment
+        self._log = log
+        self._emit = emit
+        self._items: queue.SimpleQueue[_Happened | _Over] = queue.SimpleQueue()
+        self._dispatches = Dispatches(subject, experiment, time.monotonic())
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="herald", daemon=True)
+
+    @property
+    def experiment(self) -> Experiment:
+        """The last state that the listener received."""
+        return self._experiment
+
+    def start(self) -> None:
+        """Start the thread, which emits the event of the run's start first."""
+        self._thread.start()
+
+    def opened(self, experiment: Experiment) -> None:
+        """Queue an event for each attempt that an earlier owner left running and that opening has ended."""
+        before, self._experiment = self._experiment, experiment
+        for trial in experiment.trials.values():
+            was = before.trials.get(trial.trial)
+            if was is not None and was.status is Status.RUNNING and trial.status is Status.PENDING:
+                cause = trial.cause or Cause.MACHINE
+                ended = AttemptEnded(trial=trial.trial, cause=cause, message=trial.reason)
+                self._put(_Happened(ended, before, experiment))
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        before, self._experiment = self._experiment, experiment
+        self._dispatches.lookout.happened(time.monotonic())
+        self._put(_Happened(event, before, experiment))
+
+    def told(self, told: Told, experiment: Experiment) -> None:
+        del experiment
+        self._dispatches.lookout.reported(told.trial, told.report.step, time.monotonic())
+
+    def wrote(self, experiment: Experiment) -> None:
+        del experiment
+        self._dispatches.lookout.wrote()
+
+    def end(self, ending: News | None, reason: str) -> None:
+        """Emit the queued events and the final one; give up after 5 s."""
+        self._items.put(_Over(ending, reason))
+        self._thread.join(_PATIENCE.total_seconds())
+
+    def _put(self, happened: _Happened) -> None:
+        if self._items.qsize() < _MOST_WAITING:
+            self._items.put(happened)
+
+    # -------------------------------------------------------------------------------------- the thread's own
+
+    def _run(self) -> None:
+        self._tell(self._dispatches.begun(self._experiment))
+        looked_at = time.monotonic()
+        while True:
+            item, now = self._next(), time.monotonic()
+            match item:
+                case _Happened(event=event, before=before, after=after):
+                    self._tell(self._dispatches.heard(event, before, after, now))
+                case _Over(ending=ending, reason=reason):
+                    self._tell(self._dispatches.over(ending, self._experiment, reason))
+                    return
+                case None:
+                    pass
+            if now - looked_at >= _LOOK_EVERY.total_seconds():
+                looked_at = now
+                self._tell(self._dispatches.looked(now))
+
+    def _next(self) -> _Happened | _Over | None:
+        try:
+            return self._items.get(timeout=_LOOK_EVERY.total_seconds())
+        except queue.Empty:
+            return None
+
+    def _tell(self, notices: Iterable[Notice]) -> None:
+        try:
+            for each in notices:
+                self._emit(each)
+        except Exception:  # noqa: BLE001  an event must not end a training
+            self._log.exception("an event of this experiment could not be emitted")
+
+
+@contextmanager
+def heralded(herald: Herald, stop: threading.Event) -> Iterator[Herald]:
+    """Start the event emitter of a run and yield it; on exit, emit how the run ended.
+
+    Args:
+        herald: the emitter, not started.
+        stop: set if the run was asked to stop.
+    """
+    herald.start()
+    try:
+        yield herald
+    except Superseded as error:
+        herald.end(ExperimentSuperseded(message=short(str(error))), "")
+        raise
+    except BaseException as error:
+        herald.end(ExperimentFailed(message=short(f"{type(error).__name__}: {error}")), "")
+        raise
+    else:
+        herald.end(None, herald.experiment.ends or ("asked to stop" if stop.is_set() else ""))
+
+
+def this_run() -> UUID | None:
+    """Return the id of the present flow run; None outside of one."""
+    return UUID(flow_run.id) if flow_run.id else None

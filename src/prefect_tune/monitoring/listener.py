@@ -1,0 +1,67 @@
+"""The listener protocol: observers of a search, such as progress and callbacks, which decide nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.supervisor.search_link import Told
+
+__all__ = ["Listener", "Listeners", "SoloListener"]
+
+
+class Listener(Protocol):
+    """An observer of a search. The driver calls it in the driver's thread, in order; methods must return at once."""
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        """Receive an event that the next entry of the journal will hold, and the state after it."""
+        ...
+
+    def told(self, told: Told, experiment: Experiment) -> None:
+        """Receive the report of a step as soon as it is trained; the journal gets it later, in an `Absorbed`."""
+        ...
+
+    def wrote(self, experiment: Experiment) -> None:
+        """Receive the state up to which the journal is written."""
+        ...
+
+
+class Listeners:
+    """Passes each call to several listeners, or to none."""
+
+    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
+        self._listeners = tuple(listeners)
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        for each in self._listeners:
+            each.happened(event, experiment)
+
+    def told(self, told: Told, experiment: Experiment) -> None:
+        for each in self._listeners:
+            each.told(told, experiment)
+
+    def wrote(self, experiment: Experiment) -> None:
+        for each in self._listeners:
+            each.wrote(experiment)
+
+
+class SoloListener:
+    """Passes the reports and events of an experiment with a single trial to a listener."""
+
+    def __init__(self, listener: Listener, experiment: Experiment) -> None:
+        self._listener = listener
+        self._experiment = experiment
+
+    def told(self, told: Told) -> None:
+        self._listener.told(told, self._experiment)
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        for each in events[:-1]:
+            self._experiment = after_event(self._experiment, each, experiment.number)
+            self._listener.happened(each, self._experiment)
+        self._experiment = experiment  # with the entries of external writers
+        for each in events[-1:]:
+            self._listener.happened(each, experiment)
+        self._listener.wrote(experiment)

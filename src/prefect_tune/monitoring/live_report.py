@@ -1,0 +1,215 @@
+"""Report and progress of a running experiment, published as Prefect artifacts while it runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+
+from prefect.utilities.urls import url_for
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import Superseded, TuneError
+from prefect_tune.core.events.experiment_events import Event, Owner
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.summary import objective_in
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal.journal import entries_beyond
+from prefect_tune.core.models import StepReport
+from prefect_tune.monitoring.artifact_publisher import Bulletin, Sheet, artifact_key
+from prefect_tune.reporting.history import Chronicle, Story, told
+from prefect_tune.reporting.page import page_of
+from prefect_tune.reporting.render_markdown import as_markdown
+from prefect_tune.reporting.report_data import material
+from prefect_tune.retry_policy import retrying
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.supervisor import search_link
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.terminal.progress_state import Outlook, share_of_trial, share_of_trials
+
+__all__ = ["Reporter", "link_to", "reported"]
+
+_TIMEOUT = timedelta(minutes=5)
+_PATIENCE = timedelta(seconds=10)
+_PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
+_LONGEST_HISTORY = 20_000
+"""Journal entries. Of a longer journal the earlier runs are not read: that would take a minute of CPU time."""
+_MOST_EARLY = 100_000
+_TRIALS = 10
+"""Trials with a progress artifact at a time; each costs the server about 15 ms per update."""
+
+
+class Reporter:
+    """A listener that records events in microseconds; the artifact publisher's thread does the rest."""
+
+    def __init__(self, target: StorageTarget, experiment: Experiment, outlook: Outlook, log: Log) -> None:
+        self._target = target
+        self._outlook = outlook
+        self._log = log
+        self._guard = threading.Lock()
+        self._experiment = experiment
+        self._begun_at = experiment.number
+        self._metrics = _metrics_of(experiment)
+        self._early: list[tuple[Event | search_link.Told, datetime]] | None = None
+        self._chronicle = self._fresh(experiment)
+        if experiment.trials or experiment.extensions:
+            self._early = []  # until the entries of earlier runs are read
+        self._followed: dict[str, Sheet] = {}
+        self._bulletin = Bulletin(self._sheets, log)
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        self._note(event, experiment)
+
+    def told(self, told: search_link.Told, experiment: Experiment) -> None:
+        self._note(told, experiment)
+
+    def wrote(self, experiment: Experiment) -> None:
+        with self._guard:
+            if experiment.number >= self._experiment.number:
+                self._experiment = experiment
+        self._bulletin.stir()
+
+    def conclude(self) -> None:
+        """Start to publish the final report; return without waiting."""
+        self._bulletin.conclude()
+
+    def close(self, patience: timedelta) -> None:
+        """Publish the final report; wait at most `patience`."""
+        self._bulletin.close(patience)
+
+    def leave(self) -> None:
+        """Publish nothing more: another run owns the experiment and its report now."""
+        self._bulletin.leave()
+
+    def _note(self, news: Event | search_link.Told, experiment: Experiment) -> None:
+        now = datetime.now(UTC)
+        with self._guard:
+            self._experiment = experiment
+            if self._early is not None and len(self._early) < _MOST_EARLY:
+                self._early.append((news, now))
+            else:
+                _tell(self._chronicle, news, now)
+        self._bulletin.stir()
+
+    # --------------------------------------------------------------------------------- in the publisher's thread
+
+    def _sheets(self) -> Sequence[Sheet]:
+        if self._early is not None:
+            self._catch_up()
+        with self._guard:
+            experiment = self._experiment
+        now = datetime.now(UTC)
+        uri, expected = self._target.uri, self._outlook.trial_count
+        page = page_of(material(experiment, self._story, uri=uri, now=now, expected=expected), link_to)
+        key, said = artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
+        report = Sheet(key, "markdown", as_markdown(page), said)
+        return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]
+
+    def _story(self, trials: Collection[str]) -> Story:
+        with self._guard:
+            return self._chronicle.story(trials)
+
+    def _catch_up(self) -> None:
+        """Read the entries of earlier runs, then add the events since this run began."""
+        before = self._before()
+        with self._guard:
+            self._chronicle = before or self._fresh(self._experiment, is_whole=False)
+            for news, at in self._early or ():
+                _tell(self._chronicle, news, at)
+            self._early = None
+
+    def _before(self) -> Chronicle | None:
+        if self._begun_at > _LONGEST_HISTORY:
+            return None
+        try:
+            with self._target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+                entries = retrying(lambda: entries_beyond(store, self._experiment.key, 0, side_by_side=transfers))
+        except TuneError as error:
+            self._log.warning("the report covers only this run, since earlier entries could not be read: %s", error)
+            return None
+        return told((each for each in entries if each.number <= self._begun_at), self._metrics)
+
+    def _fresh(self, experiment: Experiment, *, is_whole: bool = True) -> Chronicle:
+        chronicle = Chronicle(self._metrics, is_whole=is_whole)
+        if experiment.owner is not None:
+            chronicle.owner_is(experiment.owner, experiment.epoch, datetime.now(UTC))
+        return chronicle
+
+    # ------------------------------------------------------------------------------------------------- progress
+
+    def _progress(self, experiment: Experiment) -> Iterator[Sheet]:
+        """Yield the progress of the experiment, if its number of trials is known."""
+        expected = self._outlook.trial_count
+        if expected is None or not experiment.trials:
+            return
+        newest = self._story(()).newest
+        done = share_of_trials(experiment.trials.values(), newest, self._outlook)
+        over = sum(each.status in (Status.FINISHED, Status.ERRORED) for each in experiment.trials.values())
+        said = f"Experiment {experiment.name}: {over} of {expected} trials done"
+        if expected == 1:
+            trial = next(iter(experiment.trials.values()))
+            said = f"Experiment {experiment.name}: {_said(trial, newest.get(trial.trial), self._outlook)}"
+        share = min(100.0, 100 * done / max(expected, len(experiment.trials)))
+        yield Sheet(artifact_key("progress", experiment.name), "progress", round(share, 1), said)
+
+    def _progress_of_trials(self, experiment: Experiment) -> Iterator[Sheet]:
+        """Yield the progress of running trials, and a last one of trials that ended since the last update."""
+        if self._outlook.step_count is None or self._outlook.trial_count == 1:
+            return
+        story = self._story(())
+        running = [name for name in story.newest if experiment.trial(name).status is Status.RUNNING]
+        runs = {each.trial: each.owner for each in story.stints}
+        followed = [*self._followed, *(name for name in running if name not in self._followed)][:_TRIALS]
+        for name in followed:
+            sheet = self._sheet_of(experiment, name, (story.newest, runs.get(name)))
+            yield sheet
+            self._followed[name] = sheet
+        for name in [each for each in self._followed if each not in running]:
+            del self._followed[name]
+
+    def _sheet_of(
+        self, experiment: Experiment, name: str, known: tuple[Mapping[str, StepReport], Owner | None]
+    ) -> Sheet:
+        newest, owner = known
+        trial, report = experiment.trial(name), newest.get(name)
+        said = f"Trial {name} of {experiment.name}: {_said(trial, report, self._outlook)}"
+        share = round(100 * share_of_trial(trial, report, self._outlook), 1)
+        key = artifact_key("progress", experiment.name, name)
+        return Sheet(key, "progress", share, said, owner.task_run if owner else None)
+
+
+@contextmanager
+def reported(reporter: Reporter, stop: threading.Event) -> Iterator[Reporter]:
+    """Yield the reporter; at the end allow it 10 s for the final report, or 2 s if the process is to stop."""
+    try:
+        yield reporter
+    except Superseded:
+        reporter.leave()
+        raise
+    finally:
+        reporter.close(_PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+
+
+def _metrics_of(experiment: Experiment) -> Sequence[str]:
+    objective = objective_in(experiment.settings)
+    return objective.metrics if objective else ()
+
+
+def _tell(chronicle: Chronicle, news: Event | search_link.Told, at: datetime) -> None:
+    if isinstance(news, search_link.Told):
+        chronicle.tell_report(news.trial, news.report)
+    else:
+        chronicle.tell_event(news, at)
+
+
+def _said(trial: Trial, report: StepReport | None, outlook: Outlook) -> str:
+    step = max(trial.step, report.step if report else 0)
+    return f"step {step}{f' of {outlook.step_count}' if outlook.step_count else ''}, {trial.status}"
+
+
+def link_to(owner: Owner) -> str | None:
+    """Return the URL of a run in the Prefect UI; None if the run or the URL of the UI is unknown."""
+    if owner.task_run is not None:
+        return url_for("task-run", owner.task_run)
+    return url_for("flow-run", owner.flow_run) if owner.flow_run is not None else None

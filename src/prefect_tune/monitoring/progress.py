@@ -1,0 +1,96 @@
+"""Progress of a running search: a live table in a terminal; otherwise a log line once a minute."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+
+from rich.console import RenderableType
+
+from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.monitoring.listener import Listener
+from prefect_tune.supervisor import search_link
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.terminal import progress_view
+from prefect_tune.terminal.live_display import can_show, standing
+from prefect_tune.terminal.progress_state import Outlook, Watch
+
+__all__ = ["Progress", "progress"]
+
+_LOG_PERIOD = timedelta(minutes=1)
+
+
+class Progress:
+    """A listener that updates a `Watch`; without a live table it logs the progress at most once a minute."""
+
+    def __init__(self, watch: Watch, log: Log, log_period: timedelta = _LOG_PERIOD) -> None:
+        self._watch = watch
+        self._log = log
+        self._log_period = log_period.total_seconds()
+        self._logged_at = time.monotonic()
+        self.is_seen = False
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        self._watch.happened(event, experiment, datetime.now(UTC).astimezone())
+        self._log_now_and_then()
+
+    def told(self, told: search_link.Told, experiment: Experiment) -> None:
+        self._watch.told(told.trial, told.report, experiment)
+        self._log_now_and_then()
+
+    def wrote(self, experiment: Experiment) -> None:
+        del experiment
+
+    def say(self) -> None:
+        """Log the progress."""
+        self._logged_at = time.monotonic()
+        self._log.info("%s", progress_view.line(self._watch.sight(self._logged_at)))
+
+    def conclude(self) -> None:
+        """Log the final progress; if trials errored, warn, and name where their errors are shown."""
+        sight = self._watch.sight(time.monotonic())
+        if sight.counts.get(Status.ERRORED):
+            name = sight.outlook.experiment
+            self._log.warning(
+                "%s; why: results.errors, or prefect-tune show TARGET %s", progress_view.line(sight), name
+            )
+        else:
+            self.say()
+
+    def draw(self, width: int, height: int) -> RenderableType:
+        """Return the progress as a table."""
+        return progress_view.frame(self._watch.sight(time.monotonic()), width, height)
+
+    def broke(self, error: Exception) -> None:
+        """Log progress lines from now on, after an error of the table."""
+        self.is_seen = False
+        self._log.warning("the live table ends, and the search continues: %s: %s", type(error).__name__, error)
+
+    def _log_now_and_then(self) -> None:
+        if not self.is_seen and time.monotonic() - self._logged_at >= self._log_period:
+            self.say()
+
+
+@contextmanager
+def progress(experiment: Experiment, outlook: Outlook, log: Log, *, in_terminal: bool) -> Iterator[Listener]:
+    """Yield the listener that shows the progress of a search; log one final line unless the search raises.
+
+    Args:
+        experiment: its state when this run begins.
+        outlook: the metric, and the numbers of trials and steps, as far as they are known beforehand.
+        log: of the flow run.
+        in_terminal: whether to show a table if stdout is a terminal.
+    """
+    seen = Progress(Watch(experiment, outlook, time.monotonic()), log)
+    if in_terminal and can_show(sys.stdout):
+        seen.is_seen = True
+        with standing(seen.draw, seen.broke, sys.stdout):
+            yield seen
+    else:
+        yield seen
+    seen.conclude()

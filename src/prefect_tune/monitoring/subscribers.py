@@ -1,0 +1,106 @@
+"""The subscribers of a running search: callbacks, progress, events, the report, and its learning curves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.errors import TuneError
+from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.learning_curves import Curves
+from prefect_tune.monitoring.callback_runner import Callbacks
+from prefect_tune.monitoring.event_builder import Subject
+from prefect_tune.monitoring.event_emitter import Herald, heralded
+from prefect_tune.monitoring.listener import Listener, Listeners
+from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.monitoring.metric_check import MetricLookout
+from prefect_tune.monitoring.progress import progress
+from prefect_tune.retry_policy import unseen
+from prefect_tune.supervisor import search_link
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.tasks.publish_results import publish_results
+from prefect_tune.terminal.progress_state import Outlook
+
+__all__ = ["Audience"]
+
+_PATIENCE = timedelta(seconds=30)
+_PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
+_MOST_REPORTS = 300_000
+
+
+class Audience:
+    """The subscribers of one run of a search, from its start to its end."""
+
+    def __init__(  # noqa: PLR0913  the subscribers need different things
+        self,
+        target: StorageTarget,
+        search: SearchInfo,
+        callbacks: Sequence[Callback],
+        outlook: Outlook,
+        *,
+        in_terminal: bool,
+        news: Subject,
+    ) -> None:
+        self._target = target
+        self._outlook = outlook
+        self._in_terminal = in_terminal
+        self._search = search
+        self._news = news
+        self._callbacks = callbacks
+
+    @contextmanager
+    def listening(self, book: Book, stop: threading.Event, log: Log) -> Iterator[Listener]:
+        """Yield the listener that the driver notifies; on exit, wait for the subscribers to process what is queued.
+
+        Results are published if the search ended without a request to stop. On exit, callbacks get 30 s together,
+        or 2 s after a request to stop.
+        """
+        callbacks = Callbacks(self._callbacks, self._target, self._search, log)
+        keeper = _CurveKeeper(book.experiment)
+        lookout = [MetricLookout(self._search.objective, log)] if self._search.objective else []
+        callbacks.start(book.experiment)
+        try:
+            with (
+                reported(Reporter(self._target, book.experiment, self._outlook, log), stop) as reporter,
+                heralded(Herald(self._news, book.experiment, log), stop) as herald,
+                progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
+            ):
+                yield Listeners([keeper, callbacks, herald, seen, reporter, *lookout])
+                reporter.conclude()  # it draws the last page while the other subscribers end
+                if not stop.is_set():
+                    self._publish(book.experiment, keeper.curves, log)
+        finally:
+            callbacks.end(book.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+
+    def _publish(self, experiment: Experiment, curves: Curves | None, log: Log) -> None:
+        """Publish the results as files; log an error if that fails, since the journal holds the same results."""
+        try:
+            publish_results(self._target, unseen(experiment), self._search.objective, unseen(curves))
+        except TuneError as error:
+            log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
+
+
+class _CurveKeeper:
+    """Collects the learning curves of a new experiment while it runs: publishing them need not read the journal."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.curves: Curves | None = None if experiment.trials else Curves()
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        del experiment
+        if self.curves is not None:
+            self.curves.tell_event(event)
+            if self.curves.told > _MOST_REPORTS:
+                self.curves = None  # to bound the memory; publishing reads them from the journal
+
+    def told(self, told: search_link.Told, experiment: Experiment) -> None:
+        del told, experiment
+
+    def wrote(self, experiment: Experiment) -> None:
+        del experiment

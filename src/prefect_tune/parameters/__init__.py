@@ -1,0 +1,1 @@
+"""Parameters of the flows: parsing, validation, JSON, form schemas, compatibility on resume."""

@@ -1,0 +1,148 @@
+"""JSON schemas of the flows' parameters for forms, where the schema of the type is unclear or asks for secrets.
+
+The flows themselves still accept objects from a script. But Prefect's API refuses deployment parameters that do not
+fit the schema; so a form selects or names a saved block, and never takes a block's fields with their credentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeAlias
+
+from prefect import Flow
+from prefect.utilities.callables import parameter_schema
+from pydantic import WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+
+from prefect_tune.blocks import AzureTarget, FsspecTarget, GcsTarget, LocalTarget, S3Target, StorageTarget, SyncConfig
+from prefect_tune.blocks.strict_block import Form
+from prefect_tune.core.search.objective import Mode
+from prefect_tune.parameters.resume_mode import RerunErrored
+
+__all__ = [
+    "CallbacksField",
+    "MetricField",
+    "ModeField",
+    "OtherTrainableField",
+    "RerunField",
+    "ResumeField",
+    "SyncField",
+    "TargetField",
+    "TrainableField",
+    "form_of",
+]
+
+_Schema: TypeAlias = Mapping[str, Any]
+_NOTHING: _Schema = {"type": "null"}
+
+
+def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
+    """Return the schema of a flow's parameters, simplified for forms.
+
+    An optional parameter is a field that may stay empty, not a choice between a type and None; descriptions, which
+    a form shows literally, have no Markdown in them.
+    """
+    schema = parameter_schema(flow).model_dump_for_openapi()
+    definitions = {
+        name: {**each, **_described(each), "properties": _fields(each.get("properties", {}))}
+        for name, each in schema.get("definitions", {}).items()
+    }
+    return {**schema, "properties": _fields(schema["properties"]), "definitions": definitions}
+
+
+def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
+    return {name: _left_empty({**each, **_described(each)}) for name, each in fields.items()}
+
+
+def _described(field: _Schema) -> _Schema:
+    """Return a field's description without Markdown, capitalized unless it begins with a literal."""
+    given = str(field.get("description", "")).partition("\n\nArgs:\n")[0].strip()
+    said = " ".join(given.replace("`", "").split())
+    return {"description": said if given.startswith("`") else said[:1].upper() + said[1:]} if said else {}
+
+
+def _left_empty(field: dict[str, Any]) -> _Schema:
+    kinds = [kind for kind in field.get("anyOf", ()) if kind != _NOTHING]
+    if field.get("default", ...) is not None or any({"$ref", "properties"} & kind.keys() for kind in kinds):
+        return field  # an optional section stays a choice, so that the form shows it collapsed
+    del field["default"]
+    if len(kinds) == 1:  # the API accepts null for it anyway
+        del field["anyOf"]
+        return {**kinds[0], **field}
+    return field
+
+
+class _AskedAs:
+    """A type annotation that replaces the JSON schema of a parameter; the schema is built on demand."""
+
+    def __init__(self, schema: Callable[[], _Schema]) -> None:
+        self._schema = schema
+
+    def __get_pydantic_json_schema__(self, _core_schema: object, _handler: object) -> JsonSchemaValue:
+        return dict(self._schema())
+
+
+def _one_of(*kinds: _Schema) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [dict(kind) for kind in kinds]})
+
+
+def _text(title: str) -> _Schema:
+    return {"title": title, "type": "string"}
+
+
+def _choice(title: str, *words: str) -> _Schema:
+    return {"title": title, "type": "string", "enum": list(words)}
+
+
+def _list_of(title: str, each: _Schema) -> _Schema:
+    return {"title": title, "type": "array", "items": dict(each)}
+
+
+def _saved(block: type[Form]) -> _Schema:
+    """Return the schema of a saved block, selected from a list: a reference, without the block's fields."""
+    reference = {"type": "string"}
+    ways = {"block_document_id": reference, "block_document_slug": reference}
+    there = {"type": "object", "properties": ways, "additionalProperties": False, "minProperties": 1}
+    return {
+        "title": f"{block.get_block_type_name()} block",
+        "block_type_slug": block.get_block_type_slug(),
+        "type": "object",
+        "properties": {"$ref": there},
+        "required": ["$ref"],
+        "additionalProperties": False,
+    }
+
+
+def _target() -> _Schema:
+    kinds = (S3Target, GcsTarget, AzureTarget, LocalTarget, FsspecTarget)
+    return {"anyOf": [_text("URI, or type/name of a saved block"), *(_saved(kind) for kind in kinds)]}
+
+
+def _sync() -> _Schema:
+    fields = dict(SyncConfig.model_json_schema()["properties"])
+    fields["upload_dir"] = {**fields["upload_dir"], "anyOf": [_text("URI, or type/name of a saved block"), _NOTHING]}
+    options = {"title": "Options", "type": "object", "properties": fields, "additionalProperties": False}
+    return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
+
+
+_MODE = _choice("One mode for all metrics", "min", "max")
+
+TargetField: TypeAlias = Annotated[StorageTarget | str, _AskedAs(_target)]
+SyncField: TypeAlias = Annotated[SyncConfig | None, _AskedAs(_sync)]
+TrainableField: TypeAlias = Annotated[Any, WithJsonSchema({"type": "string"})]
+OtherTrainableField: TypeAlias = Annotated[Any, _one_of(_text("package.module:Name"), _NOTHING)]
+MetricField: TypeAlias = Annotated[
+    str | list[str] | None, _one_of(_text("One metric"), _list_of("Several metrics", {"type": "string"}), _NOTHING)
+]
+ModeField: TypeAlias = Annotated[Mode | list[Mode], _one_of(_MODE, _list_of("One mode for each metric", _MODE))]
+CallbacksField: TypeAlias = Annotated[
+    list[Any] | None, _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING)
+]
+ResumeField: TypeAlias = Annotated[
+    bool | str,
+    _one_of(_choice("Mode", "auto", "must", "never"), _text("Ray Tune's resume modes"), {"type": "boolean"}),
+]
+RerunField: TypeAlias = Annotated[
+    RerunErrored,
+    _one_of({"title": "Retry errored trials too", "type": "boolean"}, _choice("Retry errored trials only", "only")),
+]

@@ -1,0 +1,78 @@
+"""The limits of one run of an experiment, and whether a finished trial meets today's stop criterion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from prefect.logging import get_run_logger
+
+from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events.experiment_events import CheckpointRef
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.trial_stoppers import Stopper, limits_in
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.tasks.run_trial import curve_up_to
+
+__all__ = ["Limits", "has_had_enough", "require_possible", "warn_of_limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of one run of an experiment."""
+
+    max_concurrent_trials: int
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
+    fail_fast: bool = False
+    """Whether the first trial that errors ends the experiment; the others save, and can be resumed."""
+    time: timedelta | None = None
+    """The time budget of the run, after which all trials save and the run ends; it can be resumed."""
+    ends: str = ""
+    """Reason that no new trial starts; empty while trials may start."""
+    reruns_errored: bool = False
+    """Whether errored trials are retried."""
+    only_errored: bool = False
+    """Whether only errored trials are retried, and no other trial continues or starts."""
+    has_had_enough: Callable[[Trial], bool] = lambda _: True
+    """Whether a finished trial meets today's stop criterion too; otherwise it is requeued."""
+
+
+def has_had_enough(plan: TrialPlan, trial: Trial, stopper: Stopper) -> bool:
+    """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
+    if trial.returned or trial.left or trial.metrics.get("done") is True:
+        return True
+    last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+    told = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
+    return bool(told) and stopper.why_stop(told) is not None
+
+
+def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
+    """Log a warning for each stop limit on a metric that is minimized: most trials would end at once."""
+    modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
+    for name, limit in limits_in(stopper).items():
+        if modes.get(name) == "min":
+            log.warning(
+                "stop={'%s': %g} ends a trial as soon as %s >= %g, but the metric is minimized: most trials end at "
+                "their first step. To end a trial that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
+                *(name, limit) * 3,
+            )
+
+
+def require_possible(plan: TrialPlan) -> None:
+    """Check a plan before anything is written.
+
+    Raises:
+        InvalidInput: a period is negative or zero where it may not be, or the artifacts' sync settings are invalid.
+    """
+    TrialArtifacts(plan, Path(), get_run_logger())
+    if plan.grace < timedelta(0):
+        raise InvalidInput(f"grace_period_seconds: expected 0 or more, found {plan.grace.total_seconds():g}")
+    if plan.silence is not None and plan.silence <= timedelta(0):
+        raise InvalidInput(f"silence_timeout_seconds: expected more than 0, found {plan.silence.total_seconds():g}")

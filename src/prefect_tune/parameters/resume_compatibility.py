@@ -1,0 +1,154 @@
+"""Check today's request of a resumed experiment against the settings in its journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prefect_tune.core.errors import InvalidInput, ResumeFailed
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.models import canonical_json, plural
+from prefect_tune.parameters.code_fingerprint import code_of
+from prefect_tune.parameters.limits import Limits
+from prefect_tune.parameters.samples_per_run import search_of
+from prefect_tune.parameters.search_request import Asked, only_in_code, settings_of, space_of
+from prefect_tune.parameters.training_request import name_of
+from prefect_tune.supervisor.process_channel import Log
+
+__all__ = [
+    "code_note",
+    "require_code",
+    "require_goes_on",
+    "require_same",
+    "say_code",
+    "say_errored",
+    "say_space",
+    "settings_today",
+]
+
+_FIXED = {
+    "metric": "earlier decisions compared trials by the first one",
+    "mode": "earlier decisions ranked trials in the other direction",
+    "seed": "a search with another seed does not reproduce the earlier proposals",
+}
+
+
+def settings_today(asked: Asked) -> Mapping[str, object]:
+    """Return the settings that the journal stores for this request, with the digest of the trainable's source."""
+    code = code_of(asked.trainable)
+    return {**settings_of(asked), **({"code": code} if code else {})}
+
+
+def require_code(state: Experiment, asked: Asked) -> None:
+    """Refuse a changed trainable, for `on_code_change="refuse"`; called before an earlier owner is superseded.
+
+    Raises:
+        InvalidInput: the trainable has changed since the experiment last ran.
+    """
+    if changed := _changed(state, asked):
+        raise InvalidInput(
+            f"{changed}, and on_code_change='refuse': choose another experiment name, fork the experiment, or pass "
+            "on_code_change='warn'"
+        )
+
+
+def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
+    """Require that the journal's earlier decisions keep their meaning under these settings.
+
+    Raises:
+        InvalidInput: the experiment is a single training, or its metric, mode or seed differs from today's.
+        ResumeFailed: the experiment is an incomplete fork, or is being deleted.
+    """
+    require_goes_on(state)
+    if not all(trial.apart for trial in state.trials.values()):
+        raise InvalidInput(
+            f"experiment {state.name!r} is one training, and not a search: resume it by pt.durable_trainable(...), "
+            "or choose another experiment name"
+        )
+    for name, why in _FIXED.items():
+        before, now = state.settings.get(name, "the default"), settings.get(name, "the default")
+        if state.trials and before != now:
+            raise InvalidInput(
+                f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
+                f"{why}. Pass {before!r}, or choose another experiment name"
+            )
+
+
+def require_goes_on(state: Experiment) -> None:
+    """Require an experiment that is complete and is not being deleted.
+
+    Raises:
+        ResumeFailed: the experiment is a fork whose copying was interrupted, or is being deleted.
+    """
+    if state.is_removed:
+        raise ResumeFailed(
+            f"experiment {state.name!r} is being deleted: finish the deletion, or choose another experiment name"
+        )
+    if not state.is_whole:
+        raise ResumeFailed(
+            f"experiment {state.name!r} is an incomplete fork of {state.origin}: the fork was interrupted; "
+            "fork again under the same name to complete it"
+        )
+
+
+def say_code(state: Experiment, asked: Asked, log: Log) -> None:
+    """Log a warning if the trainable has changed since the experiment last ran."""
+    if changed := _changed(state, asked):
+        log.warning(
+            "%s: steps from now on are trained by the new code; earlier reports came from the old code", changed
+        )
+
+
+def say_errored(state: Experiment, limits: Limits, log: Log) -> None:
+    """Log how many errored trials this run does not retry: it may have nothing else to train."""
+    count = sum(each.status is Status.ERRORED for each in state.trials.values())
+    if count and not limits.reruns_errored:
+        log.warning(
+            "%s not tried again: pass rerun_errored=True (prefect-tune resume … --rerun-errored)",
+            plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
+        )
+
+
+def say_space(state: Experiment, asked: Asked, log: Log) -> None:
+    """Log a warning if existing trials were drawn from another space, and if no trial will be drawn from this one."""
+    if not state.trials or _space_in(state.settings) in (None, today := _space_in(settings_of(asked))) or today is None:
+        return
+    there_will_be, there_are = search_of(asked).trial_count(space_of(asked.space or {})), len(state.trials)
+    are_all = there_will_be is not None and there_will_be <= there_are
+    log.warning(
+        "the search space has changed; %s drawn from the old one%s",
+        plural(there_are, "earlier trial was", "earlier trials were"),
+        f", and the search proposes {there_will_be} in all: raise num_samples to draw from the new space"
+        if are_all
+        else "",
+    )
+
+
+def _space_in(settings: Mapping[str, object]) -> bytes | None:
+    """Return the space in canonical JSON, for comparison; None if the journal cannot store the space."""
+    return None if "space" in only_in_code(settings) else canonical_json(settings.get("space", {}))
+
+
+def code_note(state: Experiment, asked: Asked) -> str:
+    """Return a line for a form: whether the trainable's source has changed since the experiment last ran."""
+    code = code_of(asked.trainable)
+    if not code:
+        return "code: source unavailable, cannot tell whether it changed"
+    return f"⚠️ {changed}" if (changed := _changed(state, asked)) else f"code: unchanged ({code})"
+
+
+def _changed(state: Experiment, asked: Asked) -> str | None:
+    before, now = state.settings.get("code"), code_of(asked.trainable)
+    if not (state.trials and before and now and before != now):
+        return None
+    was, name = _trained_last(state), name_of(asked.trainable).get("trainable")
+    if was and name and was != name:
+        return f"the trainable has changed since experiment {state.name!r} last ran ({was} {before} -> {name} {now})"
+    return f"the source of the trainable has changed since experiment {state.name!r} last ran ({before} -> {now})"
+
+
+def _trained_last(state: Experiment) -> str | None:
+    """Return the trainable's name: of the journal's settings if it was passed as text, else of the last trial."""
+    given = state.settings.get("trainable")
+    *_, last = state.trials.values()
+    return (name_of(given) if isinstance(given, str) else last.fingerprint).get("trainable")

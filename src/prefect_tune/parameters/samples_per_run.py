@@ -1,0 +1,147 @@
+"""`samples_per_run`: each run of a search, such as a scheduled one, adds samples to those of earlier runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, TaskRun, TaskRunResult
+from prefect.context import FlowRunContext
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events.experiment_events import Extended
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.search.base import Search
+from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
+from prefect_tune.parameters.json_specs import search_from
+from prefect_tune.parameters.search_request import Asked, only_in_code, space_of
+
+__all__ = ["DEFAULT_SAMPLES", "extended", "place_of_run", "require_one_count", "search_of", "with_default_samples"]
+
+
+def place_of_run() -> str:
+    """Return a key of this run that stays the same if it, or a run that called it, is started again by any means.
+
+    A run that is started again keeps its id; its subflow runs may be new runs. The key therefore consists of the
+    root run's id and, for each level, the flow and the number of its call. A run that calls the search every night
+    has another key for each call.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("samples_per_run: expected to run in a flow run, found none")
+    run, places = context.flow_run, deque[str]()
+    with get_client(sync_client=True) as client:
+        while run.parent_task_run_id is not None:
+            call = client.read_task_run(run.parent_task_run_id)
+            places.appendleft(_place(run, call))
+            if call.flow_run_id is None:
+                break
+            run = client.read_flow_run(call.flow_run_id)
+    return "/".join([str(run.id), *places])
+
+
+def _place(run: FlowRun, call: TaskRun) -> str:
+    """Return the flow and the call of a subflow run: the caller's task run if a task called it, else the call's number.
+
+    Calls from tasks have no stable number: it depends on the order in which tasks run.
+    """
+    callers = call.task_inputs.get("__parents__", ())
+    task = next((str(each.id) for each in callers if isinstance(each, TaskRunResult)), None)
+    return f"{run.flow_id}-{task or call.dynamic_key}"
+
+
+def require_one_count(num_samples: int | None, samples_per_run: int | None) -> None:
+    """Check that at most one of the two counts is passed, before anything is read.
+
+    Raises:
+        InvalidInput: both are passed, or `samples_per_run` is below 1.
+    """
+    if samples_per_run is None:
+        return
+    if num_samples is not None:
+        raise InvalidInput(
+            f"num_samples={num_samples} is the total, samples_per_run={samples_per_run} is what this run adds: "
+            "give one of them"
+        )
+    if samples_per_run < 1:
+        raise InvalidInput(f"samples_per_run: expected 1 or more, found {samples_per_run}")
+
+
+def extended(asked: Asked, state: Experiment, place_of_run: Callable[[], str]) -> tuple[Asked, Sequence[Extended]]:
+    """Return `asked` with the total number of samples, and the event to journal if this run adds samples.
+
+    This run also proposes the samples that earlier runs were to propose and did not. A run that is started again
+    adds none again.
+
+    Raises:
+        InvalidInput: the experiment has no number of samples to add to.
+    """
+    added = asked.samples_per_run
+    if added is None:
+        return with_default_samples(asked, state), ()
+    run = place_of_run()
+    before, chosen = (
+        _samples_before(asked, state),
+        asked.num_samples or 0,
+    )  # chosen in a resume form
+    if run in state.extensions:
+        return replace(asked, num_samples=max(before, chosen)), ()
+    return replace(asked, num_samples=max(before + added, chosen)), (Extended(run=run, samples=added),)
+
+
+def with_default_samples(asked: Asked, state: Experiment) -> Asked:
+    """Return `asked` with the default number of samples if that is not ten, so that the journal stores it.
+
+    A journal without a number means ten, whatever the space: an experiment that was begun with ten keeps them.
+    """
+    if asked.num_samples is not None or asked.samples_per_run is not None or not _leaves_count_open(asked.search):
+        return asked
+    default, settings = default_samples(space_of(asked.space or {})), state.settings
+    if default == DEFAULT_SAMPLES:
+        return asked
+    before = settings.get("num_samples", DEFAULT_SAMPLES) if _leaves_count_open(settings.get("search")) else None
+    return replace(asked, num_samples=DEFAULT_SAMPLES if settings and before == DEFAULT_SAMPLES else default)
+
+
+def _leaves_count_open(search: object) -> bool:
+    match search:
+        case None | "RandomSearch":
+            return True
+        case RandomSearch(num_samples=samples) | {"RandomSearch": {"num_samples": samples}}:
+            return samples is None
+        case {"RandomSearch": {}}:
+            return True
+        case _:
+            return False
+
+
+def search_of(asked: Asked) -> Search:
+    """Return the search algorithm, with the requested number of samples.
+
+    Raises:
+        InvalidInput: `asked.search` is not a search, or does not accept `num_samples`.
+    """
+    if asked.search is None:
+        return RandomSearch(asked.num_samples)
+    return search_from(asked.search, asked.num_samples)
+
+
+def _samples_before(asked: Asked, state: Experiment) -> int:
+    """Return how many samples earlier runs were to propose in all."""
+    if not state.settings:
+        return 0
+    search = state.settings.get("search", asked.search if "search" in only_in_code(state.settings) else None)
+    said: Any = state.settings.get("num_samples")
+    counted: Any = said if said is not None else search_of(replace(asked, search=search, num_samples=None))
+    found = getattr(counted, "num_samples", counted)
+    if found is None and _leaves_count_open(search):
+        return DEFAULT_SAMPLES
+    if not isinstance(found, int) or found == ENDLESS:
+        raise InvalidInput(
+            f"samples_per_run: experiment {state.name!r} was not begun with a fixed number of samples to add to; "
+            "leave samples_per_run out, or choose another experiment name"
+        )
+    return found

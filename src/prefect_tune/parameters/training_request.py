@@ -1,0 +1,129 @@
+"""Checks of a flow's arguments, before any work starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
+
+from prefect_tune.core.errors import BadMetric, InvalidInput
+from prefect_tune.core.experiment.trial_stoppers import StopCriteria, Stopper, as_stopper
+from prefect_tune.core.metrics import storable
+from prefect_tune.core.models import valid_name
+from prefect_tune.parameters.json_specs import stop_from
+from prefect_tune.runtime.trainable import require_trainable
+from prefect_tune.runtime.trial_process import load_trainable
+
+__all__ = [
+    "existing_limits",
+    "experiment_name",
+    "import_string",
+    "name_of",
+    "stopper_for",
+    "storable_config",
+    "valid_trainable",
+]
+
+
+def experiment_name(given: str | None) -> str:
+    """Return the experiment's name: as given, or the id of the root flow run, which a Retry keeps.
+
+    Raises:
+        InvalidInput: the name cannot be a folder on every target.
+    """
+    return valid_name(given if given is not None else str(flow_run.root_flow_run_id or flow_run.id))
+
+
+def storable_config(config: Mapping[str, Any] | None) -> dict[str, object]:
+    """Return the configuration as plain JSON.
+
+    Raises:
+        InvalidInput: it holds a value that JSON cannot represent.
+    """
+    try:
+        return storable(config or {}, "config")
+    except BadMetric as error:
+        raise InvalidInput(
+            f"{error}. A configuration is stored with the trial as JSON: pass functions and objects as "
+            "text, and build them in the trainable"
+        ) from error
+
+
+def existing_limits(names: Sequence[str]) -> tuple[str, ...]:
+    """Return `names`, checked to be global concurrency limits of Prefect: a missing one would limit nothing.
+
+    Raises:
+        InvalidInput: a limit does not exist.
+    """
+    if names:
+        with get_client(sync_client=True) as client:
+            for name in names:
+                try:
+                    client.read_global_concurrency_limit_by_name(name)
+                except ObjectNotFound as missing:
+                    raise InvalidInput(
+                        f"concurrency_limits: Prefect has no global concurrency limit {name!r}; create it: "
+                        f"prefect gcl create {name} --limit 2"
+                    ) from missing
+    return tuple(names)
+
+
+def stopper_for(stop: StopCriteria | str) -> Stopper:
+    """Return the stopper for `stop`: an object, its JSON, or its name as `package.module:name`.
+
+    Raises:
+        InvalidInput: `stop` is none of these.
+    """
+    named = load_trainable(stop) if isinstance(stop, str) and ":" in stop else stop
+    return as_stopper(cast("StopCriteria", stop_from(named)))
+
+
+def valid_trainable(trainable: object) -> object:
+    """Return the trainable, checked as far as possible without importing the user's module.
+
+    Raises:
+        InvalidInput: it is neither a subclass of `Trainable` with `step`, nor a function, nor `package.module:Name`.
+    """
+    if isinstance(trainable, str):
+        return _importable(trainable)
+    if isinstance(trainable, type):
+        return require_trainable(trainable)
+    if callable(trainable):
+        return trainable
+    raise InvalidInput(
+        f"trainable {trainable!r}: expected a function of the configuration, a subclass of pt.Trainable, "
+        "or 'package.module:Name'"
+    )
+
+
+def import_string(name: str, where: str) -> tuple[str, str]:
+    """Split `package.module:Name` into the module and the name in it; import nothing.
+
+    Raises:
+        InvalidInput: `name` does not have that form.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise InvalidInput(f"{where} {name!r}: expected 'package.module:Name', as in 'my_project.train:Model'")
+    return module, attribute
+
+
+def name_of(trainable: object) -> Mapping[str, str]:
+    """Return what identifies a trainable: its name without its module, which depends on how the code is run."""
+    name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
+    return {"trainable": name.rpartition(".")[2]} if name else {}
+
+
+def _importable(name: str) -> str:
+    module, _ = import_string(name, "trainable")
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise InvalidInput(f"trainable {name!r}: {error}; is its project installed where the flow runs?") from error
+    if found is None:
+        raise InvalidInput(f"trainable {name!r}: there is no module {module!r}; is its project installed here?")
+    return name

@@ -1,0 +1,143 @@
+"""Flows that start a temporary Prefect server where no API is configured, faster than Prefect itself does.
+
+Prefect also imports the whole server into the client process: that is half of the time before a script's first trial,
+80 MB of memory, and a quarter of the CPU time of a short search. It allows the server 20 s to start; the first start
+on a machine runs all migrations, and may take longer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from prefect import Flow
+from prefect.context import refresh_global_settings_context
+from prefect.logging import get_logger
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
+
+from prefect_tune.prefect_api.argument_validation import require_valid
+from prefect_tune.prefect_api.local_server import start_prefect_server
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["FlowWithServer", "flow_with_server"]
+
+_PREFECTS_OWN = "prefect.server.api.server"
+_guard = threading.Lock()
+_started_here: set[str] = set()  # URLs of the APIs
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class FlowWithServer(Flow[_P, _R]):
+    """A flow that starts a Prefect server if no API is configured; the server runs until the process ends."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Validate the arguments, then run the flow as Prefect does. Raises `InvalidInput` for a wrong argument."""
+        require_valid(self, args, options)
+        with ExitStack() as settings:
+            _have_server(settings)
+            return super().__call__(*args, **options)
+
+    def with_options(self, **options: Any) -> Self:
+        """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too."""
+        other: Any = super().with_options(**options)
+        other.__class__ = type(self)  # Prefect returns a plain Flow
+        return other  # type: ignore[no-any-return]  # its class is set above
+
+
+def flow_with_server(**options: Any) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:
+    """Return a decorator that makes a `FlowWithServer`, with the options of `prefect.flow`."""
+    return lambda function: FlowWithServer(function, **options)
+
+
+def _have_server(settings: ExitStack) -> None:
+    """Start a server, unless an API is configured, ephemeral servers are off, or Prefect has loaded its own server.
+
+    Args:
+        settings: entered for the duration of the flow if it uses a server that this process started.
+    """
+    with _guard:
+        current = get_current_settings()
+        if current.api.url or not current.server.ephemeral.enabled or _PREFECTS_OWN in sys.modules:
+            if current.api.url in _started_here:
+                settings.enter_context(_heard_by_nobody())
+            return
+        server = start_prefect_server(_surroundings())
+        get_logger("prefect_tune").info("Starting a Prefect server for this process at %s", server.url)
+        atexit.register(server.end)
+        answers = False
+        try:
+            _set_up(server.url)  # takes about as long as the server's start; early requests wait
+            settings.enter_context(_heard_by_nobody())
+            _warm_up()
+            answers = server.answers()
+        finally:
+            if not answers:  # Prefect then starts its own server, and reports what is wrong
+                settings.close()
+                _set_up(None)
+                server.end()
+        if answers:
+            _started_here.add(server.url)
+
+
+def _set_up(url: str | None) -> None:
+    """Set the API's URL for this process and its children; None removes it."""
+    if url is None:
+        os.environ.pop("PREFECT_API_URL", None)
+    else:
+        os.environ["PREFECT_API_URL"] = url
+    refresh_global_settings_context()
+
+
+def _heard_by_nobody() -> AbstractContextManager[object]:
+    """Switch heartbeats off: no automation waits for them, and each flow would end up to 1 s later."""
+    return temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+
+
+def _surroundings() -> Mapping[str, str]:
+    """Return the server's environment: Prefect's own, and lighter defaults that the user's settings override."""
+    return {
+        **_LIGHTER,
+        **os.environ,
+        **_EPHEMERAL,
+        **get_current_settings().to_environment_variables(exclude_unset=True),
+    }
+
+
+_LIGHTER = {
+    # By default each of a task run's three states is a transaction; a delay of 1 s is short enough for the UI.
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    # Automations need a permanent server; to evaluate them takes a twelfth of this server's CPU time.
+    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+    # At its start a server imports every installed integration, such as Dask, to list their blocks in the UI. This
+    # server has no UI, and saving a block registers its type.
+    "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+    "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
+}
+_EPHEMERAL = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+
+
+_WANTED_LATER = (
+    "fastapi.encoders",  # for the parameters of a flow run
+    "prefect.flow_engine",
+    "prefect.task_engine",
+    "prefect_tune.tuner.run_search",
+    "pyarrow.parquet",
+    "pandas",  # pyarrow imports it with the first array, if it is installed
+)
+
+
+def _warm_up() -> None:
+    """Import what the flow needs later, while the server starts."""
+    for name in _WANTED_LATER:
+        with suppress(ImportError):  # raised again by the code that needs it
+            import_module(name)

@@ -1,0 +1,330 @@
+"""The history of an experiment, from its journal: owners, attempts, learning curves and costs over time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    Cloned,
+    Committed,
+    Event,
+    Extended,
+    Finished,
+    GaveUp,
+    Opened,
+    Owner,
+    Paused,
+    Reported,
+    Requeued,
+    Resumed,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Entry
+from prefect_tune.core.models import StepReport
+from prefect_tune.reporting.curve_sampling import Series, numbers_in
+
+__all__ = ["Chronicle", "Clone", "Costs", "End", "Reign", "Stint", "Story", "moment", "told"]
+
+_METRICS = 4
+_ENDS_OF = {Cause.MACHINE: "lost", Cause.PREEMPTED: "told to stop"}
+
+
+class End(StrEnum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"
+    PAUSED = "paused"
+    STOPPED = "told to stop"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Reign:
+    """The time during which one run owned the experiment."""
+
+    epoch: int
+    owner: Owner
+    began: datetime
+    last: datetime
+    """The time of its last journal entry."""
+    trials: int = 0
+    """The number of trials that it added."""
+    samples: int = 0
+    """The number of samples it was asked to add to those of earlier runs; 0 if not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stint:
+    """One attempt of a trial, with its times."""
+
+    trial: str
+    attempt: int
+    began: datetime
+    from_step: int
+    step: int
+    """The last step that it reported."""
+    owner: Owner | None
+    ended: datetime | None = None
+    end: End | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Clone:
+    """A trial continued from a copy of another trial's checkpoint."""
+
+    trial: str
+    at_step: int
+    """Its step before."""
+    source: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Bytes committed and uploaded. Commits that earlier versions journaled do not have the uploaded bytes."""
+
+    commits: int = 0
+    committed_bytes: int = 0
+    measured_bytes: int = 0
+    """The part of `committed_bytes` for which the next two fields are known."""
+    sent_bytes: int = 0
+    upload_seconds: float = 0.0
+    cloned_bytes: int = 0
+    """Size of checkpoints that are copies of others; these upload no bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """An immutable extract of the history."""
+
+    metrics: tuple[str, ...] = ()
+    curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
+    """Points by trial and metric, thinned out."""
+    stints: Sequence[Stint] = ()
+    reigns: Sequence[Reign] = ()
+    clones: Sequence[Clone] = ()
+    costs: Costs = Costs()
+    newest: Mapping[str, StepReport] = field(default_factory=dict)
+    """The last reports of running attempts, which the journal may not have yet."""
+    is_whole: bool = True
+    """Whether it begins with the journal's first entry."""
+
+
+class Chronicle:
+    """Builds the history from events in their order; keeps about 1 KiB per trial, however long it trains.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, metrics: Sequence[str] = (), *, is_whole: bool = True) -> None:
+        """Args: metrics: the metrics whose curves are kept. Default: the first four numeric ones reported."""
+        self._metrics = tuple(metrics)
+        self._is_whole = is_whole
+        self._curves: dict[str, dict[str, Series]] = {}
+        self._stints: list[Stint] = []
+        self._open: dict[str, int] = {}  # the index of each trial's open attempt in the list
+        self._due: dict[str, datetime] = {}  # when the trial got a slot
+        self._owners: dict[str, Owner] = {}
+        self._heard: dict[str, datetime] = {}  # when
+        self._over_since: dict[str, datetime] = {}  # attempts that ended without an entry of their own
+        self._reigns: list[Reign] = []
+        self._clones: list[Clone] = []
+        self._steps: dict[str, int] = {}  # the last step of each trial
+        self._newest: dict[str, StepReport] = {}  # of running attempts
+        self._costs = Costs()
+
+    def tell(self, entry: Entry) -> None:
+        """Take in the next entry."""
+        at = moment(entry.at)
+        for event in entry.events:
+            self.tell_event(event, at)
+
+    def tell_event(self, event: Event, at: datetime) -> None:
+        """Take in the next event, journaled at `at` or about to be."""
+        if isinstance(event, Opened) and event.trial is None:
+            self._reigns.append(Reign(event.epoch, event.owner, at, at))
+            self._cut([trial for trial in self._open if trial not in self._owners])
+        elif isinstance(event, Absorbed):
+            at = moment(event.at) if event.at else at
+            for each in event.events:
+                self._tell(each, event.trial, at)
+        else:
+            self._tell(event, getattr(event, "trial", None), at)
+            self._count(event)
+        self._hear_of_owner(at)
+
+    def _count(self, event: Event) -> None:
+        """Count what the current owner adds to the experiment."""
+        if not self._reigns:
+            return
+        newest = self._reigns[-1]
+        if isinstance(event, TrialAdded):
+            self._reigns[-1] = replace(newest, trials=newest.trials + 1)
+        elif isinstance(event, Extended):
+            self._reigns[-1] = replace(newest, samples=newest.samples + event.samples)
+
+    def _hear_of_owner(self, at: datetime) -> None:
+        """Extend the time of the run that owned the experiment at `at`, which may be an earlier one."""
+        for place in range(len(self._reigns) - 1, -1, -1):
+            reign = self._reigns[place]
+            if at >= reign.began:
+                self._reigns[place] = replace(reign, last=max(reign.last, at))
+                return
+
+    def _cut(self, trials: Iterable[str]) -> None:
+        """Note for trials that another owner takes over that their open attempts ended at their last entry."""
+        for trial in trials:
+            if trial in self._open:
+                self._over_since[trial] = self._heard[trial]
+
+    def tell_report(self, trial: str, report: StepReport) -> None:
+        """Take in a step's report before the journal has it."""
+        if trial in self._open:
+            self._report(trial, report)
+
+    def owner_is(self, owner: Owner, epoch: int, at: datetime) -> None:
+        """Record the owner, if the entry with the change of owner was not passed to `tell`."""
+        if not self._reigns or self._reigns[-1].epoch != epoch:
+            self._reigns.append(Reign(epoch, owner, at, at))
+
+    def story(self, trials: Collection[str]) -> Story:
+        """Return the history, with the curves of these trials."""
+        drawn = {trial: self._curves[trial] for trial in trials if trial in self._curves}
+        return Story(
+            metrics=self._metrics,
+            curves={
+                trial: {name: each.points() for name, each in curves.items() if name in self._metrics}
+                for trial, curves in drawn.items()
+            },
+            stints=tuple(
+                each if each.ended else replace(each, step=self._steps.get(each.trial, each.step))
+                for each in self._stints
+            ),
+            reigns=tuple(self._reigns),
+            clones=tuple(self._clones),
+            costs=self._costs,
+            newest=dict(self._newest),
+            is_whole=self._is_whole,
+        )
+
+    # -------------------------------------------------------------------------------------------- one event
+
+    def _tell(self, event: object, trial: str | None, at: datetime) -> None:
+        match event:
+            case Opened(owner=owner) if trial is not None:
+                self._owners[trial] = owner
+                self._cut([trial])
+                return
+            case TrialAdded() | Resumed() | Requeued():
+                self._due.setdefault(event.trial, at)
+            case Started():
+                self._started(event, at)
+            case Reported():
+                self._report(event.trial, event.report)
+            case Committed():
+                self._committed(event)
+            case Cloned():
+                self._cloned(event)
+            case AttemptEnded(cause=cause):
+                self._ended(event.trial, End(_ENDS_OF.get(cause, "failed")), at)
+            case Finished() | Paused() | GaveUp():
+                self._ended(event.trial, _end_of(event), at)
+            case _:
+                return
+        if trial is not None:
+            self._heard[trial] = at
+
+    def _started(self, event: Started, at: datetime) -> None:
+        """Begin an attempt when its trial got the slot, which is earlier than its entry."""
+        trial = event.trial
+        self._ended(trial, End.LOST, at)
+        owner = self._owners.get(trial) or (self._reigns[-1].owner if self._reigns else None)
+        began = self._due.pop(trial, at)
+        if self._reigns and began < self._reigns[-1].began:
+            began = at  # the slot belonged to an attempt of an earlier owner
+        self._open[trial] = len(self._stints)
+        self._stints.append(Stint(trial, event.attempt, began, event.from_step, event.from_step, owner))
+        for series in self._curves.get(trial, {}).values():
+            series.cut(event.from_step)
+        self._steps[trial] = event.from_step
+        self._newest.pop(trial, None)
+
+    def _report(self, trial: str, report: StepReport) -> None:
+        if report.step <= self._steps.get(trial, 0):
+            return
+        numbers = numbers_in(report.metrics)
+        if not self._metrics:
+            self._metrics = tuple(numbers)[:_METRICS]
+        curves = self._curves.setdefault(trial, {})
+        for name in self._metrics:
+            if name in numbers:
+                curves.setdefault(name, Series()).add(report.step, numbers[name])
+        self._steps[trial] = report.step
+        self._newest[trial] = report
+
+    def _committed(self, event: Committed) -> None:
+        costs, size_bytes = self._costs, event.checkpoint.size_bytes
+        costs = replace(costs, commits=costs.commits + 1, committed_bytes=costs.committed_bytes + size_bytes)
+        if event.sent_bytes is not None:
+            costs = replace(
+                costs,
+                measured_bytes=costs.measured_bytes + size_bytes,
+                sent_bytes=costs.sent_bytes + event.sent_bytes,
+                upload_seconds=costs.upload_seconds + (event.upload_seconds or 0.0),
+            )
+        self._costs = costs
+
+    def _cloned(self, event: Cloned) -> None:
+        copy = event.checkpoint
+        self._costs = replace(self._costs, cloned_bytes=self._costs.cloned_bytes + copy.size_bytes)
+        self._clones.append(Clone(event.trial, self._steps.get(event.trial, 0), event.source.trial.trial, copy.step))
+        self._steps[event.trial] = copy.step
+        self._curves.pop(event.trial, None)
+        for name, number in numbers_in(copy.metrics).items():
+            if name in self._metrics:
+                self._curves.setdefault(event.trial, {})[name] = Series([(copy.step, number)])
+
+    def _ended(self, trial: str, end: End, at: datetime) -> None:
+        """End an attempt; one that died counts until its last entry, not until its death was detected."""
+        place = self._open.pop(trial, None)
+        self._newest.pop(trial, None)
+        if place is None:
+            return
+        stint = self._stints[place]
+        ended = max(stint.began, self._over_since.pop(trial, at))
+        self._stints[place] = replace(stint, step=self._steps.get(trial, stint.step), ended=ended, end=end)
+
+
+def moment(at: str) -> datetime:
+    """Return the time of an entry; the earliest possible time if it has none."""
+    try:
+        found = datetime.fromisoformat(at)
+    except ValueError:
+        return datetime.fromtimestamp(0, UTC)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _end_of(event: Finished | Paused | GaveUp) -> End:
+    match event:
+        case Finished():
+            return End.FINISHED
+        case Paused():
+            return End.PAUSED
+        case GaveUp():
+            return End.FAILED
+
+
+def told(entries: Iterable[Entry], metrics: Sequence[str] = ()) -> Chronicle:
+    """Return the history of these entries, which are in the journal's order."""
+    chronicle = Chronicle(metrics)
+    for entry in entries:
+        chronicle.tell(entry)
+    return chronicle

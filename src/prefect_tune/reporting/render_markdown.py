@@ -1,0 +1,76 @@
+"""Render a page as Markdown with embedded pictures, for the Prefect UI, GitHub and editors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import assert_never
+
+from prefect_tune.reporting.document import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.svg import data_uri
+
+__all__ = ["as_markdown", "escaped"]
+
+_MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
+
+
+def as_markdown(blocks: Sequence[Block]) -> str:
+    """Return the page. Names chosen by users are escaped."""
+    return "\n".join(line for block in blocks for line in _lines(block)) + "\n"
+
+
+def _lines(block: Block) -> Iterator[str]:
+    match block:
+        case Heading(text=text, level=level):
+            yield f"{'#' * level} {escaped(text)}"
+        case Text(parts=parts, strong=strong):
+            text = "".join(map(_cell, parts))
+            yield f"**{text.strip()}**" if strong else text
+        case Figure():
+            yield f"![{escaped(block.shows)}]({data_uri(block.svg)})"
+            if block.legend:
+                yield from ("", f"*{escaped(block.legend)}*")
+        case Table():
+            yield from _table(block)
+        case Code(text=text, language=language):
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            yield from (f"{fence}{language}", text, fence)
+        case Details(summary=summary, blocks=blocks):
+            yield from (f"<details><summary>{escaped(summary)}</summary>", "")
+            yield from (line for each in blocks for line in _lines(each))
+            yield "</details>"
+        case never:
+            assert_never(never)
+    yield ""
+
+
+def _table(table: Table) -> Iterator[str]:
+    """Markdown has no table without a header: without one, the first row is the header."""
+    rows = [[_cell(cell) for cell in row] for row in table.rows]
+    if not rows:
+        return
+    if not table.head:
+        rows = [[f"**{row[0]}**", *row[1:]] for row in rows]
+    head, *body = [list(map(escaped, table.head)), *rows] if table.head else rows
+    yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+
+
+def _cell(cell: Cell) -> str:
+    match cell:
+        case Link(text=text, address=address):
+            return f"[{escaped(text)}]({address.replace('(', '%28').replace(')', '%29').replace(' ', '%20')})"
+        case Verbatim(text=text):
+            return _verbatim(text)
+        case str():
+            return escaped(cell)
+
+
+def _verbatim(text: str) -> str:
+    line = _CONTROL.sub(" ", text)
+    return escaped(line) if "`" in line or "|" in line else f"`{line}`"
+
+
+def escaped(text: str) -> str:
+    """Return `text` on one line, with markup characters escaped by a backslash."""
+    return _MARKUP.sub(r"\\\1", _CONTROL.sub(" ", text))

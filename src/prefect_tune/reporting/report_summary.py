@@ -1,0 +1,207 @@
+"""The facts and numbers of a report: the same on a page, in an artifact, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.experiment.summary import counted, is_search, shown_settings
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.reporting.history import End, Reign, Stint
+from prefect_tune.reporting.report_data import Material
+
+__all__ = ["Cost", "Facts", "Links", "Run", "TrialFacts", "facts_of"]
+
+Links: TypeAlias = Callable[[Owner], str | None]
+"""Returns the URL of a run; None if it has none."""
+_TRIALS = 50
+_ERRORS = 10
+_RUNS = 20
+
+
+@dataclass(frozen=True)
+class TrialFacts:
+    """A trial."""
+
+    trial: str
+    status: str
+    reason: str
+    step: int
+    metrics: Mapping[str, object]
+    config: Mapping[str, object]
+    attempts: int
+    wasted_steps: int
+    trained_seconds: float
+    checkpoint: str | None
+    """The newest one, as a path below the target."""
+    checkpoint_step: int | None
+    run: str | None
+    """The URL of its last attempt's run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's time as the owner of the experiment."""
+
+    epoch: int
+    owner: str
+    began_at: str
+    last_heard_at: str
+    attempts: int
+    """The number of attempts that began in this time."""
+    trials_added: int
+    samples_asked: int
+    """The number of samples to add to those of earlier runs; 0 if none was given."""
+    link: str | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of the experiment."""
+
+    trained_seconds: float
+    attempts: int
+    attempts_lost: int
+    attempts_failed: int
+    wasted_steps: int
+    """Steps that were trained, lost, and trained again."""
+    wasted_seconds: float
+    """An estimate, from the average time of a step."""
+    checkpoints_committed: int
+    committed_bytes: int
+    measured_bytes: int
+    """The part of `committed_bytes` with known uploads; earlier versions did not journal uploads."""
+    sent_bytes: int
+    saved_bytes: int
+    """Not uploaded, because the bytes were on the target already."""
+    upload_seconds: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """An experiment."""
+
+    experiment: str
+    where: str
+    kind: str
+    metric: Sequence[str]
+    mode: Sequence[str]
+    began_at: str
+    told_at: str
+    trials_by_status: Mapping[str, int]
+    trial_count: int
+    expected_trial_count: int | None
+    best: Sequence[TrialFacts]
+    """One trial; with several metrics the Pareto front; empty if no trial can be compared."""
+    trials: Sequence[TrialFacts]
+    """The best first, and no more than 50."""
+    errors: Sequence[TrialFacts]
+    """No more than 10."""
+    importance: Mapping[str, float]
+    runs: Sequence[Run]
+    """The last 20."""
+    cost: Cost
+    settings: Mapping[str, object] = field(default_factory=dict)
+    ended_because: str = ""
+    """Why the last run ended early; empty if the journal does not say."""
+    is_whole: bool = True
+    """Whether curves, times and costs cover the whole history."""
+
+    @property
+    def ended_count(self) -> int:
+        """The number of trials that have ended."""
+        return sum(self.trials_by_status.get(str(each), 0) for each in ENDED)
+
+
+def facts_of(material: Material, links: Links) -> Facts:
+    """Return the facts of an experiment."""
+    state, story, objective = material.experiment, material.story, material.objective
+    owners = {each.trial: each.owner for each in story.stints}
+    say = _Says(state.name, owners, links)
+    ranked = [*material.ranking, *(each for each in material.trials if each.trial not in material.losses)]
+    errors = [each for each in material.trials if each.status is Status.ERRORED]
+    return Facts(
+        experiment=state.name,
+        where=material.uri,
+        kind="search" if is_search(state) else "training",
+        metric=objective.metrics if objective else (),
+        mode=objective.modes if objective else (),
+        began_at=_at(story.reigns[0].began.isoformat()) if story.reigns else "",
+        told_at=_at(material.now.isoformat()),
+        trials_by_status=counted(state),
+        trial_count=len(material.trials),
+        expected_trial_count=material.expected,
+        best=[say.trial(each) for each in material.best[:_TRIALS]],
+        trials=[say.trial(each) for each in ranked[:_TRIALS]],
+        errors=[say.trial(each) for each in errors[:_ERRORS]],
+        importance=material.importances,
+        runs=_runs(story.reigns[-_RUNS:], story.stints, links),
+        cost=_cost(material),
+        settings=shown_settings(state.settings),
+        ended_because=state.ends,
+        is_whole=story.is_whole,
+    )
+
+
+@dataclass(frozen=True)
+class _Says:
+    experiment: str
+    owners: Mapping[str, Owner | None]
+    links: Links
+
+    def trial(self, trial: Trial) -> TrialFacts:
+        key = newest_key(TrialKey(experiment=self.experiment, trial=trial.trial), trial)
+        owner = self.owners.get(trial.trial)
+        return TrialFacts(
+            trial=trial.trial,
+            status=str(trial.status),
+            reason=trial.reason,
+            step=trial.step,
+            metrics=dict(trial.metrics),
+            config=dict(trial.config),
+            attempts=trial.attempt,
+            wasted_steps=trial.wasted_steps,
+            trained_seconds=trial.trained_seconds,
+            checkpoint=key.folder if key else None,
+            checkpoint_step=key.step if key else None,
+            run=self.links(owner) if owner else None,
+        )
+
+
+def _runs(reigns: Sequence[Reign], stints: Sequence[Stint], links: Links) -> Sequence[Run]:
+    runs = []
+    for index, reign in enumerate(reigns):
+        until = reigns[index + 1].began if index + 1 < len(reigns) else None
+        begun = sum(1 for each in stints if reign.began <= each.began and (until is None or each.began < until))
+        times = _at(reign.began.isoformat()), _at(reign.last.isoformat())
+        added = reign.trials, reign.samples
+        runs.append(Run(reign.epoch, str(reign.owner), *times, begun, *added, links(reign.owner)))
+    return runs
+
+
+def _cost(material: Material) -> Cost:
+    trials, costs, stints = material.trials, material.story.costs, material.story.stints
+    trained, steps = sum(each.trained_seconds for each in trials), sum(each.step for each in trials)
+    wasted = sum(each.wasted_steps for each in trials)
+    return Cost(
+        trained_seconds=trained,
+        attempts=sum(each.attempt for each in trials),
+        attempts_lost=sum(each.end is End.LOST for each in stints),
+        attempts_failed=sum(each.end is End.FAILED for each in stints),
+        wasted_steps=wasted,
+        wasted_seconds=trained / steps * wasted if steps else 0.0,
+        checkpoints_committed=costs.commits,
+        committed_bytes=costs.committed_bytes,
+        measured_bytes=costs.measured_bytes,
+        sent_bytes=costs.sent_bytes,
+        saved_bytes=costs.measured_bytes - costs.sent_bytes + costs.cloned_bytes,
+        upload_seconds=costs.upload_seconds,
+    )
+
+
+def _at(iso: str) -> str:
+    """To the second."""
+    return iso[:19] + iso[-6:] if len(iso) > 25 else iso

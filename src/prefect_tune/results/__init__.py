@@ -1,0 +1,1 @@
+"""The results of an experiment: best trial, all trials, errors, tables."""

@@ -1,0 +1,254 @@
+"""Results of an experiment: its best trials, learning curves, errors and checkpoints, also as tables."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, assert_never
+
+from prefect_tune.arrow_tables import trials_table
+from prefect_tune.blocks import StorageTarget, resolve_existing
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.learning_curves import curve
+from prefect_tune.core.experiment.ranking import (
+    Losses,
+    front,
+    losses_in,
+    needs_curve,
+    ranked,
+    scored,
+    smallest_first,
+    valid_scope,
+)
+from prefect_tune.core.experiment.summary import objective_in
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
+from prefect_tune.core.journal.journal import history, load
+from prefect_tune.core.journal.trial_journal import trial_today
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.result_files import Rows
+from prefect_tune.results.ranking_error import why_none
+from prefect_tune.runtime.checkpoint import Checkpoint
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.tasks.publish_results import read_reports
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+__all__ = ["Results", "load_results"]
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+def load_results(
+    target: StorageTarget | str | os.PathLike[str],
+    experiment: str,
+    *,
+    metric: str | Sequence[str] | None = None,
+    mode: Mode | Sequence[Mode] = "min",
+) -> Results:
+    """Read the results of an experiment from its target, as of its journal's last entry; run and write nothing.
+
+    The experiment may still be running.
+
+    Args:
+        target: where the experiment is stored: a block, a `"block-type/name"` slug, a URI, or a path.
+        experiment: its name on the target.
+        metric: the reported metric, or several, by which trials are compared. Default: the metric of the search and
+            its mode, from the journal.
+        mode: of `metric`: `"min"` if a small value is good, `"max"` if a large one is; one for all metrics, or one
+            for each.
+
+    Raises:
+        InvalidInput: the target has no such experiment.
+        JournalCorrupt: entries of its journal are missing or damaged.
+        StoreUnavailable: the target did not answer.
+    """
+    place = resolve_existing(target)
+    with place.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+        state = load(store, experiment, side_by_side=transfers)
+    if not state.number:
+        raise InvalidInput(f"{place.uri}: there is no experiment {experiment!r}")
+    return Results(state, place, objective_in(state.settings) if metric is None else objective_of(metric, mode))
+
+
+@dataclass(frozen=True, repr=False)
+class Results:
+    """The state of an experiment when it was read. Curves, reports and checkpoints are read on demand."""
+
+    experiment: Experiment
+    target: StorageTarget
+    """Where the experiment is stored."""
+    objective: Objective | None
+    """What trials are compared by; None if the experiment has no metric."""
+
+    @property
+    def trials(self) -> Mapping[str, Trial]:
+        """Every trial, in the order in which they were proposed."""
+        return self.experiment.trials
+
+    @property
+    def errors(self) -> Mapping[str, str]:
+        """Why trials errored, by trial."""
+        return {each.trial: each.reason for each in self.trials.values() if each.status is Status.ERRORED}
+
+    # ------------------------------------------------------------------------------------------------- the best
+
+    @property
+    def best(self) -> Trial:
+        """The trial whose last report is the best. Raises as `best_trial`."""
+        return self.best_trial()
+
+    def best_trial(
+        self, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min", *, scope: str = "last"
+    ) -> Trial:
+        """Return the best trial; of equal ones the one that was proposed first.
+
+        Trials that still run or have errored count too, by what they reported; see `status`.
+
+        Args:
+            metric: the metric to compare by; of several the first decides, and the next one between equals.
+                Default: the metric of the search.
+            mode: of `metric`, as in `load_results`.
+            scope: the reports to compare: the last one (`"last"`), the best one (`"best"`, or `"all"`), the mean
+                of all (`"avg"`), or the mean of the last few (`"last-5-avg"`, with any number).
+
+        Raises:
+            InvalidInput: there is no metric to compare by, or no trial reported it.
+        """
+        return self._ranked(self._by(metric, mode), valid_scope(scope))[0][0]
+
+    @property
+    def best_trials(self) -> Sequence[Trial]:
+        """The trials that no other trial dominates, by their last reports.
+
+        With several metrics they are the Pareto front, sorted by the first metric. Raises as `best_trial`.
+        """
+        return front(self._ranked(self._by(None, "min"), "last"))
+
+    def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
+        objective = self.objective if metric is None else objective_of(metric, mode)
+        if objective is None:
+            raise InvalidInput(
+                f"experiment {self.experiment.name!r}: no metric to compare by. Name a metric: metric='loss'"
+            )
+        return objective
+
+    def _ranked(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
+        trials = self.trials.values()
+        found = self._ranked_by_curves(objective, scope) if needs_curve(scope) else ranked(trials, objective)
+        if not found:
+            why = why_none(trials, objective, scope, lambda: self._curves_of(objective.metrics))
+            raise InvalidInput(
+                f"experiment {self.experiment.name!r}: none of its {len(self.trials)} trials has reported "
+                f"{', '.join(objective.metrics)}: {why}"
+            )
+        return found
+
+    def _ranked_by_curves(self, objective: Objective, scope: str) -> Sequence[tuple[Trial, Losses]]:
+        curves = self._curves_of(objective.metrics)
+        return smallest_first(
+            (each, scored(curves.get(each.trial, ()), objective, scope)) for each in self.trials.values()
+        )
+
+    def _curves_of(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
+        known = [name for name in metrics if name in self._reports.column_names]
+        rows = self._reports.select(["trial", *known]).to_pylist()
+        curves: dict[str, list[Mapping[str, object]]] = defaultdict(list)
+        for row in rows:
+            curves[row["trial"]].append(row)
+        return curves
+
+    # ------------------------------------------------------------------------------------------------ one trial
+
+    def curve(self, trial: str | Trial) -> Sequence[StepReport]:
+        """Return the learning curve of a trial from its journal: one report a step, without steps that were redone."""
+        known = self._trial(trial)
+        journal = JournalKey(experiment=self.experiment.name, trial=known.trial if known.apart else None)
+        last = known.absorbed if known.apart else self.experiment.number
+        with self.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+            entries = history(store, journal, side_by_side=transfers)
+        return curve((entry for entry in entries if entry.number <= last), known.trial)
+
+    def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
+        """Return the newest committed checkpoint of a trial; None if it has none."""
+        known = self._trial(trial)
+        if known.status not in ENDED:  # since then it may have saved, and deleted the checkpoint that was the newest
+            with self.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+                known = trial_today(store, self.experiment.name, known, side_by_side=transfers)
+        key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
+        return self.target.checkpoint(key) if key else None
+
+    def best_checkpoint(
+        self, trial: str | Trial, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min"
+    ) -> Checkpoint | None:
+        """Return the committed checkpoint whose step reported the best metric; of equal ones the newest.
+
+        Of several metrics the first decides, and the next one between equals. None if no kept checkpoint has it.
+
+        Raises:
+            InvalidInput: there is no metric to compare by.
+        """
+        objective = self._by(metric, mode)
+        known = self._trial(trial)
+        scores = [
+            (losses, -each.sequence, each)
+            for each in known.checkpoints
+            if (losses := losses_in(each.metrics, objective))
+        ]
+        if not scores:
+            return None
+        ref = min(scores, key=lambda score: score[:2])[2]
+        folder = TrialKey(experiment=self.experiment.name, trial=known.trial)
+        return self.target.checkpoint(folder.checkpoint_key(ref))
+
+    def _trial(self, trial: str | Trial) -> Trial:
+        name = trial.trial if isinstance(trial, Trial) else trial
+        if name not in self.trials:
+            raise InvalidInput(f"experiment {self.experiment.name!r}: there is no trial {name!r}")
+        return self.trials[name]
+
+    # --------------------------------------------------------------------------------------------------- tables
+
+    def to_arrow(self, rows: Rows = "trials") -> pa.Table:
+        """Return a table with a row for each trial, or for each report of the learning curves.
+
+        Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
+        experiment that has ended are read from its published file, those of a running one from its journals.
+        """
+        match rows:
+            case "trials":
+                return trials_table(self.experiment)
+            case "reports":
+                return self._reports
+            case _:
+                assert_never(rows)
+
+    def to_pandas(self, rows: Rows = "trials") -> pd.DataFrame:
+        """Return the same as a pandas `DataFrame`.
+
+        Raises:
+            InvalidInput: pandas is not installed.
+        """
+        try:
+            import pandas as pd  # noqa: F401  pyarrow's `to_pandas` imports it; its own error is less plain
+        except ImportError as missing:
+            raise InvalidInput("to_pandas needs pandas: pip install pandas; `to_arrow` does not need it") from missing
+        return self.to_arrow(rows).to_pandas()
+
+    @cached_property
+    def _reports(self) -> pa.Table:
+        with self.target.open(timeout=_TIMEOUT) as store:
+            return read_reports(store, self.experiment)
+
+    def __repr__(self) -> str:
+        statuses = Counter(str(each.status) for each in self.trials.values())
+        counts = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'})"

@@ -1,0 +1,161 @@
+"""The retry policy of the tasks: which errors of a target are retried, how often and after which pauses."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_logger, get_run_logger
+from prefect.utilities.annotations import quote
+
+from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
+
+if TYPE_CHECKING:
+    from prefect import Task
+    from prefect.client.schemas.objects import State, TaskRun
+
+    from prefect_tune.supervisor.process_output import Log
+
+__all__ = [
+    "CHECKING",
+    "RETRYING",
+    "is_away",
+    "is_transient",
+    "is_unavailable",
+    "may_pass",
+    "retrying",
+    "retrying_refusals",
+    "retrying_until",
+    "unseen",
+]
+
+_Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
+_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
+"""Pauses between tries: 91 s in total, since replacing expired credentials takes about a minute."""
+_UNSERVED_TRIES = 5
+"""Retries of a target that has not served the run yet: 31 s in total, since a user may wait for the answer."""
+_JITTER = 0.5
+_retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
+
+
+_abandoned: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)
+
+
+@contextmanager
+def retrying_until(abandoned: threading.Event) -> Iterator[None]:
+    """Retry nothing in this context once `abandoned` is set: the process is ending, and waits for its threads."""
+    token = _abandoned.set(abandoned)
+    try:
+        yield
+    finally:
+        _abandoned.reset(token)
+
+
+def _is_abandoned() -> bool:
+    event = _abandoned.get()
+    return event is not None and event.is_set()
+
+
+def _pause(seconds: float) -> None:
+    """Sleep; return at once when the work of this context is abandoned."""
+    event = _abandoned.get()
+    if event is None:
+        time.sleep(seconds)
+    else:
+        event.wait(seconds)
+
+
+@contextmanager
+def retrying_refusals() -> Iterator[None]:
+    """Retry `StoreRefused` too in this context: for a run whose target has passed `check_target`.
+
+    A target that has served a run refuses it later because something changed: credentials expired, a policy changed,
+    a file system was remounted. Such a refusal is often temporary, and the trial did not cause it.
+    """
+    token = _retries_refusals.set(True)
+    try:
+        yield
+    finally:
+        _retries_refusals.reset(token)
+
+
+def may_pass(error: object) -> bool:
+    """Return whether to retry after `error`: it may be temporary, and the work of this context is not abandoned."""
+    if _is_abandoned():
+        return False
+    refused = isinstance(error, StoreRefused) and _retries_refusals.get()
+    return refused or isinstance(error, StoreUnavailable | CommitUnknown)
+
+
+def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+    """Retry condition of a Prefect task: retry temporary errors of the target, fail at once on all others.
+
+    It must be a plain function: for any other callable Prefect does not retry.
+    """
+    return may_pass(state.result(raise_on_failure=False))
+
+
+def is_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+    """As `is_transient`, for the first task of a run, without `StoreRefused`: that target has never served the run."""
+    return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not _is_abandoned()
+
+
+def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+    """As `is_transient`, without `StoreRefused`, for work that a later attempt can do: it does not wait for access."""
+    error = state.result(raise_on_failure=False)
+    return may_pass(error) and not isinstance(error, StoreRefused)
+
+
+def retrying(act: Callable[[], _Result]) -> _Result:
+    """Return `act()`, retried as a task would be; for work too small for a task run."""
+    for seconds in _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_UNSERVED_TRIES]:
+        try:
+            return act()
+        except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
+            if not may_pass(error):
+                raise
+            pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
+            _log().warning("retrying in %.1f s: %s", pause_seconds, error)
+            _pause(pause_seconds)
+    return act()
+
+
+def _log() -> Log:
+    """Return the logger of the current run, or the package's if there is none."""
+    try:
+        return get_run_logger()
+    except MissingContextError:
+        return get_logger("prefect_tune")
+
+
+def unseen(argument: _Argument) -> _Argument:
+    """Mark a task's argument so that Prefect does not search it for futures."""
+    return cast("_Argument", quote(argument))
+
+
+# Options of every task that uses a target. Results are never cached: only the store is authoritative.
+RETRYING: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "persist_result": False,
+    "refresh_cache": True,  # else Prefect still asks its result storage, one request per run if that is remote
+    "retries": len(_PAUSES_SECONDS),
+    "retry_delay_seconds": list(_PAUSES_SECONDS),
+    "retry_jitter_factor": _JITTER,
+    "retry_condition_fn": is_transient,
+}
+
+# Options of the first task of a run.
+CHECKING: dict[str, Any] = {
+    **RETRYING,
+    "retries": _UNSERVED_TRIES,
+    "retry_delay_seconds": list(_PAUSES_SECONDS[:_UNSERVED_TRIES]),
+    "retry_condition_fn": is_unavailable,
+}

@@ -1,0 +1,1 @@
+"""Code of the trial process, without Prefect: trainable, session, checkpoint, fork server."""

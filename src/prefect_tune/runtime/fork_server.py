@@ -1,0 +1,394 @@
+"""The fork server that trial processes are forked from: `python -m prefect_tune.runtime.fork_server`, without Prefect.
+
+It has imported what every trial needs and no user code, and it has one thread, so a fork of it is safe whatever the
+supervisor is doing. Between it and each trial's process is a subreaper process:
+
+    supervisor <- fork server <- subreaper <- trial's process <- its descendants
+
+The subreaper sets `PR_SET_CHILD_SUBREAPER`, so orphaned descendants of the trial become its children, in any session.
+When the supervisor requests it or is gone, and when the trial's process has ended, it ends all of them and reports
+the trial's wait status. Then it may serve another trial. The fork server is a child subreaper too, in a session of its
+own: it ends what a killed subreaper leaves. If the fork server is killed, its subreapers finish their work. Only
+`kill -9` of both leaves processes alive: descendants of the trial's process, while Linux kills that process itself
+together with its subreaper (`PR_SET_PDEATHSIG`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
+from prefect_tune.runtime.trial_process import flush_output, rehearse, serve
+
+__all__ = ["live", "nursery"]
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+# Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
+_NOT_FOR_US = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+_STRAYS_LEAVE_WITHIN = timedelta(seconds=0.5)  # multiprocessing's resource trackers clean up in milliseconds
+_STRAYS_DIE_WITHIN = timedelta(seconds=2)
+_LOOK_AGAIN = timedelta(seconds=0.05)
+_NANNIES_STAY = timedelta(seconds=0.2)  # if another trial follows, its process is requested at once
+_FREE = b"free"
+_libc = ctypes.CDLL(None)
+_Handlers = Mapping[signal.Signals, Any]
+_Life: TypeAlias = "Callable[[], _Life | None]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The descriptors that the supervisor sends with a fork request."""
+
+    channel: int
+    output: int
+    status: int
+    """Socket for `born <subreaper pid> <trial pid>`, then `ended <wait status>`; or `failed <errno>` alone."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.channel, self.output, self.status]
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def live(life: _Life | None) -> NoReturn:
+    """Run a process's main function, then the one that it returns, and so on; then exit.
+
+    A forked child returns its own main function, so that it does not run on the stack of its parent's.
+    """
+    code = 1
+    try:
+        while life is not None:
+            life = life()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process's edge: a traceback, and exit code 1
+        traceback.print_exc()
+    finally:
+        flush_output()
+        os._exit(code)
+
+
+def nursery(control_fd: int, supervisor: int) -> _Life | None:
+    """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
+    _be_called(b"trial-nursery")
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of a killed subreaper
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
+    deaths, alive = _bell_for_deaths(), _while_alive(supervisor)
+    if os.getppid() != supervisor:
+        return None  # the supervisor died before the pidfd was opened
+    control = socket.socket(fileno=control_fd)
+    nannies: dict[int, socket.socket] = {}
+    copy_context().run(rehearse)
+    gc.freeze()  # the children's collections then do not touch, and so do not copy, shared memory pages
+    while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
+        if deaths in rung:
+            _bury(deaths, nannies)
+        if control_fd in rung:
+            if (asked := _next_asked(control)) is None:
+                break
+            if not _is_given(nannies.values(), asked) and (line := _new_nannys_line(nannies, asked)) is not None:
+                _close([control, *nannies.values()])
+                return partial(_nanny, line, asked, alive, before)
+            asked.close()
+    _outlive(nannies, deaths)
+    control.close()
+    return None
+
+
+def _close(sockets: Collection[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+def _next_asked(control: socket.socket) -> _Asked | None:
+    """Return the next request; None at end of file."""
+    message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
+    return _Asked(*descriptors) if message else None
+
+
+def _is_given(nannies: Collection[socket.socket], asked: _Asked) -> bool:
+    """Pass the request to a subreaper that has reported that it is free; return whether there was one."""
+    for nanny in nannies:
+        with suppress(OSError):  # it is busy, or has just exited
+            if nanny.recv(16, socket.MSG_DONTWAIT) == _FREE:
+                socket.send_fds(nanny, [b"fork"], asked.descriptors)
+                return True
+    return False
+
+
+def _new_nannys_line(nannies: dict[int, socket.socket], asked: _Asked) -> socket.socket | None:
+    """Fork a subreaper. In the new process, return its socket to the fork server; in the fork server, None."""
+    hers, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (nanny := _fork(asked)) == 0:
+        ours.close()
+        return hers
+    hers.close()
+    if nanny > 0:
+        nannies[nanny] = ours
+    else:
+        ours.close()
+    return None
+
+
+def _bury(deaths: int, nannies: dict[int, socket.socket]) -> bool:
+    """Reap ended children, and kill what a killed subreaper has left; return whether a child is alive."""
+    _silence(deaths)
+    with suppress(ChildProcessError):
+        while (death := os.waitpid(-1, os.WNOHANG))[0]:
+            if (line := nannies.pop(death[0], None)) is not None:
+                line.close()
+            if line is None or death[1] != 0:
+                _send(signal.SIGKILL, _children() - nannies.keys())
+        return True
+    return False
+
+
+def _outlive(nannies: dict[int, socket.socket], deaths: int) -> None:
+    """Wait until the last subreaper has exited: if one is killed meanwhile, this process ends what it leaves."""
+    for line in nannies.values():
+        line.close()  # a free subreaper exits at once
+    while _bury(deaths, nannies) and nannies:
+        _rung([deaths])
+    _end_strays(deaths)
+
+
+# ------------------------------------------------------------------------------------------------ the subreaper
+
+
+def _nanny(nursery: socket.socket, first: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
+    """Supervise one trial process, then take the next request."""
+    os.setsid()  # a kill of the fork server's process group must not reach the subreaper
+    _keep_only(nursery.fileno(), *first.descriptors, *alive)
+    _be_called(b"trial-nanny")
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    deaths, nanny = _bell_for_deaths(), os.getpid()
+    asked: _Asked | None = first
+    while asked is not None:
+        if (trial := _fork(asked)) == 0:
+            nursery.close()
+            return partial(_trial, asked, nanny, before)
+        os.close(asked.channel)
+        os.close(asked.output)
+        is_done = trial < 0 or _look_after(trial, asked.status, deaths, alive)
+        os.close(asked.status)
+        asked = _next_when_free(nursery, alive) if is_done and _has_nobody_left() else None
+    nursery.close()
+    return None
+
+
+def _look_after(trial: int, status: int, deaths: int, alive: Collection[int]) -> bool:
+    """Wait for the trial's end, end its descendants, and report its wait status; return whether it ended by itself.
+
+    If it did not, the supervisor may kill this subreaper for being late, so it must not serve another trial.
+    """
+    _say(status, f"born {os.getpid()} {trial}")
+    by_itself = _ends_by_itself(trial, deaths, [status, *alive])
+    _say(status, f"ended {_end(trial, deaths)}")
+    return by_itself
+
+
+def _has_nobody_left() -> bool:
+    """Whether no child is left: one that could not be killed must not be confused with the next trial's children."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _next_when_free(nursery: socket.socket, alive: Collection[int]) -> _Asked | None:
+    """Report to be free for 0.2 s; return a request that arrives in that time, else None."""
+    with suppress(OSError):  # no request, or the fork server is gone
+        nursery.send(_FREE)
+        rung = _rung([nursery.fileno(), *alive], _NANNIES_STAY)
+        if not rung:
+            nursery.shutdown(socket.SHUT_RD)  # no request can be sent any more; one may have been sent just before
+        if not rung.intersection(alive):
+            return _next_asked(nursery)
+    return None
+
+
+def _ends_by_itself(trial: int, deaths: int, ends: Collection[int]) -> bool:
+    """Return True when the trial's process is dead; False when a descriptor of `ends` is readable: end of file."""
+    while (dead := _first_dead()) != trial:
+        if dead is not None:
+            os.waitpid(dead, 0)  # an orphaned descendant of the trial
+        elif _rung([deaths, *ends]).intersection(ends):
+            return False
+        else:
+            _silence(deaths)
+    return True
+
+
+def _first_dead() -> int | None:
+    """Return the pid of a dead child without reaping it: until it is reaped, the pid is not reused."""
+    found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return found.si_pid if found else None
+
+
+def _end(trial: int, deaths: int) -> int:
+    """Kill the trial's process and end its descendants; return the trial's wait status."""
+    os.kill(trial, signal.SIGKILL)  # does nothing to a process that is dead already
+    _, status = os.waitpid(trial, 0)
+    _end_strays(deaths)
+    return status
+
+
+def _end_strays(deaths: int) -> None:
+    """End all children: SIGTERM at once, SIGKILL after 0.5 s, give up after 2.5 s.
+
+    Resource trackers ignore SIGTERM, clean up after the other processes, and exit: they need the time before SIGKILL.
+    """
+    kill_at = time.monotonic() + _STRAYS_LEAVE_WITHIN.total_seconds()
+    give_up_at = kill_at + _STRAYS_DIE_WITHIN.total_seconds()
+    asked: set[int] = set()
+    while _has_children() and (now := time.monotonic()) < give_up_at:
+        left = _children()  # includes descendants whose parent has just died
+        _send(signal.SIGTERM, left - asked) if now < kill_at else _send(signal.SIGKILL, left)
+        asked |= left
+        if _rung([deaths], _LOOK_AGAIN):
+            _silence(deaths)
+
+
+def _has_children() -> bool:
+    """Reap dead children; return whether another child is alive."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
+
+
+# --------------------------------------------------------------------------------------------- the trial's process
+
+
+def _trial(asked: _Asked, nanny: int, before: _Handlers) -> None:
+    """Set the process up as if it had been started by exec, and serve trials."""
+    os.setsid()
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != nanny:
+        return  # the subreaper died before prctl was called
+    _be_called(b"trial")
+    os.dup2(asked.output, 1)
+    os.dup2(asked.output, 2)
+    _keep_only(asked.channel)
+    os.set_inheritable(asked.channel, False)  # noqa: FBT003 - takes no keyword arguments
+    signal.set_wakeup_fd(-1)
+    for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
+        signal.signal(number, handler)
+    serve(Connection(asked.channel))
+
+
+# ----------------------------------------------------------------------------------------------------- the kernel
+
+
+def _be_called(name: bytes) -> None:
+    """Set the process name that `ps` and `top` show, cut to 15 bytes."""
+    _libc.prctl(_PR_SET_NAME, name)
+
+
+def _bell_for_deaths() -> int:
+    """Return a descriptor that becomes readable when a child dies (SIGCHLD)."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    return reading
+
+
+def _silence(bell: int) -> None:
+    with suppress(BlockingIOError):  # it is empty
+        os.read(bell, 4096)
+
+
+def _while_alive(pid: int) -> list[int]:
+    """Return a pidfd, which becomes readable when the process dies; none on Linux older than 5.3.
+
+    End of file on a socket shows the same, unless a fork of that process holds it open.
+    """
+    try:
+        return [os.pidfd_open(pid)]
+    except OSError:
+        return []
+
+
+def _rung(bells: Collection[int], patience: timedelta | None = None) -> set[int]:
+    """Wait up to `patience` (None: without limit) until one is readable; return all that are."""
+    poll = select.poll()
+    for bell in bells:
+        poll.register(bell, select.POLLIN)
+    return {bell for bell, _ in poll.poll(None if patience is None else patience.total_seconds() * 1000)}
+
+
+def _keep_only(*descriptors: int) -> None:
+    """Close every other descriptor but the standard streams."""
+    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - names, not paths
+        if descriptor > 2 and descriptor not in descriptors:
+            with suppress(OSError):  # the listing's own
+                os.close(descriptor)
+
+
+def _children() -> set[int]:
+    """Return the pids of this process's children, adopted ones included."""
+    me = str(os.getpid()).encode()
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # it has ended
+                # pid (name) state parent ...; the name may hold any bytes, parentheses too
+                _, parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+                if parent == me:
+                    found.add(int(entry.name))
+    return found
+
+
+def _send(number: signal.Signals, pids: Collection[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _fork(asked: _Asked) -> int:
+    """Fork; on failure report it on the request's socket, and return -1."""
+    try:
+        return os.fork()
+    except OSError as error:
+        _say(asked.status, f"failed {error.errno}")
+        return -1
+
+
+def _say(status: int, words: str) -> None:
+    with suppress(OSError):  # the supervisor is gone
+        os.write(status, words.encode())
+
+
+if __name__ == "__main__":
+    live(partial(nursery, int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,115 @@
+"""Detect ranks of distributed training and child processes: only the trial's own process, of rank 0, may report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prefect_tune.core.errors import InvalidInput
+
+__all__ = ["ONE_PROCESS", "TrialProcess", "claim_process", "require_first_rank", "started_by"]
+
+_VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
+_MAIN_MODULES: Final = frozenset({"prefect_tune.runtime.trial_process", "prefect_tune.runtime.fork_server"})
+ONE_PROCESS: Final = (
+    "One process trains a trial: use one device (Lightning: Trainer(devices=1); Hugging Face, accelerate and torchrun: "
+    "one process), and run more trials side by side instead"
+)
+"""Advice for errors of frameworks that are configured for several processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialProcess:
+    """The process that trains a trial."""
+
+    process: int
+    """Its process id."""
+    name: str
+    """The trial's name."""
+
+
+def claim_process(trial: str) -> None:
+    """Mark this process as the trial's own, in its environment; refuse to start a second copy of it."""
+    os.environ[_VARIABLE] = f"{os.getpid()} {trial}"
+    _refuse_relaunch()
+
+
+def started_by() -> TrialProcess | None:
+    """Return the trial's process that is an ancestor of this one; None if there is none."""
+    process, _, name = os.environ.get(_VARIABLE, "").partition(" ")
+    return TrialProcess(int(process), name) if process.isdecimal() and int(process) != os.getpid() else None
+
+
+def require_first_rank(call: str) -> None:
+    """Refuse a call in a rank of distributed training other than the first.
+
+    Raises:
+        InvalidInput: this process is such a rank.
+    """
+    rank, size = _rank()
+    if size > 1 and rank != 0:
+        raise InvalidInput(
+            f"{call}: expected rank 0, found rank {rank} of {size} (torch.distributed, or RANK, LOCAL_RANK and "
+            f"WORLD_SIZE in the environment). {ONE_PROCESS}; where this process trains alone, unset these variables"
+        )
+
+
+def _rank() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return _number("RANK") or _number("LOCAL_RANK"), _number("WORLD_SIZE")
+
+
+def _number(variable: str) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else 0
+
+
+# ---------------------------------------------------------------------------------------------------- second copies
+
+_refuses_relaunch = False
+
+
+def _refuse_relaunch() -> None:
+    """From now on refuse to start the program of this process again.
+
+    Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again, expecting the user's script. Here it is the
+    program that serves one trial, which cannot run twice. Only an audit hook sees all ways of starting a process; it
+    cannot be removed, so it is added once.
+    """
+    global _refuses_relaunch  # noqa: PLW0603 - one hook per process
+    if not _refuses_relaunch:
+        _refuses_relaunch = True
+        sys.addaudithook(_audit)
+
+
+def _audit(event: str, arguments: tuple[object, ...]) -> None:
+    if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
+        command = arguments[1]  # executable, arguments, ...
+        if isinstance(command, list | tuple) and _is_this_program(command):
+            raise InvalidInput(
+                f"expected another program, found a second copy of the trial's process ({_shown(command)}), as a "
+                f"launcher of ranks starts it. {ONE_PROCESS}"
+            )
+
+
+def _is_this_program(command: Sequence[object]) -> bool:
+    """Whether it runs this process's main module with the same arguments; a search inside a trial has others."""
+    words = _words(command)
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    again = [["-m", str(name), *sys.argv[1:]], [str(getattr(main, "__file__", None)), *sys.argv[1:]]]
+    return name in _MAIN_MODULES and (words == sys.orig_argv or words[1:] in again)
+
+
+def _words(command: Sequence[object]) -> list[str]:
+    return [os.fsdecode(each) for each in command if isinstance(each, str | bytes | os.PathLike)]
+
+
+def _shown(command: Sequence[object]) -> str:
+    return " ".join(_words(command))[:200]

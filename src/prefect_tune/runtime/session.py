@@ -1,0 +1,379 @@
+"""The trial's side of an attempt: counts steps, sends reports and checkpoints, and waits for decisions."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events.questions import GO_ON, Scalar, answer_to, valid_fields
+from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.messages.process_messages import (
+    Asked,
+    Broke,
+    FromTrial,
+    GoOn,
+    Leave,
+    Loaded,
+    Question,
+    Saved,
+    Start,
+    StateSaved,
+    StepDone,
+    StopAndSave,
+    TrialEnded,
+)
+from prefect_tune.core.metrics import storable
+from prefect_tune.core.models import StepReport
+from prefect_tune.runtime.ranks import require_first_rank
+from prefect_tune.runtime.snapshot import local_directory, require_written, snapshot
+from prefect_tune.runtime.supervisor_connection import SupervisorEnd
+from prefect_tune.runtime.trainable import TrialInfo, TrialOver
+
+if TYPE_CHECKING:
+    from prefect_tune.runtime.checkpoint import Checkpoint
+
+__all__ = ["TrialOver", "TrialSession"]
+
+_RETURN_WITHIN = timedelta(seconds=20)
+"""How long a trainable has to return after `TrialOver` was raised only in a thread that it started."""
+
+
+class TrialSession:
+    """The state of one attempt in the trial's process: its connection to the supervisor, and its reports.
+
+    It belongs to the process and the thread that create it. Other threads of the process may report too: each call is
+    complete before the next one begins. A forked child may only read it.
+    """
+
+    def __init__(self, connection: SupervisorEnd, start: Start, stopper: Stopper) -> None:
+        self._connection = connection
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._reports = threading.RLock()  # held during a call; again by a `save` that calls back
+        self._sending = threading.Lock()
+        self._ended = False
+        self._overdue: threading.Timer | None = None
+        self._start = start
+        self._stopper = stopper
+        self._curve: list[StepReport] = list(start.curve)
+        self._trained = timedelta(seconds=start.trained_seconds)
+        self._resumed_at = time.monotonic()
+        self._saved_step, self._saved_at = start.from_step, self._resumed_at
+        self._uploading: int | None = None
+        self._want_save = False
+        self._over: TrialOver | None = None
+        self._judged: str | None = None
+        self._judged_count = 0
+        self._milestone = start.milestone
+        self._asking = False
+        self._leave: Leave | None = None
+        self.step = start.from_step
+        self.asked_to_stop = False
+
+    def info(self) -> TrialInfo:
+        start = self._start
+        return TrialInfo(
+            id=start.trial,
+            experiment=start.experiment,
+            attempt=start.attempt,
+            directory=Path(start.directory),
+            config=start.config,
+            _session=self,
+        )
+
+    def is_asked_to_stop(self) -> bool:
+        self._require_own_process("pt.get_trial().should_checkpoint")
+        if self._reports.acquire(blocking=False):  # else another thread reports, and reads the messages
+            try:
+                self.listen()
+            finally:
+                self._reports.release()
+        return self.asked_to_stop
+
+    def restored(self) -> Path | None:
+        return Path(self._start.restored) if self._start.restored else None
+
+    def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
+        """Report a step of the function API with its checkpoint; raise `TrialOver` when the trial must end."""
+        with self._reporting("pt.report"):
+            directory = local_directory(checkpoint) if checkpoint is not None else None
+            told = self.count(metrics)
+            if directory is None:
+                self.tell(told)
+            elif directory.parent == Path(os.path.realpath(self._start.staging)):
+                self.hand_over(told, directory, "moved")
+            elif self._start.overlap:
+                self._wait_for_upload()
+                self.hand_over(told, snapshot(directory, self.new_directory()), "moved")
+            else:
+                self.hand_over(told, directory, "lent")
+            self.heed_milestone()
+            self.end_if_due(saved=directory is not None)
+
+    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+        """Report a step of the class API, and save the state if that is due; raise `TrialOver` as `report` does."""
+        with self._reporting("pt.report_step"):
+            told = self.count(metrics)
+            if saves := self._is_save_due():
+                self._saved_step, self._saved_at = self.step, time.monotonic()
+                self.hand_over(told, self._written_by(save), "moved", self._over_already())
+            else:
+                self.tell(told)
+            self.heed_milestone()
+            self.listen()  # the last time in this step: a later request to save and end is served after the next step
+            wants = self.wants_state
+            if wants and not saves:
+                self.hand_over_state(told, self._written_by(save))
+            self._end(saved=saves or wants)
+
+    def save_last_step(self, save: Callable[[str], None]) -> None:
+        """Save the state after the last step, unless it is saved already or the trial has ended."""
+        self._require_own_process("save_last_step")
+        with self._reports:
+            if self._over is None and self.step > self._saved_step:
+                self._saved_step, self._saved_at = self.step, time.monotonic()
+                self.hand_over_state(self._curve[-1], self._written_by(save))
+
+    def ask(
+        self,
+        question: str,
+        fields: Mapping[str, object] | None,
+        key: str | None,
+        save: Callable[[str], None] | None,
+    ) -> dict[str, Scalar]:
+        """Return a person's answer; raise `TrialOver` if there is none yet: the next attempt asks again."""
+        with self._reporting("pt.ask"):
+            wanted = valid_fields(GO_ON if fields is None else fields)
+            asked = Question(key=key or f"step {self.step}: {question}", question=question, fields=wanted)
+            if (given := self._start.answers.get(asked.key)) is not None:
+                return answer_to(wanted, {name: value for name, value in given.items() if name in wanted})
+            if save is not None:
+                self.save_last_step(save)
+            self.settle()
+            raise self._leaving(TrialOver(f"asks a person: {question}", interrupted=True, question=asked))
+
+    def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
+        """Report the metrics that the function returned, if any, as the last step; return how the attempt ended."""
+        self._require_own_process("the end of the trainable")
+        with self._reports:
+            if self._over is None:
+                if returned is not None:
+                    self.tell(self.count(returned))
+                self.settle()
+                self._over = TrialOver("the trainable returned")
+                return TrialEnded(reason=self._over.reason, returned=True)
+            return self._over.ended()  # TrialOver was raised in another thread, or a broad except has caught it
+
+    @contextmanager
+    def _reporting(self, call: str) -> Iterator[None]:
+        """Serialize calls from all threads: each is complete before the next begins.
+
+        Raises:
+            TrialOver: the trial has ended: a framework may report once more while it ends its loop.
+            InvalidInput: this is not the trial's own process, or not its first rank.
+        """
+        self._require_own_process(call)
+        require_first_rank(call)
+        with self._reports:
+            if self._over is not None:
+                raise self._leaving(self._over)
+            yield
+
+    def _require_own_process(self, call: str) -> None:
+        if (here := os.getpid()) != self._process:
+            raise InvalidInput(
+                f"{call}: expected process {self._process}, which trains trial {self._start.trial!r}, found "
+                f"process {here}, a forked child of it. One process trains a trial: return results to that "
+                "process (through a queue, a pipe or a pool) and report them there"
+            )
+
+    def _leaving(self, over: TrialOver) -> TrialOver:
+        """Record how the trial ends; if this is not the trainable's own thread, limit its time to return."""
+        self._over = over
+        if threading.get_ident() != self._thread and self._overdue is None:
+            self._overdue = threading.Timer(_RETURN_WITHIN.total_seconds(), self.end, [over.ended()])
+            self._overdue.daemon = True
+            self._overdue.start()
+        return over
+
+    def _is_save_due(self) -> bool:
+        cadence = self._start.cadence
+        steps, elapsed = self.step - self._saved_step, timedelta(seconds=time.monotonic() - self._saved_at)
+        return self.wants_save() or cadence.due(steps, elapsed) or (cadence.at_end and self.why_stop() is not None)
+
+    def _written_by(self, save: Callable[[str], None]) -> Path:
+        directory = self.new_directory()
+        returned = cast("Callable[[str], object]", save)(str(directory))  # users return other types than declared
+        require_written(returned, directory, self.step)
+        return directory
+
+    def count(self, metrics: Mapping[str, object]) -> StepReport:
+        """Make the report of the next step."""
+        stored = storable(metrics, f"metrics of step {self.step + 1}")
+        self.step += 1
+        self._want_save = stored.pop("should_checkpoint", False) is True
+        told = StepReport(step=self.step, metrics=stored, trained_seconds=self._trained_so_far().total_seconds())
+        self._curve.append(told)
+        self._asking = self._milestone is not None and self.step >= self._milestone
+        return told
+
+    def wants_save(self) -> bool:
+        """Return whether the last step requested a save, the trial is asked to stop, or its milestone needs one."""
+        self.listen()
+        return self._want_save or self.asked_to_stop or (self._asking and self._start.saves_first)
+
+    def why_stop(self) -> str | None:
+        """Return why the trial is over after the last step, which may precede a resume; None to go on.
+
+        The stopper is called once per step, since its result may have been journaled.
+        """
+        if self._judged_count != len(self._curve):
+            self._judged, self._judged_count = self._judgement(), len(self._curve)
+        return self._judged
+
+    def _judgement(self) -> str | None:
+        if not self._curve:
+            return None
+        if self._curve[-1].metrics.get("done") is True:
+            return "the trainable said it is done"
+        return self._stopper.why_stop(self._curve)
+
+    def _over_already(self) -> str:
+        """Return why this step finishes the trial, or ""; an error of the stopper is raised later, after the save."""
+        with suppress(Exception):
+            return "" if self._asking else self.why_stop() or ""
+        return ""
+
+    def tell(self, report: StepReport) -> None:
+        self._send(StepDone(report=report, asks=self._asking))
+
+    def hand_over(self, report: StepReport, directory: Path, how: Literal["moved", "lent"], over: str = "") -> None:
+        """Send `directory` to be committed. "lent": wait for the commit; "moved": the supervisor now owns it."""
+        self._wait_for_upload()
+        moved = how == "moved"
+        handed = StepDone(report=report, checkpoint=str(directory), handed_over=moved, asks=self._asking, over=over)
+        self._send(handed)
+        self._uploading = report.step
+        if not (moved and self._start.overlap):
+            self._wait_for_upload()
+
+    def hand_over_state(self, report: StepReport, directory: Path) -> None:
+        """Send the state after a step that was reported already, and wait for its commit."""
+        self._wait_for_upload()
+        self._send(StateSaved(report=report, checkpoint=str(directory)))
+        self._uploading = report.step
+        self._wait_for_upload()
+
+    def ask_first(self) -> None:
+        """If the restored checkpoint is at a milestone, wait for the decision before the first step.
+
+        An earlier attempt saved it and crashed before the milestone was journaled, so it is not decided yet. Raises
+        `TrialOver` as `report` does.
+        """
+        if self._curve and self._milestone is not None and self.step >= self._milestone:
+            self._asking = True
+            self._send(Asked(report=self._curve[-1]))
+            self.heed_milestone()
+            self.end_if_due(saved=True)
+
+    def heed_milestone(self) -> None:
+        """If the last step is a milestone, wait for its decision, or until the trial is asked to stop."""
+        began = time.monotonic()
+        while self._asking and not self.asked_to_stop:
+            self._take_in()
+        self._asking = False
+        self._resumed_at += time.monotonic() - began  # waiting is not training
+
+    @property
+    def wants_state(self) -> bool:
+        """Whether the request to end the trial needs its state."""
+        return self.asked_to_stop or (self._leave is not None and self._leave.save)
+
+    def new_directory(self) -> Path:
+        """Return a new empty directory for a checkpoint."""
+        directory = Path(self._start.staging) / f"{self.step:010d}-{time.monotonic_ns()}"
+        directory.mkdir(parents=True)
+        return directory
+
+    def end_if_due(self, *, saved: bool) -> None:
+        """End the trial if a stop criterion is met, or if the state is saved and the trial is asked to stop.
+
+        Raises:
+            TrialOver: the trial ends.
+        """
+        self.listen()
+        self._end(saved=saved)
+
+    def _end(self, *, saved: bool) -> None:
+        over = self._why_over(saved=saved)
+        if over is not None:
+            self.settle()
+            raise self._leaving(over)
+
+    def _why_over(self, *, saved: bool) -> TrialOver | None:
+        if why := self.why_stop():
+            return TrialOver(why)
+        if self._leave is not None:
+            for_good = self._leave.for_good
+            return TrialOver(self._leave.reason, paused=not for_good, left=for_good)
+        return TrialOver("saved, as asked", interrupted=True) if saved and self.asked_to_stop else None
+
+    def loaded(self, code: str) -> None:
+        """Report that the trainable is loaded."""
+        self._send(Loaded(pid=self._process, code=code))
+
+    def end(self, message: TrialEnded | Broke) -> None:
+        """Send the end of the attempt. Only the first such message is sent, and no message after it."""
+        with self._sending:
+            if not self._ended:
+                self._ended = True
+                self._connection.send(message)
+        if self._overdue is not None:
+            self._overdue.cancel()
+
+    def _send(self, message: FromTrial) -> None:
+        with self._sending:
+            if self._ended:
+                raise self._over or TrialOver("the attempt has ended")
+            self._connection.send(message)
+
+    def begin(self) -> None:
+        """Start the training clock, once the trainable is set up and the checkpoint is loaded."""
+        self._resumed_at = self._saved_at = time.monotonic()
+
+    def settle(self) -> None:
+        """Wait until no upload is in flight."""
+        self._wait_for_upload()
+
+    def listen(self) -> None:
+        """Process the supervisor's messages that have arrived."""
+        while self._connection.has_message():
+            self._take_in()
+
+    def _wait_for_upload(self) -> None:
+        began = time.monotonic()
+        while self._uploading is not None:
+            self._take_in()
+        self._resumed_at += time.monotonic() - began  # waiting is not training
+
+    def _take_in(self) -> None:
+        match self._connection.receive():
+            case Saved(step=step) if step == self._uploading:
+                self._uploading = None
+            case StopAndSave():
+                self.asked_to_stop = True
+            case GoOn(milestone=milestone):
+                self._milestone, self._asking = milestone, False
+            case Leave() as leave:
+                self._leave, self._asking = leave, False
+            case _:
+                pass
+
+    def _trained_so_far(self) -> timedelta:
+        return self._trained + timedelta(seconds=time.monotonic() - self._resumed_at)

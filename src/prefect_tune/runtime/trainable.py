@@ -1,0 +1,328 @@
+"""The API for training code: `pt.Trainable`, and the functions `pt.report`, `pt.ask`, `pt.get_checkpoint` and so on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.messages.process_messages import Question, TrialEnded
+from prefect_tune.runtime.ranks import started_by
+
+if TYPE_CHECKING:
+    from prefect_tune.core.events.questions import Scalar
+    from prefect_tune.runtime.checkpoint import Checkpoint
+
+__all__ = [
+    "Trainable",
+    "TrialInfo",
+    "TrialOver",
+    "ask",
+    "get_checkpoint",
+    "get_trial",
+    "report",
+    "report_step",
+    "require_trainable",
+    "save_last_step",
+]
+
+
+class Trainable:
+    """A model that trains step by step. Override `setup`, `step`, `save_checkpoint` and `load_checkpoint`.
+
+    Each attempt runs in a process: `setup` (or `reset_config` of an object that served another trial), then
+    `load_checkpoint` if there is a checkpoint to resume from, then `step` until a stop criterion is met.
+    Save all state that the next step depends on (weights, optimizer, random state, position in the data): then a
+    resumed run ends with exactly the weights of an uninterrupted one.
+    """
+
+    def setup(self, config: Mapping[str, object]) -> None:
+        """Build the model from the trial's configuration."""
+
+    def step(self) -> Mapping[str, object]:
+        """Train one step and return its metrics: finite numbers, text, or JSON made of these.
+
+        `{"done": True}` ends the trial after this step; `{"should_checkpoint": True}` saves it.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.step: train one step and return its metrics")
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write the whole state into the empty directory `checkpoint_dir`; no write may continue after this returns."""
+        raise NotImplementedError(f"{type(self).__name__}.save_checkpoint: write the state into checkpoint_dir")
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Read the files that `save_checkpoint` wrote. The directory is removed later: copy what you still need."""
+        raise NotImplementedError(f"{type(self).__name__}.load_checkpoint: read the state from checkpoint_dir")
+
+    def reset_config(self, config: Mapping[str, object]) -> bool:
+        """Reset this object for another trial with this configuration and return True; return False if it cannot be."""
+        del config
+        return False
+
+    def cleanup(self) -> None:
+        """Release the resources of `setup`. Called when the trial ends in order, not when its process dies.
+
+        If it raises after the trial has finished and its last checkpoint was committed, the error is only logged.
+        """
+
+
+def require_trainable(kind: type) -> type[Trainable]:
+    """Return `kind`, checked to be a trainable class.
+
+    Raises:
+        InvalidInput: it is not a subclass of `Trainable`, or does not override `step`.
+    """
+    if not issubclass(kind, Trainable):
+        raise InvalidInput(
+            f"trainable {kind.__name__}: expected a subclass of pt.Trainable with a `step` method, or a function of "
+            f"the configuration, found another class; write class {kind.__name__}(pt.Trainable)"
+        )
+    if kind.step is Trainable.step:
+        raise InvalidInput(f"trainable {kind.__name__}: it has no `step`; write one that trains and returns metrics")
+    return kind
+
+
+@dataclass(frozen=True)
+class TrialInfo:
+    """The trial that this process trains. `step` and `should_checkpoint` are current whenever they are read."""
+
+    id: str
+    """The trial's name in the experiment."""
+    experiment: str
+    """The experiment's name."""
+    attempt: int
+    """From 1; each retry and resume adds one."""
+    directory: Path
+    """For the trial's own files (logs, plots): synced to the target as artifacts, and back on a resume."""
+    config: Mapping[str, object]
+    """Its configuration."""
+    _session: Session = field(repr=False)
+
+    @property
+    def step(self) -> int:
+        """Steps trained so far, including those before a resume."""
+        return self._session.step
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether the trial was asked to stop: report a checkpoint next, and the run ends with nothing lost."""
+        return self._session.is_asked_to_stop()
+
+    def new_checkpoint_dir(self) -> Path:
+        """Return a new empty directory for one checkpoint; after `pt.report` it belongs to prefect-tune.
+
+        With `commit="async"`, `pt.report` copies any other directory before it returns, but not this one.
+        """
+        return self._session.new_directory()
+
+
+class TrialOver(BaseException):
+    """Ends the user's function when the trial must end; a BaseException, which `except Exception` does not catch."""
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        interrupted: bool = False,
+        paused: bool = False,
+        left: bool = False,
+        question: Question | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.interrupted = interrupted
+        self.paused = paused
+        self.left = left
+        self.question = question
+
+    def ended(self, *, waits: bool = False) -> TrialEnded:
+        """Return the message that ends the attempt."""
+        return TrialEnded(
+            reason=self.reason,
+            interrupted=self.interrupted,
+            paused=self.paused,
+            left=self.left,
+            question=self.question,
+            waits=waits,
+        )
+
+
+class Session(Protocol):
+    """The methods of the running trial that this module uses."""
+
+    step: int
+
+    def is_asked_to_stop(self) -> bool: ...
+
+    def new_directory(self) -> Path: ...
+
+    def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None: ...
+
+    def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None: ...
+
+    def save_last_step(self, save: Callable[[str], None]) -> None: ...
+
+    def ask(
+        self,
+        question: str,
+        fields: Mapping[str, object] | None,
+        key: str | None,
+        save: Callable[[str], None] | None,
+    ) -> dict[str, Scalar]: ...
+
+    def restored(self) -> Path | None: ...
+
+    def info(self) -> TrialInfo: ...
+
+
+# A thread started by the trainable does not inherit context variables: `_in_process` is for such threads.
+_in_context: ContextVar[Session] = ContextVar("prefect_tune_session")
+_in_process: list[Session] = []
+# In a process that serves several trials: threads that earlier trials have left running.
+_of_earlier_trials: WeakSet[threading.Thread] = WeakSet()
+
+
+def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
+    """Report the metrics of one step, and optionally a checkpoint of the state after it.
+
+    Without a checkpoint it returns at once. With one it returns when the checkpoint is committed
+    on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time);
+    a directory from `pt.get_trial().new_checkpoint_dir()` is used without a copy.
+
+    Args:
+        metrics: finite numbers, text, or JSON made of these.
+        checkpoint: a local directory, as `pt.Checkpoint.from_directory(path)`.
+
+    Threads of the trainable may report too: each report is one step, one after another. When the trial ends,
+    `TrialOver` is raised in each thread at its next report; if it was raised only in such a thread, the trainable has
+    20 seconds to return. A thread that keeps running cannot report to the next trial of its process. Other processes
+    must return their results to the trial's own process, which reports them.
+
+    Raises:
+        BadMetric: a value is NaN, infinite, or cannot be stored.
+        InvalidInput: no trial runs here, this is not the trial's own process or not rank 0, this thread belongs to an
+            earlier trial, or the checkpoint is not a local directory.
+    """
+    _reporting_session("pt.report").report(metrics, checkpoint)
+
+
+def report_step(metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
+    """Report the metrics of one step, and call `save` to write the state after it if a checkpoint is due.
+
+    It is due by the flow's `Cadence`, at the last step, when the trial is asked to stop, and when a scheduler needs
+    the state: as for a class trainable. `save` is called with an empty directory, before this returns.
+
+    Raises:
+        BadMetric: a value is NaN, infinite, or cannot be stored.
+        InvalidInput: no trial runs here.
+    """
+    _reporting_session("pt.report_step").report_step(metrics, save)
+
+
+def save_last_step(save: Callable[[str], None]) -> None:
+    """Call `save` to write the state after the last step of `report_step`, unless it is saved already.
+
+    For a loop that ends by itself: at its last step it was not known to be the last.
+    """
+    _session("prefect_tune.runtime.trainable.save_last_step").save_last_step(save)
+
+
+def ask(
+    question: str,
+    fields: Mapping[str, object] | None = None,
+    *,
+    key: str | None = None,
+    save: Callable[[str], None] | None = None,
+) -> dict[str, Scalar]:
+    """Ask a person and return the answer; an answer that was given before is read from the journal.
+
+    Without an answer it does not return: all trials of the experiment save and end, and the flow run is Suspended,
+    with a form. After *Resume* the trial resumes from its newest checkpoint, trains the steps between that and the
+    question again, and this call returns. So save first: a function reports a checkpoint, a class passes `save`. A
+    flow run without a deployment waits, Paused with the same form, or asks in the terminal.
+
+    Args:
+        question: the text that the person reads.
+        fields: a mapping of each field's name to its default (a bool, a number, a text), or to a list of texts to
+            choose from. Default: `{"go_on": True}`.
+        key: identifies the question: the same key has the same answer. Default: the number of the last reported step
+            and the question's text.
+        save: writes the state after the last reported step, such as `self.save_checkpoint`; use it only while that
+            state is unchanged, at the beginning of `step`.
+
+    Raises:
+        InvalidInput: no trial runs here, or a form cannot show a field.
+    """
+    return _reporting_session("pt.ask").ask(question, fields, key, save)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the checkpoint to resume from, as a local directory; None on a fresh start.
+
+    Raises:
+        InvalidInput: no trial runs here.
+    """
+    from prefect_tune.runtime.checkpoint import Checkpoint
+
+    restored = _session("pt.get_checkpoint").restored()
+    return Checkpoint.from_directory(restored) if restored else None
+
+
+def get_trial() -> TrialInfo:
+    """Return the trial that this process trains.
+
+    Raises:
+        InvalidInput: no trial runs here.
+    """
+    return _session("pt.get_trial").info()
+
+
+def enter(session: Session, *, whole_process: bool) -> None:
+    """Make `session` the trial of this context; with `whole_process`, of every thread of this process."""
+    _in_context.set(session)
+    if whole_process:
+        _of_earlier_trials.update(each for each in threading.enumerate() if each is not threading.current_thread())
+        _in_process[:] = [session]
+
+
+def _reporting_session(caller: str) -> Session:
+    """Return the session of this trial.
+
+    Raises:
+        InvalidInput: no trial runs here, or this thread belongs to an earlier trial of the process.
+    """
+    if threading.current_thread() in _of_earlier_trials:
+        raise InvalidInput(
+            f"{caller}(): expected a thread that this trial has started, found {threading.current_thread().name!r}, "
+            "which belongs to an earlier trial of this process. End the threads that report in cleanup, or restart "
+            "them in reset_config"
+        )
+    return _session(caller)
+
+
+def _session(caller: str) -> Session:
+    session = _in_context.get(None) or next(iter(_in_process), None)
+    if session is not None:
+        return session
+    if (trial := started_by()) is not None:
+        raise InvalidInput(
+            f"{caller}(): expected process {trial.process}, which trains trial {trial.name!r}, found process "
+            f"{os.getpid()}, which it or its launcher has started. One process trains a trial: "
+            "return results to that process (through a queue, a pipe or a pool) and report them there"
+        )
+    hint = (
+        ""
+        if threading.current_thread() is threading.main_thread()
+        else '. A thread that the trainable starts with isolation="thread" needs its context: '
+        "Thread(target=contextvars.copy_context().run, args=(work,))"
+    )
+    raise InvalidInput(
+        f"{caller}() was called where no trial runs. Call it inside the function that you pass to "
+        f"pt.durable_trainable(train, ...), not around it{hint}"
+    )

@@ -1,0 +1,1 @@
+"""Object stores on pyarrow and fsspec file systems."""

@@ -1,0 +1,1 @@
+"""A blocking object store in a child process that can be killed."""

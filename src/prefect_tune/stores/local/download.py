@@ -1,0 +1,191 @@
+"""Download a checkpoint from a target into a new local directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound, StoreUnavailable
+from prefect_tune.core.recovery.restore import restore
+from prefect_tune.core.storage.object_store import Listed, ObjectStore
+from prefect_tune.stores.local.directories import fresh_directory
+from prefect_tune.stores.local.staging import DirectorySink, side_by_side
+
+__all__ = [
+    "METADATA_FILE",
+    "fetch_committed",
+    "fetch_plain",
+    "read_committed",
+    "read_file",
+    "read_metadata",
+    "written_metadata",
+]
+
+METADATA_FILE = ".metadata.json"
+"""The metadata file of a plain directory; Ray's checkpoints use the same name."""
+_READ_BYTES = 16 * 1024 * 1024
+
+
+def fetch_committed(store: ObjectStore, manifest: Manifest, destination: Path) -> None:
+    """Download the checkpoint of `manifest` to `destination`, and verify every byte.
+
+    Raises:
+        CheckpointCorrupt: bytes are missing or altered; `destination` is not created.
+    """
+    with side_by_side() as transfers, DirectorySink(manifest, destination) as sink:
+        restore(store, manifest, sink, side_by_side=transfers)
+
+
+def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object]:
+    """Return the metadata with which a checkpoint was committed."""
+    only = tuple(file for file in manifest.files if file.path == METADATA_FILE)
+    if not only:
+        return dict(manifest.about.metadata)
+    return {**read_metadata(read_committed(store, manifest, only[0]), METADATA_FILE), **manifest.about.metadata}
+
+
+def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytes:
+    """Return the verified bytes of a file of `manifest`, or of those of its chunks that `file` lists."""
+    memory = _Memory(file.size_bytes)
+    restore(store, manifest.model_copy(update={"files": (file,)}), memory, side_by_side=map)
+    return bytes(memory.data)
+
+
+class _Memory:
+    def __init__(self, size_bytes: int) -> None:
+        self.data = bytearray(size_bytes)
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:  # noqa: ARG002  there is one file
+        """Store `data` at `offset`."""
+        self.data[offset : offset + len(data)] = data
+
+
+def read_metadata(data: bytes, where: str) -> dict[str, object]:
+    """Return the metadata in the bytes of a `.metadata.json`.
+
+    Raises:
+        CheckpointCorrupt: they are not a JSON object.
+    """
+    try:
+        found = json.loads(data)
+    except ValueError as unreadable:
+        raise CheckpointCorrupt(f"{where}: not JSON ({len(data)} bytes): {unreadable}") from unreadable
+    if not isinstance(found, dict):
+        raise CheckpointCorrupt(f"{where}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def read_file(store: ObjectStore, path: str) -> bytes | None:
+    """Return the whole object; None if there is none."""
+    try:
+        return bytes(store.read(path))
+    except ObjectNotFound:
+        return None
+
+
+# ----------------------------------------------------------------------------------- directories without a manifest
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTree:
+    """Files with their sizes, and folders; all paths are relative to one folder and stay inside it."""
+
+    files: tuple[Listed, ...]
+    folders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    path: str
+    offset: int
+    length: int
+
+
+def fetch_plain(store: ObjectStore, folder: str, destination: Path, *, without: str = "") -> None:
+    """Download every file below `folder`, except those below `without`, to `destination`.
+
+    There are no digests. Checked are the sizes, and that the listing is the same before and after.
+
+    Raises:
+        CheckpointNotFound: there are no files.
+        CheckpointCorrupt: a name leads out of the directory, or is both a file and a folder.
+        StoreUnavailable: a file was shorter than listed, or the directory changed: fetch again.
+    """
+    tree = plain_tree(store, folder, without=without)
+    with fresh_directory(destination) as building, side_by_side() as transfers:
+        _lay_out(tree, building)
+        for _ in transfers(lambda run: _copy_run(store, folder, building, run), _runs(tree)):
+            pass
+        if plain_tree(store, folder, without=without) != tree:
+            raise StoreUnavailable(f"{folder or 'the directory'}: was written to while it was read; read it again")
+
+
+def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTree:
+    """List the files and folders below `folder`, and check that no name leads out of it.
+
+    Raises:
+        CheckpointNotFound, CheckpointCorrupt: as `fetch_plain`.
+    """
+    start = f"{folder}/" if folder else ""
+    found = [each for each in store.list(folder) if each.path.rstrip("/") != folder]
+    listed = [each for each in found if not (without and each.path.startswith(f"{without}/"))]
+    if not listed:
+        raise CheckpointNotFound(f"{folder or 'the root of the target'}: there are no files")
+    inside = {each.path.removeprefix(start).rstrip("/"): each for each in listed}
+    folders = {parent for path in inside for parent in _parents(path)}
+    for path, each in inside.items():
+        if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path or "\\" in path:
+            raise CheckpointCorrupt(f"{each.path!r}: the name leads out of {folder or 'its directory'}")
+        if path in folders and each.size_bytes:
+            raise CheckpointCorrupt(f"{each.path!r}: is both a file of {each.size_bytes} bytes and a folder")
+    folders |= {path for path, each in inside.items() if path not in folders and _is_mark(store, each)}
+    files = (Listed(path, inside[path].size_bytes) for path in sorted(inside.keys() - folders))
+    return PlainTree(tuple(files), tuple(sorted(folders)))
+
+
+def _is_mark(store: ObjectStore, listed: Listed) -> bool:
+    """Whether this is an empty object `folder/`, with which some clients mark a folder.
+
+    Not every client lists the closing slash; without it, an empty file has a size by its name and a mark has none.
+    """
+    return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path := path.rpartition("/")[0]:
+        yield path
+
+
+def _lay_out(tree: PlainTree, directory: Path) -> None:
+    directory.mkdir()
+    for folder in tree.folders:
+        (directory / folder).mkdir(parents=True, exist_ok=True)
+    for file in tree.files:
+        (directory / file.path).touch()
+
+
+def _runs(tree: PlainTree) -> Iterator[_Run]:
+    for file in tree.files:
+        for offset in range(0, file.size_bytes, _READ_BYTES):
+            yield _Run(file.path, offset, min(_READ_BYTES, file.size_bytes - offset))
+
+
+def _copy_run(store: ObjectStore, folder: str, directory: Path, run: _Run) -> None:
+    path = f"{folder}/{run.path}" if folder else run.path
+    try:
+        data = memoryview(store.read(path, offset=run.offset, length=run.length))
+    except ObjectNotFound as gone:
+        raise StoreUnavailable(f"{path}: was deleted after it was listed; read the directory again") from gone
+    if len(data) != run.length:
+        raise StoreUnavailable(f"{path} at {run.offset}: expected {run.length} bytes, found {len(data)}; read it again")
+    file = os.open(directory / run.path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(file, data[done:], run.offset + done)
+    finally:
+        os.close(file)

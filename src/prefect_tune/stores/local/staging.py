@@ -1,0 +1,213 @@
+"""Local directories for transfers: the files to upload, and the directory that a restore fills."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Self, TypeVar
+from uuid import uuid4
+
+from prefect_tune.core.checkpoints.chunking import FileStat, Piece
+from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
+from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
+
+__all__ = ["DirectorySink", "StagedFiles", "side_by_side"]
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+TRANSFERS = 8
+
+
+@contextmanager
+def side_by_side(workers: int = TRANSFERS) -> Iterator[Mapper]:
+    """Yield a `map` that runs up to `workers` calls at once, in threads; the first error cancels the rest.
+
+    At most `2 * workers` calls are submitted ahead of the result that is awaited.
+    """
+    with ThreadPoolExecutor(workers, thread_name_prefix="transfer") as pool:
+
+        def windowed(function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterator[_Out]:
+            waiting = iter(items)
+            first = list(islice(waiting, 2 * workers))
+            if len(first) == 1:  # for a single call, a thread costs more than it saves
+                yield function(first[0])
+                return
+            running: list[Future[_Out]] = [pool.submit(function, item) for item in first]
+            try:
+                while running:
+                    yield running.pop(0).result()
+                    running.extend(pool.submit(function, item) for item in islice(waiting, 1))
+            finally:
+                for future in running:
+                    future.cancel()
+
+        yield windowed
+
+
+class StagedFiles:
+    """A directory as a `Source`: listed once, read by position, never written."""
+
+    def __init__(self, directory: Path) -> None:
+        """List `directory`.
+
+        Raises:
+            InvalidInput: it is not a directory, or has an entry that cannot be restored elsewhere
+                (a link to a directory, a dangling link, a socket, a name that is not UTF-8).
+        """
+        self.directory = directory
+        self.files: tuple[FileStat, ...]
+        self.empty_directories: tuple[str, ...]
+        if not directory.is_dir():
+            raise InvalidInput(f"checkpoint directory {directory}: expected a directory, found none")
+        self._found = _found_in(directory)
+        self.files = tuple(FileStat(path, each.size_bytes, each.mode) for path, each in self._found.files.items())
+        self.empty_directories = self._found.empty_directories
+
+    def require_unchanged(self) -> None:
+        now = _found_in(self.directory)
+        if now == self._found:
+            return
+        before = self._found.files
+        names = {path for path in {*before, *now.files} if before.get(path) != now.files.get(path)}
+        raise StagedFilesChanged(
+            f"{self.directory}: {sorted(names)[:3] or 'its directories'} changed while it was being saved"
+        )
+
+    def read_into(self, piece: Piece, buffer: memoryview) -> None:
+        file = self.files[piece.file]
+        try:
+            descriptor = os.open(f"{self.directory}/{file.path}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as gone:
+            raise StagedFilesChanged(f"{self.directory / file.path}: was deleted while it was being saved") from gone
+        try:
+            done = 0
+            while done < piece.length and (read := os.preadv(descriptor, [buffer[done:]], piece.offset + done)):
+                done += read
+        finally:
+            os.close(descriptor)
+        if done != piece.length:
+            raise StagedFilesChanged(
+                f"{self.directory / file.path}: expected {file.size_bytes} bytes, found "
+                f"{piece.offset + done}: the file was cut while it was being saved"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file's status when the directory was listed; a later write changes it."""
+
+    size_bytes: int
+    mode: int
+    modified_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    files: Mapping[str, _File]
+    empty_directories: tuple[str, ...]
+
+
+def _found_in(directory: Path) -> _Found:
+    files: dict[str, _File] = {}
+    empty: list[str] = []
+    _scan(str(directory), "", files, empty)
+    return _Found(dict(sorted(files.items())), tuple(sorted(empty)))
+
+
+def _scan(directory: str, below: str, files: dict[str, _File], empty: list[str]) -> None:
+    with os.scandir(directory) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    if not found and below:
+        empty.append(below)
+    for entry in found:
+        path = f"{below}/{entry.name}" if below else entry.name
+        _require_portable(entry)
+        status = entry.stat()
+        if stat.S_ISREG(status.st_mode):
+            mode = stat.S_IMODE(status.st_mode) & 0o777
+            files[path] = _File(status.st_size, mode, status.st_mtime_ns, status.st_ino)
+        else:
+            _scan(entry.path, path, files, empty)
+
+
+def _require_portable(entry: os.DirEntry[str]) -> None:
+    path = entry.path
+    try:
+        entry.name.encode()
+    except UnicodeEncodeError as undecodable:
+        raise InvalidInput(f"{path!r}: the name is not UTF-8, so it cannot be restored elsewhere") from undecodable
+    if "\\" in entry.name:
+        raise InvalidInput(f"{path}: the name holds a backslash, so it cannot be restored elsewhere")
+    if entry.is_symlink() and (entry.is_dir() or not Path(path).exists()):
+        raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
+    if not (entry.is_file() or entry.is_dir()):
+        raise InvalidInput(f"{path}: neither a file nor a directory, so it cannot be saved")
+
+
+class DirectorySink:
+    """A new directory beside `destination`, renamed to it when all files are written."""
+
+    def __init__(self, manifest: Manifest, destination: Path) -> None:
+        self._manifest = manifest
+        self._destination = destination
+        self._building = destination.with_name(f".{destination.name}.{uuid4().hex}")
+        self._other_modes: list[tuple[str, int]] = []  # set at the end: read-only, or against the umask
+
+    def __enter__(self) -> Self:
+        try:
+            self._furnish()
+        except BaseException:
+            shutil.rmtree(self._building, ignore_errors=True)
+            raise
+        return self
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        path = f"{self._building}/{self._manifest.files[file].path}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(descriptor, data[done:], offset + done)
+        finally:
+            os.close(descriptor)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            shutil.rmtree(self._building, ignore_errors=True)  # was renamed if all went well
+
+    def _furnish(self) -> None:
+        self._building.mkdir(parents=True)
+        folders = {file.path.rpartition("/")[0] for file in self._manifest.files}
+        for folder in sorted({*folders, *self._manifest.empty_directories}):
+            (self._building / folder).mkdir(parents=True, exist_ok=True)
+        for file in self._manifest.files:
+            self._create(file)
+
+    def _create(self, file: FileRef) -> None:
+        readable = file.mode | stat.S_IRUSR
+        path = f"{self._building}/{file.path}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, readable | stat.S_IWUSR)
+        try:
+            if stat.S_IMODE(os.fstat(descriptor).st_mode) != readable:
+                self._other_modes.append((path, readable))
+        finally:
+            os.close(descriptor)
+
+    def _finish(self) -> None:
+        for path, mode in self._other_modes:
+            Path(path).chmod(mode)
+        if self._destination.is_dir() and not any(self._destination.iterdir()):
+            self._destination.rmdir()
+        self._building.rename(self._destination)

@@ -1,0 +1,1 @@
+"""URIs and paths of targets and checkpoints, and the stores that they name."""

@@ -1,0 +1,339 @@
+"""The location of a checkpoint's files (a local directory, or a folder of a target) and how to read them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.locations.uri import Client, Location, arrow_filesystem, open_arrow, open_location, read_uri
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+    from prefect_tune.core.checkpoints.manifest import Manifest
+    from prefect_tune.core.storage.layout import CheckpointKey
+    from prefect_tune.core.storage.object_store import ObjectStore
+    from prefect_tune.stores.local.destination import Filling
+    from prefect_tune.stores.local.node_cache import NodeCopies
+
+__all__ = ["Change", "LocalPlace", "Opener", "Place", "TargetPlace", "place_of"]
+
+Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
+
+_COMMITTED = re.compile(
+    r"(?:(?P<root>.*)/)?(?P<folder>(?P<experiment>[^/]+)/trials/(?P<trial>[^/]+)"
+    r"/checkpoints/(?P<step>\d{10,})-(?P<sequence>\d{10,}))"
+)
+
+
+class Opener(Protocol):
+    """Opens a target's root, as the `open` of a target block does. Must be picklable."""
+
+    def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]: ...
+
+
+class Place(Protocol):
+    """What a `Checkpoint` needs from its location. `token` identifies the `Checkpoint` object and its copies."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    def filesystem(self) -> FileSystem: ...
+    def lent(self, token: str, deadline: Deadline) -> AbstractContextManager[str]: ...
+    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> Filling: ...
+    def metadata(self, deadline: Deadline) -> dict[str, object]: ...
+    def revise_metadata(self, change: Change, deadline: Deadline) -> None: ...
+
+
+def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> LocalPlace | TargetPlace:
+    """Return the location that `path` names, on `filesystem` if one is given. Opens and requests nothing.
+
+    Raises:
+        InvalidInput: `path` is not valid, or has a scheme besides `filesystem`.
+    """
+    text = os.fspath(path)
+    if filesystem is not None:
+        return _on_filesystem(text, _as_arrow(filesystem))
+    location = read_uri(text)
+    return LocalPlace(location.path) if location.client is Client.FILES else _at(location)
+
+
+def _at(location: Location) -> TargetPlace:
+    root, folder = _split(location.path)
+    return TargetPlace(
+        open=partial(open_location, location.at(root)),
+        folder=folder,
+        name=location.uri,
+        path=location.arrow_path,
+        kind=location.scheme,
+        plain_filesystem=partial(arrow_filesystem, location),
+    )
+
+
+def _on_filesystem(path: str, filesystem: FileSystem) -> LocalPlace | TargetPlace:
+    if "://" in path:
+        raise InvalidInput(f"{path!r}: with a filesystem, expected a path on it, without a scheme")
+    if filesystem.type_name == "local":
+        return LocalPlace(os.path.abspath(path))  # noqa: PTH100  links are kept, as they were written
+    bare = path.rstrip("/")
+    root, folder = _split(bare)
+    return TargetPlace(
+        open=partial(_open_arrow, filesystem, root),
+        folder=folder,
+        name=f"{filesystem.type_name}:{bare}",
+        path=bare,
+        kind=filesystem.type_name,
+        plain_filesystem=partial(_identity, filesystem),
+    )
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Split `path` into a target's root and a folder: before the experiment of a checkpoint, else before the name.
+
+    So that a missing directory and a missing target give different errors.
+    """
+    if committed := _COMMITTED.fullmatch(path):
+        return committed["root"] or "", committed["folder"]
+    above, slash, name = path.rpartition("/")
+    return (above or slash, name) if slash else (path, "")
+
+
+def _identity(filesystem: FileSystem) -> FileSystem:
+    return filesystem
+
+
+def _as_arrow(filesystem: FileSystem) -> FileSystem:
+    if hasattr(filesystem, "type_name"):
+        return filesystem
+    import pyarrow.fs as arrow
+
+    return arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
+
+
+@contextmanager
+def _open_arrow(filesystem: FileSystem, root: str, *, timeout: timedelta) -> Iterator[ObjectStore]:
+    with open_arrow(partial(_identity, filesystem), root, filesystem.type_name, timeout=timeout) as store:
+        yield store
+
+
+# ------------------------------------------------------------------------------------------- a local directory
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlace:
+    """A directory of this machine."""
+
+    path: str
+    kind: str = "local"
+
+    def now(self) -> LocalPlace | TargetPlace:
+        """Return itself, or a `TargetPlace` if this is the folder of a committed checkpoint on a local target."""
+        committed = _COMMITTED.fullmatch(self.path)
+        if not committed or not Path(self.path, "manifest.json").is_file():
+            return self
+        return _at(Location(Client.FILES, "file", "", self.path))
+
+    def filesystem(self) -> FileSystem:
+        import pyarrow.fs as arrow
+
+        return arrow.LocalFileSystem()
+
+    @contextmanager
+    def lent(self, token: str, deadline: Deadline) -> Iterator[str]:  # noqa: ARG002  nothing is waited for
+        self._require_there()
+        yield self.path
+
+    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> Filling:  # noqa: ARG002  as above
+        from prefect_tune.stores.local.destination import Filling
+        from prefect_tune.stores.local.directories import copy_directory, seal_of
+
+        self._require_there()
+        here = f"{self.path} as {seal_of(Path(self.path))}"
+        return Filling(here, here, partial(copy_directory, Path(self.path)), verifies=_never)
+
+    def metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
+        from prefect_tune.stores.local.download import METADATA_FILE, read_metadata
+
+        self._require_there()
+        file = Path(self.path, METADATA_FILE)
+        return read_metadata(file.read_bytes(), str(file)) if file.exists() else {}
+
+    def revise_metadata(self, change: Change, deadline: Deadline) -> None:
+        import json
+
+        from prefect_tune.core.checkpoints.metadata import plain_metadata
+        from prefect_tune.stores.local.directories import replace_file
+        from prefect_tune.stores.local.download import METADATA_FILE
+        from prefect_tune.stores.local.file_lock import FileLock, Share
+        from prefect_tune.stores.local.node_cache import node_folder
+
+        self._require_there()
+        locks = node_folder() / "metadata"
+        locks.mkdir(mode=0o700, exist_ok=True)
+        with FileLock.take(locks / f"{_short(os.path.realpath(self.path))}.lock", Share.ALONE, deadline):
+            said = plain_metadata(change(self.metadata(deadline)))
+            replace_file(Path(self.path, METADATA_FILE), json.dumps(said).encode())
+
+    def _require_there(self) -> None:
+        if not Path(self.path).is_dir():
+            raise CheckpointNotFound(f"{self.path}: expected a checkpoint's directory, found none")
+
+
+def _never(directory: Path) -> bool:  # noqa: ARG001  the answer to whether it holds certain bytes
+    return False
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# -------------------------------------------------------------------------------------------- on a target
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlace:
+    """A folder of a store: how to open the store, the folder's path below its root, and its names."""
+
+    open: Opener
+    folder: str
+    name: str
+    path: str
+    kind: str
+    plain_filesystem: Callable[[], FileSystem] | None = None
+
+    def now(self) -> TargetPlace:
+        """Return itself."""
+        return self
+
+    def filesystem(self) -> FileSystem:
+        if self.plain_filesystem is None or self._key() is not None:
+            from prefect_tune.stores.locations.checkpoint_filesystem import committed_view
+
+            return committed_view(self)
+        return self.plain_filesystem()
+
+    @contextmanager
+    def lent(self, token: str, deadline: Deadline) -> Iterator[str]:
+        with ExitStack() as copy:
+            with self._opened(deadline) as (store, manifest):
+                key, fetch = self._named(token, manifest), self._fetch(store, manifest)
+                path = copy.enter_context(_copies().reading(key, fetch, deadline))
+            yield str(path)
+
+    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> Filling:
+        from prefect_tune.stores.local.destination import Filling
+        from prefect_tune.stores.local.verify_directory import holds_exactly
+
+        with self._opened(deadline) as (_, manifest):
+            pass
+        key = self._named(token, manifest)
+
+        def fetch(destination: Path) -> None:
+            with self._opened(deadline) as (store, _):
+                direct = self._fetch(store, manifest)
+                if shared:
+                    _copies().give(key, direct, destination, deadline)
+                else:
+                    direct(destination)
+
+        return Filling(key, self.name, fetch, partial(holds_exactly, manifest) if manifest else _never)
+
+    def metadata(self, deadline: Deadline) -> dict[str, object]:
+        from prefect_tune.core.checkpoints.metadata import newest_metadata
+
+        with self._opened(deadline) as (store, manifest):
+            newest = newest_metadata(store, self._versions(manifest))
+            return self._first_metadata(store, manifest) if newest is None else newest
+
+    def revise_metadata(self, change: Change, deadline: Deadline) -> None:
+        from prefect_tune.core.checkpoints.metadata import revise_metadata
+
+        with self._opened(deadline) as (store, manifest):
+            revise_metadata(
+                store,
+                self._versions(manifest),
+                change,
+                before=self._first_metadata(store, manifest),
+                write_id=uuid.uuid4().hex,
+            )
+
+    def manifest(self, store: ObjectStore) -> Manifest | None:
+        """Return the manifest of the checkpoint here; None if this is a plain directory.
+
+        Raises:
+            CheckpointNotFound: it is neither.
+            CheckpointCorrupt: the manifest is truncated, altered or of another checkpoint.
+        """
+        from prefect_tune.core.recovery.restore import read_manifest
+
+        key = self._key()
+        if key is None:
+            return None
+        try:
+            return read_manifest(store, key)
+        except CheckpointNotFound:
+            if store.list(self.folder):
+                return None  # a directory without a manifest, whose path only looks like a checkpoint's
+            raise
+
+    @contextmanager
+    def _opened(self, deadline: Deadline) -> Iterator[tuple[ObjectStore, Manifest | None]]:
+        deadline.check(f"opening {self.name}")
+        with self.open(timeout=timedelta(seconds=deadline.remaining_seconds)) as store:
+            yield store, self.manifest(store)
+
+    def _key(self) -> CheckpointKey | None:
+        from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+
+        found = _COMMITTED.fullmatch(self.folder)
+        if not found:
+            return None
+        trial = TrialKey(experiment=found["experiment"], trial=found["trial"])
+        return CheckpointKey(trial=trial, step=int(found["step"]), sequence=int(found["sequence"]))
+
+    def _named(self, token: str, manifest: Manifest | None) -> str:
+        """Return a name of the bytes: the manifest's digest, or `token` for a plain directory, which may change."""
+        from prefect_tune.core.checkpoints.manifest import encode_manifest
+
+        return hashlib.blake2b(encode_manifest(manifest), digest_size=16).hexdigest() if manifest else token
+
+    def _fetch(self, store: ObjectStore, manifest: Manifest | None) -> Callable[[Path], None]:
+        from prefect_tune.stores.local.download import fetch_committed, fetch_plain
+
+        if manifest:
+            return partial(fetch_committed, store, manifest)
+        return partial(fetch_plain, store, self.folder, without=self._versions(None))
+
+    def _versions(self, manifest: Manifest | None) -> str:
+        """Return the folder for versions of the metadata; a hidden one in a directory without a manifest."""
+        key = self._key() if manifest else None
+        return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
+
+    def _first_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
+        from prefect_tune.stores.local.download import METADATA_FILE, read_file, read_metadata, written_metadata
+
+        if manifest:
+            return written_metadata(store, manifest)
+        path = f"{self.folder}/{METADATA_FILE}" if self.folder else METADATA_FILE
+        data = read_file(store, path)
+        return {} if data is None else read_metadata(data, path)
+
+
+def _copies() -> NodeCopies:
+    from prefect_tune.stores.local.node_cache import NodeCopies, node_folder
+
+    folder = node_folder() / "copies"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return NodeCopies(folder)

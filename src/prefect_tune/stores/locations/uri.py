@@ -1,0 +1,300 @@
+"""Parse a path or URI, and open its store without a block and without Prefect.
+
+Credentials come from where each cloud's tools look for them: environment variables, a profile, the machine's role.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.aws_environment import S3Access, ambient_access, ambient_endpoint, ambient_http
+from prefect_tune.stores.deadline import Deadline
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+__all__ = ["Client", "Location", "arrow_filesystem", "open_arrow", "open_location", "read_uri"]
+
+
+class Client(Enum):
+    """The client for a scheme."""
+
+    FILES = "the operating system"
+    S3 = "obstore, S3"
+    GCS = "obstore, Google Cloud Storage"
+    AZURE = "obstore, Azure"
+    OTHER = "pyarrow or fsspec"
+
+
+_CLIENTS: Mapping[str, Client] = {
+    "file": Client.FILES,
+    **dict.fromkeys(("s3", "s3a", "s3n"), Client.S3),
+    **dict.fromkeys(("gs", "gcs"), Client.GCS),
+    **dict.fromkeys(("az", "azure", "abfs", "abfss", "wasb", "wasbs"), Client.AZURE),
+}
+_OPTIONS: Mapping[Client, frozenset[str]] = {
+    Client.S3: frozenset({"endpoint_url", "endpoint_override", "region", "scheme", "allow_http", "anonymous"}),
+    Client.GCS: frozenset({"endpoint_url", "anonymous"}),
+}
+_ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
+_IN_PROCESS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
+"""Kinds of pyarrow file systems that need no child process: their calls end, or they exist only in this process."""
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A parsed path or URI. `container` is a bucket, or for `OTHER` clients the host; empty for files.
+
+    `path` has no slash at its ends; for files it is absolute.
+    """
+
+    client: Client
+    scheme: str
+    container: str
+    path: str
+    account: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def uri(self) -> str:
+        """The location as a URI, options included."""
+        at = f"@{self.account}" if self.account else ""
+        query = f"?{urlencode(self.options)}" if self.options else ""
+        return f"{self.scheme}://{self.container}{at}/{quote(self.path.lstrip('/'))}{query}"
+
+    @property
+    def arrow_path(self) -> str:
+        """The path as pyarrow's file systems expect it: with the bucket in front, if there is one."""
+        match self.client:
+            case Client.FILES:
+                return self.path
+            case Client.OTHER:
+                return _path_for_fsspec(self)
+            case _:
+                return f"{self.container}/{self.path}".rstrip("/")
+
+    def at(self, path: str) -> Location:
+        """Return this location with another path."""
+        return replace(self, path=path)
+
+
+def read_uri(uri: str | os.PathLike[str]) -> Location:
+    """Parse a URI or a local path. Opens and requests nothing.
+
+    Raises:
+        InvalidInput: `uri` is not valid; the message says why.
+    """
+    text = os.fspath(uri)
+    scheme = _SCHEME.match(text)
+    if not scheme:
+        if not text or "\0" in text:
+            raise InvalidInput(f"{text!r}: expected a path or a URI such as s3://bucket/folder")
+        return Location(Client.FILES, "file", "", os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  links are kept
+    name = scheme[1].lower()
+    client = _CLIENTS.get(name, Client.OTHER)
+    parts = urlsplit(text)
+    if parts.password or (parts.username and client in _OPTIONS):
+        raise InvalidInput(
+            f"{name}://…@{parts.hostname}{parts.path}: expected no credentials in a URI: use a block or the environment"
+        )
+    if client is Client.FILES:
+        return _file(text, unquote(parts.path), parts.netloc)
+    if client is Client.OTHER:
+        return _other(text, name)
+    container, _, account = parts.netloc.partition("@")
+    if not container:
+        raise InvalidInput(f"{text!r}: expected a bucket after {name}://, found none")
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := options.keys() - _OPTIONS.get(client, frozenset()):
+        known = ", ".join(sorted(_OPTIONS.get(client, ()))) or "none"
+        raise InvalidInput(f"{name}://{container}{parts.path}: unknown option {min(unknown)!r}; known are {known}")
+    return Location(client, name, container, unquote(parts.path).strip("/"), account, options)
+
+
+def _file(uri: str, path: str, host: str) -> Location:
+    if host not in ("", "localhost"):
+        raise InvalidInput(f"{uri!r}: expected no host in a file URI; did you mean file:///{host}{path}?")
+    return Location(Client.FILES, "file", "", os.path.normpath(path))
+
+
+def _other(uri: str, scheme: str) -> Location:
+    import fsspec
+
+    if scheme not in _ARROW_SCHEMES and scheme not in fsspec.available_protocols():
+        known = ", ".join(sorted(_CLIENTS))
+        place = uri.partition("?")[0]  # the query may have a token
+        raise InvalidInput(f"{place!r}: unknown scheme {scheme!r}; known are {known}, and fsspec's and pyarrow's")
+    host, _, path = uri.partition("://")[2].partition("/")
+    return Location(Client.OTHER, scheme, host, path.rstrip("/"))
+
+
+def _path_for_fsspec(location: Location) -> str:
+    import fsspec
+
+    if location.scheme in _ARROW_SCHEMES:
+        return f"/{location.path}"
+    try:
+        kind = fsspec.get_filesystem_class(location.scheme)
+    except (ImportError, ValueError):
+        return f"{location.container}/{location.path}"  # opening it raises the error; this only formats the path
+    return str(kind._strip_protocol(location.uri))  # noqa: SLF001  how fsspec turns a URI into a path
+
+
+@contextmanager
+def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectStore]:
+    """Open the store with the root `location`; all its operations together end within `timeout`.
+
+    Raises:
+        InvalidInput: the client does not accept these settings, or is not installed.
+    """
+    deadline = Deadline.after(timeout)
+    match location.client:
+        case Client.FILES:
+            from prefect_tune.stores.posix.posix_store import PosixStore
+
+            yield PosixStore(Path(location.path), deadline=deadline)
+        case Client.OTHER:
+            with open_arrow(
+                partial(arrow_filesystem, location), location.arrow_path, location.scheme, timeout=timeout
+            ) as store:
+                yield store
+        case _:
+            from prefect_tune.stores.object_store.obstore_store import ObstoreStore
+
+            clouds = ObstoreStore(partial(_connected, location, _constructor(location)), deadline=deadline)
+            try:
+                yield clouds
+            finally:
+                clouds.close()
+
+
+@contextmanager
+def open_arrow(
+    filesystem: Callable[[], FileSystem], root: str, kind: str, *, timeout: timedelta
+) -> Iterator[ObjectStore]:
+    """Open the folder `root` of a pyarrow file system; `kind` is its scheme or its pyarrow type name.
+
+    Kinds whose calls may hang run in a child process, which is killed at the timeout.
+    """
+    deadline = Deadline.after(timeout)
+    if kind.removeprefix("py::fsspec+") in _IN_PROCESS:
+        yield _arrow_store(filesystem, root, deadline)
+        return
+    from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
+
+    with IsolatedStore(partial(_arrow_store, filesystem, root), deadline=deadline) as store:
+        yield store
+
+
+def _arrow_store(filesystem: Callable[[], FileSystem], root: str, deadline: Deadline | None = None) -> ObjectStore:
+    from prefect_tune.stores.arrow.arrow_store import ArrowStore
+
+    return ArrowStore(filesystem(), root, deadline=deadline)
+
+
+def _connected(location: Location, constructor: Callable[..., Any], limit: timedelta) -> Any:
+    from obstore.exceptions import BaseError
+
+    from prefect_tune.stores.object_store.obstore_store import client_times
+
+    times = client_times(limit)
+    options = {**times["client_options"], "allow_http": _allows_http(location)}
+    try:
+        return constructor(client_options=options, retry_config=times["retry_config"])
+    except (BaseError, ValueError) as error:
+        raise InvalidInput(
+            f"{location.uri}: obstore does not accept this location: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _constructor(location: Location) -> Callable[..., Any]:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    endpoint = _endpoint(location)
+    unsigned = {"skip_signature": True} if _is_true(location.options.get("anonymous", "")) else {}
+    match location.client:
+        case Client.S3:
+            access = _access(location)
+            config = {"endpoint": endpoint, "region": access.region}
+            keys: Any = access.keys
+            kind: Any = partial(S3Store, credential_provider=keys)
+        case Client.GCS:
+            config, kind = {"base_url": endpoint}, GCSStore
+        case _:
+            config, kind = {"account_name": location.account.partition(".")[0] or None}, AzureStore
+    given = {name: value for name, value in config.items() if value}
+    return partial(kind, location.container, prefix=location.path or None, config={**given, **unsigned})
+
+
+def _endpoint(location: Location) -> str | None:
+    endpoint = location.options.get("endpoint_url") or location.options.get("endpoint_override")
+    if endpoint and "://" not in endpoint:  # pyarrow's form: host:port, with the scheme as an option of its own
+        return f"{location.options.get('scheme', 'https')}://{endpoint}"
+    return endpoint or (ambient_endpoint(os.environ) if location.client is Client.S3 else None)
+
+
+def _allows_http(location: Location) -> bool:
+    """Whether HTTP is allowed: by an option, the environment, or an endpoint that begins with `http://`."""
+    asked = location.options.get("allow_http")
+    is_allowed = ambient_http(os.environ) if asked is None else _is_true(asked)
+    return is_allowed or (_endpoint(location) or "").startswith("http://")
+
+
+def _is_true(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes")
+
+
+def _access(location: Location) -> S3Access:
+    """Return credentials and region: the URI's region, the rest from the environment or a profile."""
+    found = ambient_access(os.environ, anonymous=_is_true(location.options.get("anonymous", "")))
+    return replace(found, region=location.options.get("region") or found.region)
+
+
+def arrow_filesystem(location: Location) -> FileSystem:
+    """Return the pyarrow file system for `location`; use it with `location.arrow_path`.
+
+    Raises:
+        InvalidInput: a package that the scheme needs is not installed.
+    """
+    import fsspec
+    import pyarrow.fs as arrow
+
+    if location.client is Client.FILES:
+        return arrow.LocalFileSystem()
+    if location.client is Client.S3:
+        return _arrow_s3(location)
+    if location.client is Client.GCS:
+        return arrow.GcsFileSystem(anonymous=_is_true(location.options.get("anonymous", "")))
+    if location.scheme in _ARROW_SCHEMES:
+        return arrow.FileSystem.from_uri(location.uri)[0]
+    options = {"account_name": location.account.partition(".")[0]} if location.account else {}
+    try:
+        found, _ = fsspec.core.url_to_fs(location.uri, **options)
+    except (ImportError, ValueError) as missing:
+        raise InvalidInput(f"{location.uri}: needs a package that is not installed: {missing}") from missing
+    return arrow.PyFileSystem(arrow.FSSpecHandler(found))
+
+
+def _arrow_s3(location: Location) -> FileSystem:
+    import pyarrow.fs as arrow
+
+    endpoint = _endpoint(location)
+    return arrow.S3FileSystem(
+        anonymous=_is_true(location.options.get("anonymous", "")),
+        region=_access(location).region,
+        endpoint_override=endpoint.partition("://")[2] if endpoint else None,
+        scheme="http" if (endpoint or "").startswith("http://") else "https",
+    )

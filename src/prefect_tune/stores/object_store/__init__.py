@@ -1,0 +1,1 @@
+"""S3, Google Cloud Storage and Azure through obstore."""

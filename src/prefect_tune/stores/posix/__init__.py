@@ -1,0 +1,1 @@
+"""Files as objects, on a local disk or a mounted file system."""

@@ -1,0 +1,1 @@
+"""The supervisor's side of a trial process: pool, channel, output, specification, shutdown."""

@@ -1,0 +1,221 @@
+"""Client of the fork server (`prefect_tune.runtime.fork_server`): start it, request processes, end them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from prefect_tune.stores.local.scratch import ScratchDirectory
+
+__all__ = ["Child", "Expected", "Forks"]
+
+_PATIENCE = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
+_GOODBYE = timedelta(seconds=5)
+_WORDS_BYTES = 64
+_FIRST = "1"  # a process's first temporary directory
+
+
+class Forks:
+    """A running fork server (`prefect_tune.runtime.fork_server`). It ends with this process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        self._was_asked = False
+
+    @staticmethod
+    def start(environment: Mapping[str, str]) -> Forks:
+        """Start the fork server without waiting; requests queue until it is ready."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_PATIENCE.total_seconds())
+        command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.runtime.fork_server"]
+        with theirs:
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
+                env={**environment, "PYTHONUNBUFFERED": "1"},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        return Forks(process, ours)
+
+    def fork(self) -> Expected:
+        """Request a process that waits for its first message; return without waiting for the fork."""
+        self._was_asked = True
+        with ExitStack() as undo:
+            home = ScratchDirectory(_FIRST)
+            undo.callback(home.close)
+            connection, channel = socket.socketpair()
+            status, says = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            output, prints = os.pipe()
+            undo.pop_all()
+        with channel, says, suppress(OSError):  # if the server is gone, reading `status` gives end of file
+            socket.send_fds(self._control, [b"fork"], [channel.fileno(), prints, says.fileno()])
+        os.close(prints)
+        return Expected(_Ends(Connection(connection.detach()), status, output, home))
+
+    def end(self) -> None:
+        """End the fork server: it exits after its forked processes, and is killed if that takes more than 5 s."""
+        if not self._was_asked:
+            self._process.kill()  # it may still be importing
+        self._control.close()
+        try:
+            self._process.wait(_GOODBYE.total_seconds())
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def let_go(self) -> None:
+        """Send no more requests, and do not wait: the fork server exits after the last process that it forked."""
+        self._control.close()
+        threading.Thread(target=self._process.wait, name="fork-server", daemon=True).start()
+
+    def kill(self) -> None:
+        """Kill the fork server, even if it is stopped by SIGSTOP."""
+        self._process.kill()
+        self.end()
+
+
+def _born(status: socket.socket) -> int | None:
+    words = _heard(status, _PATIENCE)
+    match (words or "").split():
+        case ["born", nanny, _]:
+            return int(nanny)
+        case ["failed", number]:
+            raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
+        case _:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The supervisor's descriptors of a process, which may not be forked yet."""
+
+    connection: Connection
+    status: socket.socket
+    output: int
+    home: ScratchDirectory
+    """For its temporary files."""
+
+    def close(self) -> None:
+        self.connection.close()
+        self.status.close()
+        os.close(self.output)
+        self.home.close()
+
+
+class Expected:
+    """A requested process that may not be forked yet."""
+
+    def __init__(self, ends: _Ends) -> None:
+        self._ends = ends
+
+    def child(self) -> Child | None:
+        """Wait up to 30 s for the process; return None if the fork server is gone or does not answer.
+
+        Raises:
+            OSError: the fork failed, for example for lack of memory or process ids.
+        """
+        with ExitStack() as undo:
+            undo.callback(self._ends.close)
+            nanny = _born(self._ends.status)
+            if nanny is None:
+                return None
+            undo.pop_all()
+        return Child(self._ends, nanny)
+
+    def dismiss(self) -> None:
+        """Let the process exit by itself: it is not needed. Call `end` afterwards."""
+        self._ends.connection.close()
+
+    def end(self, patience: timedelta) -> None:
+        """Give the process `patience` to exit by itself; then its subreaper, if there is one, kills it."""
+        try:
+            while _heard(self._ends.status, patience):
+                pass  # "born", then "ended"
+        finally:
+            self._ends.close()
+
+
+class Child:
+    """A forked process, as its supervisor controls it."""
+
+    def __init__(self, ends: _Ends, nanny: int) -> None:
+        self.connection = ends.connection
+        self.output = ends.output
+        """Descriptor of the pipe that carries its stdout and stderr."""
+        self._ends = ends
+        self._nanny = nanny
+        self._temporary_count = 0
+        self._code: int | None = None
+        self._closed = False
+
+    def new_temporary_directory(self) -> Path:
+        """Return a new empty directory; earlier ones stay until the process ends, since it may still use them."""
+        self._temporary_count += 1
+        directory = self._ends.home.path / str(self._temporary_count)
+        directory.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files may have removed an empty parent
+        return directory
+
+    def is_alive(self) -> bool:
+        return self._ended_within(timedelta(0)) is None
+
+    def dismiss(self) -> None:
+        """Let a waiting process clean up and exit: it is not needed any more."""
+        self.connection.close()
+
+    def end(self, patience: timedelta = _GOODBYE) -> int:
+        """Give the process `patience` to exit by itself, then kill it and all its descendants; return its exit code.
+
+        A negative code is the negated number of the signal that killed it.
+        """
+        code = self._ended_within(patience)
+        if code is None:
+            with suppress(OSError):  # the process has just ended
+                self._ends.status.shutdown(socket.SHUT_WR)
+            code = self._ended_within(_GOODBYE)
+        if code is None:
+            # The subreaper still holds the other side of `status`, so its pid was not reused; and after a request to
+            # end a trial it supervises no other one.
+            os.kill(self._nanny, signal.SIGKILL)
+            code = -signal.SIGKILL
+        self._close()
+        return code
+
+    def _ended_within(self, patience: timedelta) -> int | None:
+        if self._code is None and not self._closed:
+            words = _heard(self._ends.status, patience)
+            match (words if words is not None else "no word yet").split():
+                case ["ended", status]:
+                    self._code = os.waitstatus_to_exitcode(int(status))
+                case []:
+                    self._code = -signal.SIGKILL  # its subreaper was killed, which kills the process too
+                case _:
+                    pass  # it is alive
+        return self._code
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._ends.close()
+
+
+def _heard(status: socket.socket, patience: timedelta) -> str | None:
+    """Return the subreaper's next message: "" if the subreaper is gone, None if no message came in time."""
+    if not wait([status], patience.total_seconds()):
+        return None
+    try:
+        return status.recv(_WORDS_BYTES).decode()
+    except ConnectionError:
+        return ""

@@ -1,0 +1,100 @@
+"""Turn SIGTERM, Ctrl-C and *Suspend* into a request to save and end, so that they never interrupt a commit."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextvars import copy_context
+from datetime import timedelta
+from typing import TypeVar
+
+from prefect.exceptions import TerminationSignal
+from prefect.logging import get_run_logger
+
+from prefect_tune.retry_policy import retrying_until
+from prefect_tune.supervisor.suspend_request import is_suspended, undisturbed
+
+__all__ = ["interruptible"]
+
+_T = TypeVar("_T")
+# For the trial's last journal entry, which is written after its end or after the grace period.
+_LAST_WORDS = timedelta(seconds=3)
+_SLICE_SECONDS = 0.5
+
+
+def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta) -> _T:
+    """Run `work(stop)` in a thread and return its result; a signal sets `stop` and is raised after `work` has ended.
+
+    The signal handlers of Prefect and Python stay in place: their exception arrives in the main thread, which only
+    waits here, so it interrupts no commit, and Prefect still recognizes a cancellation from the UI. After the signal
+    `work` has `grace` plus 3 s; then the exception is raised even if `work` still runs, and nothing in it is retried
+    any more, since the process waits for its threads at exit. A second Ctrl-C does not wait.
+
+    Suspending the flow run sets `stop` too, without a time limit: the result of `work` is returned when it has
+    ended, and `is_suspended()` tells the caller why.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        return work(stop)  # signals are raised in the main thread only
+    done: Future[_T] = Future()
+    abandoned = threading.Event()
+    try:
+        _begin(work, stop, done, abandoned)
+        while not _wait(done, _SLICE_SECONDS):
+            if is_suspended():
+                _suspend(stop, done)
+    except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
+        stop.set()
+        try:
+            _wait_out(done, grace + _LAST_WORDS)
+        finally:
+            abandoned.set()
+        raise
+    return done.result()
+
+
+def _wait(done: Future[_T], seconds: float = math.inf) -> bool:
+    """Return whether `done` is done within `seconds`.
+
+    It waits in slices of 0.5 s: Python handles a signal that arrives just before a wait only after that wait.
+    """
+    until = time.monotonic() + seconds
+    while not done.done() and (remaining := until - time.monotonic()) > 0:
+        wait([done], min(remaining, _SLICE_SECONDS))
+    return done.done()
+
+
+def _begin(
+    work: Callable[[threading.Event], _T], stop: threading.Event, done: Future[_T], abandoned: threading.Event
+) -> None:
+    def run() -> None:
+        try:
+            with undisturbed(), retrying_until(abandoned):
+                done.set_result(work(stop))
+        except BaseException as error:  # noqa: BLE001 - the thread's edge: raised by `done.result()`
+            done.set_exception(error)
+
+    threading.Thread(target=copy_context().run, args=(run,), name="durable-trainable", daemon=True).start()
+
+
+def _suspend(stop: threading.Event, done: Future[_T]) -> None:
+    stop.set()
+    get_run_logger().warning("suspended: every trial saves and ends, and then you are asked how to go on")
+    _wait(done)
+
+
+def _wait_out(done: Future[_T], patience: timedelta) -> None:
+    """Wait for the end. A second SIGTERM changes nothing (clusters send several); a second Ctrl-C ends the wait."""
+    log = get_run_logger()
+    log.warning("asked to stop: the trial saves and ends")
+    try:
+        ended = _wait(done, patience.total_seconds())
+    except TerminationSignal:
+        ended = _wait(done, patience.total_seconds())
+    if not ended:
+        log.error("the trial did not end in time; a resume goes on from its last commit")
+    elif error := done.exception():
+        log.error("the trial failed while it was stopping: %s: %s", type(error).__name__, error)

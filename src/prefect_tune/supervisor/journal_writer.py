@@ -1,0 +1,38 @@
+"""The journal writer: writes each entry of a journal that this process owns, then passes it to a listener."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.models import Stamp
+
+__all__ = ["Book", "Listener", "Writer"]
+
+Writer: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], Stamp | None], Experiment]
+Listener: TypeAlias = Callable[[Sequence[Event], Experiment], None]
+
+
+class Book:
+    """Writes journal entries and holds the state after the last one. Not thread-safe."""
+
+    def __init__(self, target: StorageTarget, experiment: Experiment, writer: Writer, listener: Listener) -> None:
+        self.target = target
+        self.experiment = experiment
+        self._writer = writer
+        self._listener = listener
+
+    def write(self, events: Sequence[Event], stamp: Stamp | None = None) -> Experiment:
+        """Write the next entry and return the state after it: durable, with this process still the owner.
+
+        Raises:
+            Superseded: another process owns the journal now.
+            StoreUnavailable, CommitUnknown: all retries failed; writing the same entry again with the same stamp
+                is safe.
+        """
+        self.experiment = self._writer(self.target, self.experiment, events, stamp)
+        self._listener(events, self.experiment)
+        return self.experiment

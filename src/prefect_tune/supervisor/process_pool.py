@@ -1,0 +1,379 @@
+"""The pool of trial processes: forked in milliseconds, and reused for further trials if the trainable allows it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+from prefect_tune.core.messages.process_messages import FromTrial, Start, Surroundings, ToTrial, TrialEnded
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.supervisor.fork_client import Child, Expected, Forks
+from prefect_tune.supervisor.process_channel import AS_IT_IS, TrialChannel, became, trial_process
+from prefect_tune.supervisor.process_output import Log, TrialOutput
+
+__all__ = ["Nursery", "supervised_process"]
+
+# The interpreter and the C library read these at start, so a fork has the values of its fork server.
+_READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
+_TRIES = 3
+_MOMENT = timedelta(seconds=0.2)
+_GOODBYE = timedelta(seconds=5)
+
+
+class Nursery:
+    """A pool of trial processes. Enter it, then call `process`, from any number of threads.
+
+    Processes are forked from a fork server that has imported what every trial needs; `prepare` or the first `process`
+    starts it. Trials with other values of variables that a process reads at its start get a fork server of their own.
+    A class trainable whose `reset_config` accepts the next trial's configuration serves that trial too, in the same
+    process and with the same object, without `cleanup` and `setup`; a function gets a new process each time. A
+    process that failed, was interrupted or declined serves no other trial: a replacement is forked in advance.
+
+    Args:
+        slots: the most processes, used and waiting together, up to which one is kept or forked in advance. With 0
+            each process serves one trial, and cleans up before it reports the trial's end.
+    """
+
+    def __init__(self, *, slots: int) -> None:
+        self._slots = slots
+        self._pool = _Pool(slots)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the waiting processes; those in use serve their trial to its end."""
+        self._pool.close()
+
+    def dismiss(self) -> None:
+        """End the waiting processes, to free what they hold; the next trials get new processes."""
+        self._pool.dismiss_waiting()
+        self._pool.forget_expected()
+
+    def prepare(self) -> None:
+        """Start the fork server, and do not wait for it."""
+        if sys.platform == "linux":
+            self._pool.forks(AS_IT_IS)
+
+    @contextmanager
+    def process(self, start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+        """Train in a process of the pool. Leaving the block ends the process, unless it is kept for another trial.
+
+        All its descendants end with it, in any session, even if this process or the trial's is killed. (On systems
+        other than Linux: only those in its session.)
+
+        Args:
+            log: the log that receives its output, in the caller's context.
+            environment: variables of this trial, added to this process's environment or replacing them.
+
+        Raises:
+            OSError: no process could be forked, for example for lack of memory or process ids.
+        """
+        if sys.platform != "linux":
+            with trial_process(start, log, environment) as alone:
+                yield alone
+            return
+        start = start.model_copy(update={"waits": self._slots > 0})
+        request = _Request(start, log, _Kind(start.trainable, start.import_path, frozenset(environment.items())))
+        with self._pool.using():
+            child = self._pool.waiting_child(request.kind)
+            borrowed = _Borrowed(child or self._pool.new_child(environment), log)
+            channel = _PooledChannel(self._pool, request, borrowed, has_served=child is not None)
+            try:
+                channel.begin()
+                yield channel
+            except BaseException:
+                channel.keeps = False
+                raise
+            finally:
+                channel.close()
+        if not channel.keeps:
+            self._pool.expect(environment)
+
+
+@contextmanager
+def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+    """Train as `Nursery.process` does, in a process that serves no other trial and ends with the block."""
+    with Nursery(slots=0) as nursery, nursery.process(start, log, environment) as channel:
+        yield channel
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The properties that a trial and a kept process must share, for the process to serve the trial."""
+
+    trainable: str
+    import_path: tuple[str, ...]
+    environment: frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    start: Start
+    log: Log
+    kind: _Kind
+
+
+class _Pool:
+    """The fork servers, and the processes that wait for a trial; counts those in use."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._guard = threading.RLock()
+        self._used_count = 0
+        self._waiting: list[tuple[_Kind, Child]] = []
+        self._expected: list[tuple[Forks, Expected]] = []
+        self._forks: dict[frozenset[tuple[str, str]], Forks] = {}
+        self._closed = False
+
+    def forks(self, environment: Mapping[str, str]) -> Forks:
+        """Return the fork server for this environment; start it if it does not run."""
+        read_at_start = frozenset(_read_at_start({**os.environ, **environment}).items())
+        with self._guard:
+            if self._closed:
+                raise RuntimeError("the pool of trial processes is closed")
+            if (found := self._forks.pop(read_at_start, None)) is None:
+                found = Forks.start({**os.environ, **dict(read_at_start)})
+            self._forks[read_at_start] = found  # ordered by last use
+            if len(self._forks) > self._slots + 1:
+                self._forks.pop(next(iter(self._forks))).let_go()
+            return found
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Count one more process as in use."""
+        with self._guard:
+            self._used_count += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._used_count -= 1
+
+    def waiting_child(self, kind: _Kind) -> Child | None:
+        """Return a waiting process of this kind; None if there is none."""
+        with self._guard:
+            mine = [each for each in self._waiting if each[0] == kind]
+            self._waiting = [each for each in self._waiting if each not in mine[-1:]]
+        if not mine:
+            return None
+        _, child = mine[-1]
+        if child.is_alive():
+            return child
+        child.end()
+        return self.waiting_child(kind)
+
+    def expect(self, environment: Mapping[str, str]) -> None:
+        """Fork a process in advance, in place of one that has ended, so that the next trial need not wait."""
+        with self._guard, suppress(OSError):  # `new_child` raises it if a trial then needs a process
+            in_sight = self._used_count + len(self._waiting) + len(self._expected)
+            if self._forks and not self._closed and in_sight < self._slots:
+                forks = self.forks(environment)
+                self._expected.append((forks, forks.fork()))
+
+    def new_child(self, environment: Mapping[str, str]) -> Child:
+        """Return a new process, after ending waiting processes of other kinds if there are too many."""
+        self.dismiss_waiting(slots=self._slots)
+        while (expected := self._next_expected(environment)) is not None:
+            if (child := self._child_of(*expected)) is not None:
+                return child
+        for _ in range(_TRIES):
+            forks = self.forks(environment)
+            if (child := forks.fork().child()) is not None:
+                return child
+            self._lose(forks)
+        raise OSError(f"cannot fork a trial's process: {_TRIES} fork servers in a row did not answer")
+
+    def _next_expected(self, environment: Mapping[str, str]) -> tuple[Forks, Expected] | None:
+        with self._guard:
+            forks = self.forks(environment)
+            mine = [each for each in self._expected if each[0] is forks]
+            self._expected = [each for each in self._expected if each not in mine[:1]]
+        return mine[0] if mine else None
+
+    def _child_of(self, forks: Forks, expected: Expected) -> Child | None:
+        """Return a process that was forked in advance; None if that fork failed or the process has died since."""
+        try:
+            child = expected.child()
+        except OSError:
+            return None
+        if child is None:
+            self._lose(forks)
+        elif child.is_alive():
+            return child
+        else:
+            child.end()
+        return None
+
+    def keep(self, kind: _Kind, child: Child) -> None:
+        """Keep a process for another trial; end it if there are enough."""
+        with self._guard:
+            is_kept = not self._closed and self._used_count + len(self._waiting) <= self._slots
+            if is_kept:
+                self._waiting.append((kind, child))
+        if not is_kept:
+            _dismiss([child])
+
+    def close(self) -> None:
+        with self._guard:
+            self._closed = True
+            forks, self._forks = [*self._forks.values()], {}
+            is_used = self._used_count > 0
+        self.dismiss_waiting()
+        self.forget_expected()
+        for each in forks:
+            each.let_go() if is_used else each.end()
+
+    def dismiss_waiting(self, *, slots: int = 0) -> None:
+        """End the longest-waiting processes, until no more than `slots` are left, those in use included."""
+        with self._guard:
+            surplus = max(0, self._used_count + len(self._waiting) - slots)
+            leaving, self._waiting = self._waiting[:surplus], self._waiting[surplus:]
+        _dismiss([child for _, child in leaving])
+
+    def forget_expected(self) -> None:
+        with self._guard:
+            leaving, self._expected = self._expected, []
+        for _, each in leaving:
+            each.dismiss()
+        deadline = Deadline.after(_GOODBYE)
+        for _, each in leaving:
+            each.end(timedelta(seconds=deadline.remaining_seconds))
+
+    def _lose(self, forks: Forks) -> None:
+        """Kill and forget a fork server that has died or is stopped; its processes do not need it."""
+        with self._guard:
+            self._forks = {start: each for start, each in self._forks.items() if each is not forks}
+        forks.kill()
+
+
+def _dismiss(children: list[Child]) -> None:
+    """Let all exit at the same time, since each may take time to clean up; then end what is left after 5 s."""
+    for child in children:
+        child.dismiss()
+    deadline = Deadline.after(_GOODBYE)
+    for child in children:
+        child.end(timedelta(seconds=deadline.remaining_seconds))
+
+
+class _Borrowed:
+    """A process that serves an attempt; its output goes to the attempt's log."""
+
+    def __init__(self, child: Child, log: Log) -> None:
+        self.child = child
+        self._output = TrialOutput(log)
+        self._became = ""
+
+    def begin(self) -> None:
+        self._output.start(self.child.output)
+
+    def is_alive(self) -> bool:
+        return self.child.is_alive()
+
+    def end(self) -> str:
+        if not self._became:
+            code = self.child.end(_MOMENT)
+            self._became = became(code, self._output.stop())
+        return self._became
+
+    def let_go(self) -> None:
+        """Stop reading its output, and let the process go on."""
+        self._output.stop()
+
+
+class _PooledChannel(TrialChannel):
+    """The channel of an attempt in a pooled process; a reused process that cannot serve it is replaced."""
+
+    def __init__(self, pool: _Pool, request: _Request, borrowed: _Borrowed, *, has_served: bool) -> None:
+        super().__init__(borrowed.child.connection, borrowed)
+        self._pool = pool
+        self._request = request
+        self._borrowed = borrowed
+        self._is_on_trial = has_served  # until the reused process has answered
+        self._told: list[ToTrial] = []  # messages up to then, to be sent again to a replacement
+        self._changing = threading.RLock()
+        self._closed = False
+        self.keeps = False
+
+    def begin(self) -> None:
+        """Send the process its environment and the trial's start message."""
+        self._borrowed.begin()
+        super().tell(_surroundings(self._borrowed.child, self._request.kind.environment))
+        for message in (self._request.start, *self._told):
+            super().tell(message)
+
+    def tell(self, message: ToTrial) -> None:
+        with self._changing:
+            if self._is_on_trial:
+                self._told.append(message)
+            if not self._closed:  # the process may serve another trial by then
+                super().tell(message)
+
+    def receive(self, patience: timedelta) -> FromTrial | None:
+        try:
+            message = super().receive(patience)
+        except EOFError:
+            if not self._is_on_trial:
+                raise
+            self._replace()
+            return None
+        self._is_on_trial &= message is None
+        self.keeps = isinstance(message, TrialEnded) and message.waits
+        return message
+
+    def end(self) -> str:
+        if not self.keeps:
+            return super().end()
+        self._borrowed.let_go()
+        return "waits for another trial"
+
+    def close(self) -> None:
+        """Return the process to the pool, or end it."""
+        self.end()
+        with self._changing:
+            self._closed = True
+        if self.keeps:
+            self._pool.keep(self._request.kind, self._borrowed.child)
+
+    def _replace(self) -> None:
+        """Take a new process: the reused one declined the trial or was killed, before it trained anything."""
+        ended = self._borrowed.end()
+        if not ended.startswith("exited with code 0"):
+            self._request.log.warning("a process that was kept from an earlier trial %s; a new one is started", ended)
+        with self._changing:
+            self._borrowed = _Borrowed(self._pool.new_child(dict(self._request.kind.environment)), self._request.log)
+            self.go_over_to(self._borrowed.child.connection, self._borrowed)
+            self._is_on_trial = False
+            self.begin()
+
+
+def _surroundings(child: Child, environment: frozenset[tuple[str, str]]) -> Surroundings:
+    own = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(child.new_temporary_directory())}
+    whole = {**os.environ, **dict(environment), **own}
+    return Surroundings(
+        environment={_latin(name): _latin(value) for name, value in whole.items()},
+        working_directory=_latin(_here()),
+    )
+
+
+def _here() -> str:
+    """Return the working directory; "" if it was removed: then a fork inherits it anyway."""
+    try:
+        return os.getcwd()  # noqa: PTH109 - text is needed, not a Path
+    except FileNotFoundError:
+        return ""
+
+
+def _latin(text: str) -> str:
+    """Return the text's bytes as Latin-1, a character per byte: a variable or a path may not be UTF-8."""
+    return os.fsencode(text).decode("latin-1")
+
+
+def _read_at_start(environment: Mapping[str, str]) -> Mapping[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}

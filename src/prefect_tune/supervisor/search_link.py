@@ -1,0 +1,148 @@
+"""The link between an attempt and its search: sends reports and journal entries up, and answers down."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.messages.process_messages import GoOn, Leave, Start
+from prefect_tune.core.models import StepReport
+from prefect_tune.supervisor.process_channel import TrialChannel
+from prefect_tune.supervisor.process_output import Log
+from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.supervisor.trial_spec import TrialPlan
+
+__all__ = ["Answer", "DirectLine", "Heard", "Hearer", "Line", "SoloLine", "Told", "Wrote"]
+
+Answer: TypeAlias = GoOn | Leave
+
+
+class Line(Protocol):
+    """The attempt's end of the link."""
+
+    @property
+    def stop(self) -> threading.Event:
+        """Set to make the trial save and end."""
+        ...
+
+    @property
+    def reads_journal(self) -> bool:
+        """Whether the search reads reports from the attempt's journal only."""
+        ...
+
+    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
+        """Open a process for the attempt to train in."""
+        ...
+
+    def connect(self, tell: Callable[[Answer], None]) -> None:
+        """Deliver answers with `tell`, including those that arrived before."""
+        ...
+
+    def close(self) -> None:
+        """Release the link: the attempt is over."""
+        ...
+
+    def told(self, report: StepReport, *, asks: bool) -> None:
+        """Send a step's report; if it `asks`, the trial waits for an answer. Never blocks."""
+        ...
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        """Send the events just written to the attempt's journal, and the state after them. Never blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A step was trained; if it `asks`, the trial waits for an answer."""
+
+    trial: str
+    report: StepReport
+    asks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """An entry of the trial's own journal."""
+
+    trial: str
+    number: int
+    events: tuple[Event, ...]
+    at: str | None = None
+    """When it was written, as an ISO timestamp."""
+
+
+Heard: TypeAlias = Told | Wrote
+
+
+class DirectLine:
+    """A link within one process: it calls `hear` with each message, in the sender's thread."""
+
+    def __init__(self, trial: str, hear: Callable[[Heard], None], nursery: Nursery) -> None:
+        self.trial = trial
+        self.reads_journal = False
+        self.process = nursery.process
+        self.stop = threading.Event()
+        self._hear = hear
+        self._guard = threading.Lock()
+        self._early: list[Answer] = []
+        self._tell: Callable[[Answer], None] | None = None
+
+    def connect(self, tell: Callable[[Answer], None]) -> None:
+        with self._guard:
+            self._tell = tell
+            for answer in self._early:
+                tell(answer)
+
+    def answer(self, answer: Answer) -> None:
+        """Deliver an answer to the trial, now or when it is connected."""
+        with self._guard:
+            if self._tell is None:
+                self._early.append(answer)
+            else:
+                self._tell(answer)
+
+    def told(self, report: StepReport, *, asks: bool) -> None:
+        self._hear(Told(self.trial, report, asks))
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        self._hear(Wrote(self.trial, experiment.number, tuple(events), new_stamp().at))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class Hearer(Protocol):
+    """Observes a single training. Its methods must return at once."""
+
+    def told(self, told: Told) -> None: ...
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None: ...
+
+
+class SoloLine:
+    """The link of a single training: it passes messages to an observer, and no answer ever comes."""
+
+    def __init__(self, plan: TrialPlan, nursery: Nursery, stop: threading.Event, hearer: Hearer) -> None:
+        self.stop = stop
+        self.reads_journal = False
+        self.process = nursery.process
+        self._trial = plan.trial.trial
+        self._hearer = hearer
+
+    def connect(self, tell: Callable[[Answer], None]) -> None:
+        del tell
+
+    def told(self, report: StepReport, *, asks: bool) -> None:
+        self._hearer.told(Told(self._trial, report, asks))
+
+    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
+        self._hearer.wrote(events, experiment)
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -1,0 +1,115 @@
+"""The specification of one trial (`TrialPlan`) and of one attempt of it (`Orders`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import cloudpickle
+
+from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events.experiment_events import Quarantined
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.schedulers.base import Exploit
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
+
+__all__ = ["Orders", "TrialPlan", "import_path", "payload"]
+
+
+@dataclass(frozen=True)
+class TrialPlan:
+    """How a trial is trained and where its checkpoints are stored: the same for all its attempts."""
+
+    target: StorageTarget
+    trial: TrialKey
+    trainable: str
+    """As `payload` returns it."""
+    stopper: str
+    needs_curve: bool
+    """Whether the stopper looks back further than the last report."""
+    cadence: Cadence = field(default_factory=Cadence)
+    retention: Retention = field(default_factory=Retention)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    """The trainable's name: another trainable may not resume this trial."""
+    isolation: Literal["process", "thread"] = "process"
+    grace: timedelta = timedelta(seconds=25)
+    """How long a trial that is asked to stop may take to save."""
+    silence: timedelta | None = None
+    """How long a trial may train without a report before it is taken for hung."""
+    tags: tuple[str, ...] = ()
+    """Tags of the task run of each attempt; Prefect's tag-based concurrency limits apply to it."""
+    concurrency_limits: tuple[str, ...] = ()
+    """Prefect's global concurrency limits; an attempt holds a slot in each of them."""
+    apart: bool = False
+    """Whether the trial has a journal of its own, beside the experiment's."""
+
+    @property
+    def journal(self) -> JournalKey:
+        """The journal that an attempt writes."""
+        return JournalKey(experiment=self.trial.experiment, trial=self.trial.trial if self.apart else None)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The request for one attempt of a trial."""
+
+    epoch: int | None = None
+    """The epoch in which the caller owns the journal; None: the attempt opens the trial's own journal itself."""
+    search_epoch: int = 0
+    """The epoch in which the requesting search owns the experiment; 0 for a single training."""
+    experiment_id: str = ""
+    """The id of the requesting experiment; empty if it is not checked: in a process of the search itself."""
+    attempt: int = 0
+    """The number of the requested attempt; running the same request again makes a further attempt."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """The trial's configuration, if the attempt creates the trial's own journal."""
+    milestone: int | None = None
+    """The step at which the trial asks whether to go on."""
+    saves_first: bool = False
+    """Whether it commits a checkpoint of that step before it asks."""
+    exploit: Exploit | None = None
+    """Resume from a clone of another trial's newest checkpoint, with another configuration."""
+    puts_aside: tuple[Quarantined, ...] = ()
+    """Checkpoints to quarantine first, since the trainable fails on them."""
+    answers: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """People's answers to the trial's questions, by the question's key."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the trial's process, such as the devices it may use."""
+
+
+def import_path() -> tuple[str, ...]:
+    """Return this process's `sys.path` as absolute paths, for a process with another working directory."""
+    return tuple(_absolute(entry) for entry in sys.path)
+
+
+def _absolute(entry: str) -> str:
+    """Return an existing path as an absolute one; other entries, such as names of import hooks, unchanged."""
+    with suppress(FileNotFoundError):  # the working directory was removed: nothing can be imported from it
+        return os.path.abspath(entry) if not entry or Path(entry).exists() else entry  # noqa: PTH100  "" is the working directory
+    return entry
+
+
+def payload(thing: object) -> str:
+    """Return `thing` as text that the trial's process can load: an import path unchanged, else a pickle in hex.
+
+    Raises:
+        InvalidInput: it cannot be pickled.
+    """
+    if isinstance(thing, str):
+        return thing
+    try:
+        return bytes(cloudpickle.dumps(thing)).hex()
+    except Exception as error:
+        raise InvalidInput(
+            f"{thing!r} cannot be sent to the trial's process ({type(error).__name__}: {error}). Put it into a "
+            "module and pass 'package.module:Name', or open files and connections inside it"
+        ) from error

@@ -1,0 +1,153 @@
+"""Read the form answers of a suspended run, and apply them to the request of the search or training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prefect.runtime import flow_run
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events.experiment_events import Answered, Questioned
+from prefect_tune.core.events.questions import answer_to
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.resume_options import Choice, Standing, choice_of, stop_extended
+from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxTime, Stopper
+from prefect_tune.core.models import digest_of
+from prefect_tune.parameters.json_specs import spelled_stop
+from prefect_tune.parameters.search_request import Asked
+from prefect_tune.parameters.training_request import stopper_for
+from prefect_tune.suspension.resume_forms import Form, form_of_question
+from prefect_tune.suspension.suspend_flow_run import Shown, leave_with
+
+__all__ = [
+    "HOW_TO_GO_ON",
+    "Heard",
+    "about",
+    "answers_for",
+    "chosen_before",
+    "extended",
+    "hear",
+    "standing_of",
+    "stop_after",
+    "unheard",
+]
+
+HOW_TO_GO_ON = "how-to-go-on"
+"""The subject of the form that asks how a suspended run continues, as opposed to a trial's question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A form answer that the journal does not hold yet."""
+
+    choice: Choice | None = None
+    """How to continue; None if the form was a trial's question."""
+    news: tuple[Answered, ...] = ()
+    """The events to journal."""
+
+
+def about(question: Questioned) -> str:
+    """Return the subject of a question's form, by which its answer is matched to the question."""
+    return f"ask-{digest_of(f'{question.trial} {question.key}'.encode())[:16]}"
+
+
+def chosen_before(known: Experiment) -> Sequence[Choice]:
+    """Return the choices that this flow run was resumed with so far, oldest first."""
+    mine = (each for each in known.answers if each.trial is None and each.flow_run == flow_run.id)
+    return [Choice.model_validate(each.answer) for each in mine]
+
+
+def hear(shown: Shown, known: Experiment, standing: Standing, form: Callable[[str], Form]) -> Heard:
+    """Return the answer that this flow run was resumed with, unless the journal holds it already.
+
+    Args:
+        shown: the last form that the run was suspended with; answers to earlier forms are in the journal.
+        known: the experiment, before it is opened.
+        standing: the values that the form offers to change.
+        form: makes the form of how to continue, from the reason why it is shown again.
+
+    Raises:
+        Pause: the answer is invalid: the run suspends again with the same form, which shows the reason.
+    """
+    if shown.answer is None or shown.key in {each.key for each in known.answers}:
+        return Heard()
+    if shown.about == HOW_TO_GO_ON:
+        return _how_to_go_on(shown.key, shown.answer, standing, form)
+    question = next((each for each in known.questions.values() if about(each) == shown.about), None)
+    return _answered(shown.answer, question, known) if question else Heard()
+
+
+def _how_to_go_on(key: str, answer: Mapping[str, object], standing: Standing, form: Callable[[str], Form]) -> Heard:
+    try:
+        choice = choice_of(answer, standing)
+    except InvalidInput as bad:
+        leave_with(form(str(bad)), HOW_TO_GO_ON)
+    answered = Answered(key=key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id)
+    return Heard(choice, (answered,))
+
+
+def _answered(given: Mapping[str, object], question: Questioned, known: Experiment) -> Heard:
+    try:
+        answer = answer_to(question.fields, given)
+    except InvalidInput as bad:
+        leave_with(form_of_question(question, known.name, str(bad)), about(question))
+    return Heard(None, (Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id),))
+
+
+def unheard(news: Sequence[Answered], state: Experiment) -> Sequence[Answered]:
+    """Return those of `news` that the opened journal does not hold.
+
+    Two starts of one run read the same answer. Only the first one applies it.
+    """
+    heard = {(each.trial, each.key) for each in state.answers}
+    heard -= {(name, each.key) for name, each in state.questions.items()}  # asked again: no answer yet
+    return [each for each in news if (each.trial, each.key) not in heard]
+
+
+# ------------------------------------------------------------------------------------------------ applying a choice
+
+
+def standing_of(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> Standing:
+    """Return the present limits, and the checkpoints, that the form of how to continue offers to change."""
+    stopper = stopper_for(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
+    said = spelled_stop(stop) if stop is not None else {}
+    return Standing(
+        samples=samples,
+        steps=stopper.step_count or 0,
+        hours=_hours_in(stopper),
+        checkpoints=tuple(checkpoints),
+        stop_is_code=said is None or isinstance(said, str),
+    )
+
+
+def _hours_in(stopper: Stopper) -> float:
+    parts = stopper.stoppers if isinstance(stopper, AnyOf) else (stopper,)
+    return min((each.time.total_seconds() / 3600 for each in parts if isinstance(each, MaxTime)), default=0.0)
+
+
+def stop_after(stop: object, choice: Choice, standing: Standing) -> object:
+    """Return the stop criterion of a training, extended by the choice; unchanged for any choice but "extend"."""
+    if choice.way != "extend":
+        return stop
+    steps = choice.steps if choice.steps > standing.steps else 0
+    hours = choice.hours if choice.hours > standing.hours else 0
+    return stop_extended(spelled_stop(stop), steps, hours) if steps or hours else stop
+
+
+def extended(asked: Asked, choice: Choice, standing: Standing) -> Asked:
+    """Return the request of a search, extended by the choice; unchanged for any choice but "extend"."""
+    if choice.way != "extend":
+        return asked
+    steps_only = choice.model_copy(update={"hours": 0.0})
+    return replace(
+        asked,
+        num_samples=choice.samples if choice.samples > standing.samples else asked.num_samples,
+        stop=stop_after(asked.stop, steps_only, standing),
+        time_budget_seconds=3600 * choice.hours if choice.hours else asked.time_budget_seconds,
+    )
+
+
+def answers_for(trial: str, answers: Sequence[Answered]) -> Mapping[str, Mapping[str, object]]:
+    """Return the answers to a trial's questions, by the keys of the questions."""
+    return {each.key: each.answer for each in answers if each.trial == trial}

@@ -1,0 +1,107 @@
+"""Decide whether a flow run may take over its experiment: not in a crash loop, and not from a live run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import NoReturn
+from uuid import UUID
+
+from httpx import HTTPError
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.context import FlowRunContext
+from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventOrder, EventResourceFilter
+from prefect.exceptions import Abort, ObjectNotFound, PrefectException
+from prefect.logging import get_run_logger
+from prefect.settings import get_current_settings
+from prefect.states import Cancelled
+
+from prefect_tune.core.errors import CrashLoop
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.supervisor.run_identity import this_owner
+
+__all__ = ["owner_after"]
+
+_BY_HAND = ("Retr",)
+"""Prefixes of the state messages that Prefect's UI and command line set for a manual retry."""
+
+
+def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False) -> Owner:
+    """Return the owner with which this run is to open the experiment.
+
+    Args:
+        known: the experiment, before it is opened.
+        max_restarts: how many automatic restarts in a row may end without progress.
+        answered: whether a person has just answered this process.
+
+    Raises:
+        CrashLoop: this run was restarted automatically `max_restarts` times without progress.
+        Abort: a schedule started this run, and the experiment's last run is alive, or waits for a person: this run is
+            set to Cancelled, and the target is unchanged.
+    """
+    owner, before = this_owner(), known.owner
+    if before is None or before.flow_run is None or owner.flow_run is None:
+        return owner
+    if before.flow_run != owner.flow_run:
+        _leave_to_the_living(known.name, before)
+        return owner
+    if answered or _is_started_by_hand(UUID(owner.flow_run)):
+        return owner.model_copy(update={"by_hand": True})
+    if known.restarts >= max_restarts:
+        raise CrashLoop(
+            f"experiment {known.name!r}: this run was restarted {known.restarts} times in a row, and each time it "
+            "ended before it committed a checkpoint or decided about a trial. It is not restarted automatically any "
+            "more. Read the log of its last start, remove the cause, then press Retry or resume the experiment: "
+            "the count starts at 0 again"
+        )
+    return owner
+
+
+def _is_started_by_hand(flow_run: UUID) -> bool:
+    """Whether a person resumed or retried the run; False if the Prefect server does not answer."""
+    try:
+        with get_client(sync_client=True) as client:
+            states = client.read_flow_run_states(flow_run)
+    except (PrefectException, HTTPError, OSError):
+        return False
+    scheduled = [each for each in states if each.type is StateType.SCHEDULED]
+    last = max(scheduled, key=lambda each: each.timestamp, default=None)
+    return last is not None and (last.name == "Resuming" or (last.message or "").startswith(_BY_HAND))
+
+
+def _leave_to_the_living(experiment: str, owner: Owner) -> None:
+    """Cancel a scheduled run while the last run is alive: a takeover would lose its unsaved steps."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if run is None or not run.auto_scheduled or owner.flow_run is None:
+        return
+    with suppress(ObjectNotFound, PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
+        other = client.read_flow_run(UUID(owner.flow_run))
+        if _is_alive(other, client):
+            _end_cancelled(run, f"experiment {experiment!r}: its last run, {other.name}, has not ended", client)
+
+
+def _is_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
+    """Whether the run waits for a person, or sent a heartbeat within three periods, if heartbeats are on."""
+    if run.state is None or not (run.state.is_running() or run.state.is_paused()):
+        return False
+    every = get_current_settings().flows.heartbeat_frequency
+    if run.state.is_paused() or every is None:
+        return True
+    patience = timedelta(seconds=3 * every)
+    signs = EventFilter(
+        occurred=EventOccurredFilter(since=datetime.now(UTC) - patience),
+        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{run.id}"]),
+        order=EventOrder.DESC,
+    )
+    began = run.state.timestamp
+    return datetime.now(UTC) - began < patience or bool(client.read_events(signs, limit=1).events)
+
+
+def _end_cancelled(run: FlowRun, why: str, client: SyncPrefectClient) -> NoReturn:
+    get_run_logger().warning("%s: this scheduled run ends, and changes nothing", why)
+    client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=f"Skipped: {why}."), force=True)
+    raise Abort(why)

@@ -1,0 +1,139 @@
+"""Turns of a flow run: each ends when no work is left, or when a person has to answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from prefect.exceptions import Abort, TerminationSignal
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
+from prefect_tune.core.events.experiment_events import Answered, Questioned
+from prefect_tune.core.events.questions import answer_to
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
+from prefect_tune.supervisor.suspend_request import is_suspended
+from prefect_tune.suspension.answers import HOW_TO_GO_ON, about
+from prefect_tune.suspension.resume_forms import Form, form_of_question
+from prefect_tune.suspension.suspend_flow_run import can_be_suspended, leave_with, leave_without, pause_with
+from prefect_tune.suspension.terminal_prompt import asked_in_terminal
+from prefect_tune.tasks.experiment_state import read_experiment
+
+__all__ = ["STOPPED_HERE", "Turn", "answers_of_persons", "as_one_owner", "say_what_is_resumable"]
+
+STOPPED_HERE = "stopped here, as was chosen when the run was resumed"
+_PATIENCE = timedelta(days=30)
+
+
+@dataclass(kw_only=True)
+class Turn:
+    """One turn of a flow run: the work until a person has to answer, or none is left."""
+
+    news: Sequence[Answered] = ()
+    """Answers of persons that the journal does not hold yet."""
+    answered: bool = False
+    """Whether a person has answered in this process, without a suspension."""
+    state: Experiment | None = None
+    """The last known state of the experiment."""
+
+    def reached(self, state: Experiment) -> None:
+        """Keep `state` as the last known one."""
+        self.state = state
+
+
+def answers_of_persons(state: Experiment, form: Callable[[], Form]) -> Sequence[Answered]:
+    """Return the answers with which the run takes another turn; nothing if no question is open.
+
+    Args:
+        state: the experiment after this turn.
+        form: makes the form that asks how to continue.
+
+    Raises:
+        Pause: the run is Suspended with a question, and the process is to end.
+    """
+    if is_suspended():
+        leave_with(form(), HOW_TO_GO_ON) if can_be_suspended() else leave_without()
+    question = next(iter(state.questions.values()), None)
+    if question is None:
+        return ()
+    if can_be_suspended():
+        get_run_logger().warning("trial %s asks a person: %s", question.trial, question.question)
+        leave_with(form_of_question(question, state.name), about(question))
+    return [_asked_here(question, state.name)]
+
+
+def _asked_here(question: Questioned, experiment: str) -> Answered:
+    """Ask and wait in this process, since no worker would start the run again."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        answer: Mapping[str, object] = asked_in_terminal(question)
+        return Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id)
+    why = ""
+    while True:
+        get_run_logger().warning("trial %s asks a person, and waits for Resume: %s", question.trial, question.question)
+        form = form_of_question(question, experiment, why)
+        try:
+            answer = answer_to(question.fields, pause_with(form, _PATIENCE))
+        except InvalidInput as bad:
+            why = str(bad)
+        else:
+            return Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id)
+
+
+# ---------------------------------------------------------------------------------------------------- how it ends
+
+
+@contextmanager
+def as_one_owner(target: StorageTarget, experiment: str) -> Iterator[None]:
+    """End this process without a state if another process of the same flow run has taken over the experiment.
+
+    A state from this process would overwrite the state of the other.
+
+    Raises:
+        Abort: instead of `Superseded`, if the new owner is the same flow run.
+    """
+    try:
+        yield
+    except Superseded as lost:
+        if can_be_suspended() and _is_ours_again(target, experiment):
+            get_run_logger().warning("%s", lost)
+            raise Abort(str(lost)) from lost
+        raise
+
+
+def _is_ours_again(target: StorageTarget, experiment: str) -> bool:
+    try:
+        owner = read_experiment(target, experiment).owner
+    except TuneError:
+        return False
+    return owner is not None and owner.flow_run == flow_run.id
+
+
+@contextmanager
+def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[None]:
+    """On SIGTERM or Ctrl-C, log as the last line what can be resumed, from the state that `look` returns."""
+    try:
+        yield
+    except (TerminationSignal, KeyboardInterrupt):
+        state = look()
+        get_run_logger().warning("%s", resumable(state) if state else "the run had not begun: run it again")
+        raise
+
+
+def resumable(state: Experiment) -> str:
+    """Return a sentence: what can be resumed of an experiment, and how."""
+    trials = list(state.trials.values())
+    open_ones = [each for each in trials if each.status not in ENDED]
+    saved = [newest.step if (newest := newest_checkpoint(each)) else 0 for each in open_ones]
+    again = "run it again, with Retry or under the same experiment name, to resume"
+    if not open_ones:
+        return f"experiment {state.name!r}: all {len(trials)} trials have ended; {again}"
+    if len(trials) == 1:
+        return f"experiment {state.name!r}: resumable at step {saved[0]}; {again}"
+    steps = f"step {saved[0]}" if len(set(saved)) == 1 else f"steps {min(saved)} to {max(saved)}"
+    return f"experiment {state.name!r}: {len(open_ones)} of {len(trials)} trials resumable, at {steps}; {again}"

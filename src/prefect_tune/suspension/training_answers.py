@@ -1,0 +1,139 @@
+"""Turns of a single training: the request of each, and a person's answer, carried out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import CheckpointNotFound
+from prefect_tune.core.events.experiment_events import Cloned, Event, Finished, Requeued
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.resume_options import Choice, Standing
+from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.parameters.code_fingerprint import code_of
+from prefect_tune.parameters.resume_mode import read_known
+from prefect_tune.retry_policy import retrying, unseen
+from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.suspension.answers import HOW_TO_GO_ON, chosen_before, hear, standing_of, stop_after, unheard
+from prefect_tune.suspension.resume_forms import Form, form_of_training, page_of
+from prefect_tune.suspension.suspend_flow_run import last_form, leave_with
+from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, answers_of_persons
+from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
+from prefect_tune.tasks.experiment_state import write_entry
+
+__all__ = ["TrainingTurn", "code_changed", "first_turn", "followed", "next_turn"]
+
+
+@dataclass
+class TrainingTurn(Turn):
+    """A turn of a single training: its request, and an answer to carry out."""
+
+    stop: object
+    trainable: object
+    choice: Choice | None = None
+    """A person's answer that is not carried out yet."""
+
+
+def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: object) -> TrainingTurn:
+    """Return the first turn of a new, retried or resumed flow run. Raises `Pause` if it has to ask again."""
+    if (shown := last_form()) is None:
+        return TrainingTurn(stop, trainable)
+    state = retrying(lambda: read_known(target, experiment)).experiment
+    for choice in chosen_before(state):
+        stop = stop_after(stop, choice, standing_of(stop))
+    form = partial(_form, target, TrainingTurn(stop, trainable), state)
+    heard = hear(shown, state, _standing(stop, state), form)
+    if heard.choice is not None:
+        if why := _why_not_back(target, state, heard.choice):
+            leave_with(form(why), HOW_TO_GO_ON)
+        stop = stop_after(stop, heard.choice, standing_of(stop))
+    return TrainingTurn(stop, trainable, heard.choice, news=heard.news)
+
+
+def _why_not_back(target: StorageTarget, state: Experiment, choice: Choice) -> str:
+    """Return why the training cannot resume from the chosen checkpoint; empty if it can, or none was chosen."""
+    if choice.way != "other checkpoint":
+        return ""
+    (trial,) = state.trials.values()
+    key = _checkpoint_at(TrialKey(experiment=state.name, trial=trial.trial), trial, choice.checkpoint)
+    damage = damage_of_checkpoint(target, key)
+    return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
+
+
+def next_turn(turn: TrainingTurn, target: StorageTarget, state: Experiment) -> TrainingTurn | None:
+    """Return the next turn, with new answers; None without any. Raises `Pause` if the run is suspended for one."""
+    news = answers_of_persons(state, lambda: _form(target, turn, state))
+    return TrainingTurn(turn.stop, turn.trainable, news=news, answered=True, state=state) if news else None
+
+
+def followed(plan: TrialPlan, state: Experiment, turn: TrainingTurn) -> Experiment:
+    """Carry out the answer, in the entry that journals it; after a kill before that entry, a retry does it.
+
+    An answer that another start of this run has carried out is skipped.
+    """
+    if not (news := unheard(turn.news, state)):
+        return state
+    trial = state.trials.get(plan.trial.trial)
+    follows = _follows(plan, state, trial, turn.choice) if trial and turn.choice else []
+    return write_entry(plan.target, state, [*news, *follows])
+
+
+def _follows(plan: TrialPlan, state: Experiment, trial: Trial, choice: Choice) -> Sequence[Event]:
+    match choice.way:
+        case "stop here":
+            left = Finished(trial=trial.trial, reason=STOPPED_HERE, left=True)
+            return [] if trial.status in ENDED else [left]
+        case "other checkpoint":
+            back = Requeued(trial=trial.trial, reason=f"it goes back to step {choice.checkpoint}, as was chosen")
+            return [back, _copy(plan, state, trial, choice.checkpoint)]
+        case "continue" | "extend":
+            return []
+
+
+def _copy(plan: TrialPlan, state: Experiment, trial: Trial, step: int) -> Cloned:
+    """Clone an earlier checkpoint of the trial as its newest. It writes one manifest; later checkpoints stay."""
+    key = _checkpoint_at(plan.trial, trial, step)
+    cloned = clone_checkpoint(plan.target, key, unseen(state), trial.trial, new_stamp())
+    reason = f"went back to step {step}, as was chosen"
+    return Cloned(trial=trial.trial, checkpoint=cloned.checkpoint, source=cloned.source, reason=reason)
+
+
+def _checkpoint_at(place: TrialKey, trial: Trial, step: int) -> CheckpointKey:
+    """Return the newest checkpoint of a step. Raises `CheckpointNotFound` if it was retired since the choice."""
+    found = [each for each in trial.checkpoints if each.step == step]
+    if not found:
+        raise CheckpointNotFound(f"{place.folder}: the checkpoint of step {step} is gone; press Retry to choose again")
+    return place.checkpoint_key(found[-1])
+
+
+def _standing(stop: object, state: Experiment) -> Standing:
+    steps = [each.step for trial in state.trials.values() for each in trial.checkpoints]
+    return standing_of(stop, checkpoints=sorted(set(steps)))
+
+
+def _form(target: StorageTarget, turn: TrainingTurn, state: Experiment, why: str = "") -> Form:
+    page = page_of(state, target.uri, None, _code_note(target, turn.trainable, state), why)
+    return form_of_training(_standing(turn.stop, state), page)
+
+
+def _code_note(target: StorageTarget, trainable: object, state: Experiment) -> str:
+    for name, trial in state.trials.items():
+        if changed := code_changed(target, TrialKey(experiment=state.name, trial=name), trial, trainable):
+            return f"⚠️ {changed}"
+    return "code: unchanged since the newest checkpoint, as far as can be told"
+
+
+def code_changed(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
+    """Return a warning if the trainable's source has changed since the newest checkpoint.
+
+    Empty if it has not, or if one of the two is unknown.
+    """
+    key, now = newest_key(folder, trial), code_of(trainable)
+    before = code_of_checkpoint(target, key) if key and now else ""
+    if key is None or not before or before == now:
+        return ""
+    return f"the source of the trainable has changed since the checkpoint of step {key.step} ({before} -> {now})"

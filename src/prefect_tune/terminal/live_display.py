@@ -1,0 +1,130 @@
+"""A live table in a terminal, drawn in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import NoReturn, TextIO, TypeGuard
+
+from rich.console import Console, ConsoleDimensions, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from prefect_tune.terminal.output_capture import Aside, set_aside
+
+__all__ = ["Screen", "can_show", "standing"]
+
+_PERIOD = timedelta(seconds=0.5)
+_SHARE = 0.05
+_PATIENCE = timedelta(seconds=2)
+_ONLY_ONE = threading.Lock()
+
+
+def can_show(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `stream` can show a live table: it is a terminal with cursor control, and nothing forbids it."""
+    if environment.get("PREFECT_TUNE_PROGRESS") == "off" or environment.get("TERM") == "dumb":
+        return False
+    return _is_terminal(stream) and (stream.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def _is_terminal(stream: TextIO | None) -> TypeGuard[TextIO]:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+@contextmanager
+def standing(
+    draw: Callable[[int, int], RenderableType], broke: Callable[[Exception], None], terminal: TextIO
+) -> Iterator[None]:
+    """Show a live table during the `with` block, and remove it afterwards; of several at once only the first is shown.
+
+    Args:
+        draw: returns the table for a number of columns and lines; called repeatedly, in a thread of its own.
+        broke: called in that thread with the error if the terminal or `draw` fails; only the table ends then.
+        terminal: the stream of the terminal.
+    """
+    if not _ONLY_ONE.acquire(blocking=False):
+        yield
+        return
+    try:
+        screen = Screen(draw, broke, terminal, aside := Aside(terminal))
+        with set_aside(aside, [terminal, *filter(_is_terminal, (sys.stdout, sys.stderr))]):
+            screen.start()
+            try:
+                yield
+            finally:
+                screen.end()
+    finally:
+        _ONLY_ONE.release()
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise an ordinary error; Rich would close stdout and end the process."""
+        raise BrokenPipeError(f"{self.file}: its reader has closed it")
+
+
+class Screen(threading.Thread):
+    """Draws until `end`, or until the terminal fails. Drawing takes at most a 20th of the time."""
+
+    def __init__(
+        self,
+        draw: Callable[[int, int], RenderableType],
+        broke: Callable[[Exception], None],
+        terminal: TextIO,
+        aside: Aside,
+    ) -> None:
+        super().__init__(name="progress", daemon=True)
+        self._draw = draw
+        self._broke = broke
+        self._aside = aside
+        self.console = _Console(file=terminal, highlight=False, markup=False)
+        self._over = threading.Event()
+
+    def end(self) -> None:
+        """Remove the table and end the thread; a terminal that does not respond is left as it is."""
+        self._over.set()
+        self.join(_PATIENCE.total_seconds())
+
+    def run(self) -> None:
+        """Draw."""
+        try:
+            self._stand()
+            self._aside.let_through()
+        except Exception as error:  # noqa: BLE001 - the thread's edge: the search continues without the table
+            with suppress(OSError, ValueError):  # the terminal may be the cause
+                self._aside.let_through()
+            self._broke(error)
+
+    def _stand(self) -> None:
+        with Live(
+            console=self.console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        ) as live:
+            self.console.show_cursor()  # so that the terminal has one even if this process is killed
+            patience = 0.0
+            while not self._over.wait(patience):
+                began = time.thread_time()
+                self._print_lines()
+                self._measure()
+                live.update(self._draw(*self.console.size), refresh=True)
+                patience = max(_PERIOD.total_seconds(), (time.thread_time() - began) / _SHARE)
+            self._print_lines()
+
+    def _measure(self) -> None:
+        """Read the size of this terminal: Rich reads that of stdin, stdout or stderr."""
+        width, height = os.get_terminal_size(self.console.file.fileno())  # raises if the terminal has hung up
+        if width and height:
+            self.console.size = ConsoleDimensions(width, height)
+
+    def _print_lines(self) -> None:
+        if lines := self._aside.take_lines():
+            self.console.print(Text("\n").join(map(Text.from_ansi, lines)), soft_wrap=True)

@@ -1,0 +1,236 @@
+"""The state of the live progress view, updated from the events and reports of a running search."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    AttemptEnded,
+    Decided,
+    Event,
+    Finished,
+    GaveUp,
+    Paused,
+    Quarantined,
+    Reported,
+    Requeued,
+    Started,
+)
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.ranking import ranked
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, with_report
+from prefect_tune.core.models import StepReport, first_line
+from prefect_tune.core.schedulers.base import Exploit
+from prefect_tune.core.search.objective import Objective
+
+__all__ = ["Noted", "Outlook", "Sight", "Watch", "share_of_trial", "share_of_trials"]
+
+_NOTES = 50
+_RATE_OVER = timedelta(seconds=15)
+_TOO_EARLY = timedelta(seconds=1)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The expected extent of a search, as far as it is known at its start."""
+
+    experiment: str
+    objective: Objective | None = None
+    trial_count: int | None = None
+    """Total number of trials, including those of earlier runs."""
+    step_count: int | None = None
+    """The most steps that a trial trains."""
+    time: timedelta | None = None
+    """The time budget of this run."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An event of a trial, in a few words."""
+
+    at: datetime
+    trial: str
+    text: str
+    is_bad: bool = False
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A running search at one moment."""
+
+    outlook: Outlook
+    elapsed: timedelta
+    counts: Mapping[Status, int]
+    reports_per_second: float = 0.0
+    left: timedelta | None = None
+    """Estimated time left, from the pace of this run."""
+    rungs: Mapping[int, int] = field(default_factory=dict)
+    """How many trials the scheduler has judged, by step."""
+    running: Sequence[Trial] = ()
+    """Running trials with their newest reports, in the order of proposal."""
+    others: Sequence[Trial] = ()
+    """Trials that do not run and can be compared, the best first."""
+    best: Trial | None = None
+    notes: Sequence[Noted] = ()
+    """The last events, oldest first."""
+
+    @property
+    def trial_count(self) -> int:
+        """Number of trials so far."""
+        return sum(self.counts.values())
+
+    @property
+    def ended_count(self) -> int:
+        """Number of trials that have ended."""
+        return sum(self.counts.get(each, 0) for each in ENDED)
+
+
+class Watch:
+    """Collects the events and reports of a search, in the search's thread; `sight` may be called from another one.
+
+    The caller passes the times: seconds of a monotonic clock, and the time of day for notes.
+    """
+
+    def __init__(self, experiment: Experiment, outlook: Outlook, now: float) -> None:
+        self._outlook = outlook
+        self._began = now
+        self._guard = threading.Lock()
+        self._experiment = experiment
+        self._live: dict[str, StepReport] = {}  # the last reports of the running attempts
+        self._report_count = 0
+        self._rungs = Counter(
+            each.report.step
+            for trial in experiment.trials.values()
+            for each in trial.past
+            if each.report
+            if each.what == "decided"
+        )
+        self._notes: deque[Noted] = deque(maxlen=_NOTES)
+        self._rates: deque[tuple[float, int]] = deque([(now, 0)])
+        self._done_before = share_of_trials(experiment.trials.values(), {}, outlook)
+
+    # --------------------------------------------------------------------------------------------------- updates
+
+    def happened(self, event: Event, experiment: Experiment, at: datetime) -> None:
+        """Take in a journaled event and the state after it."""
+        with self._guard:
+            self._experiment = experiment
+            for each in event.events if isinstance(event, Absorbed) else (event,):
+                self._hear(each, at)
+
+    def told(self, trial: str, report: StepReport, experiment: Experiment) -> None:
+        """Take in a step's report as soon as the step is trained."""
+        with self._guard:
+            self._experiment = experiment
+            self._reported(trial, report)
+
+    def _hear(self, event: Event, at: datetime) -> None:
+        match event:
+            case Reported(trial=trial, report=report):
+                self._reported(trial, report)
+            case Started(trial=trial):
+                self._live.pop(trial, None)
+            case AttemptEnded(trial=trial) | GaveUp(trial=trial) | Finished(trial=trial) | Paused(trial=trial):
+                self._live.pop(trial, None)
+            case Decided(report=report):
+                self._rungs[report.step] += 1
+            case _:
+                pass
+        if (noted := _note(event, at)) is not None and not self._is_known(noted):
+            self._notes.append(noted)
+
+    def _reported(self, trial: str, report: StepReport) -> None:
+        """Count a report once: `told` passes it first, and the journal's event passes it again."""
+        known = self._live.get(trial)
+        if known is None or report.step > known.step:
+            self._live[trial] = report
+            self._report_count += 1
+
+    def _is_known(self, noted: Noted) -> bool:
+        """Whether this note is a repetition: the trial and the search that stopped it both journal the end."""
+        return any(each.trial == noted.trial and each.text == noted.text for each in self._notes)
+
+    # ----------------------------------------------------------------------------------------------------- reading
+
+    def sight(self, now: float) -> Sight:
+        """Return the current progress; takes a few microseconds per trial."""
+        with self._guard:
+            experiment, live = self._experiment, dict(self._live)
+            notes, rungs, reports = tuple(self._notes), dict(self._rungs), self._report_count
+        trials = list(experiment.trials.values())
+        objective, elapsed = self._outlook.objective, timedelta(seconds=now - self._began)
+        running = [with_report(each, live.get(each.trial)) for each in trials if each.status is Status.RUNNING]
+        others = _best_first([each for each in trials if each.status is not Status.RUNNING], objective)
+        return Sight(
+            outlook=self._outlook,
+            elapsed=elapsed,
+            counts=Counter(each.status for each in trials),
+            reports_per_second=self._rate(now, reports),
+            left=self._left(elapsed, share_of_trials(trials, live, self._outlook)),
+            rungs=dict(sorted(rungs.items())),
+            running=running,
+            others=others,
+            best=next(iter(_best_first([*others[:1], *running], objective)), None),
+            notes=notes,
+        )
+
+    def _rate(self, now: float, reports: int) -> float:
+        while len(self._rates) > 1 and now - self._rates[0][0] > _RATE_OVER.total_seconds():
+            self._rates.popleft()
+        since, before = self._rates[0]
+        self._rates.append((now, reports))
+        return (reports - before) / (now - since) if now > since else 0.0
+
+    def _left(self, elapsed: timedelta, done: float) -> timedelta | None:
+        """Return the time left at the pace of this run, or until the time budget ends if that is sooner."""
+        budget = self._outlook.time - elapsed if self._outlook.time is not None else None
+        count, done_now = self._outlook.trial_count, done - self._done_before
+        if count is None or done_now <= 0 or elapsed < _TOO_EARLY:
+            return budget and max(budget, timedelta(0))
+        left = elapsed * (max(0.0, count - done) / done_now)
+        return left if budget is None else max(timedelta(0), min(left, budget))
+
+
+def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
+    """Return the comparable trials, the best first; without an objective, the last ones that ended."""
+    if objective is None:
+        return [each for each in reversed(trials) if each.status in ENDED]
+    return [each for each, _ in ranked(trials, objective)]
+
+
+def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: Outlook) -> float:
+    """Return the sum of the shares of training done; a paused trial counts as done, since few are resumed."""
+    return sum(share_of_trial(each, live.get(each.trial), outlook) for each in trials)
+
+
+def share_of_trial(trial: Trial, report: StepReport | None, outlook: Outlook) -> float:
+    """Return the share of the trial's training that is done, from 0 to 1."""
+    if trial.status in ENDED or trial.status is Status.PAUSED:
+        return 1.0
+    step = max(trial.step, report.step if report else 0)
+    return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0
+
+
+def _note(event: Event, at: datetime) -> Noted | None:
+    match event:
+        case Finished(trial=trial, reason=reason):
+            return Noted(at, trial, f"finished: {first_line(reason)}")
+        case GaveUp(trial=trial, message=message):
+            return Noted(at, trial, f"errored: {first_line(message)}", is_bad=True)
+        case AttemptEnded(trial=trial, cause=cause, message=message):
+            return Noted(at, trial, f"attempt ended: {cause}: {first_line(message)}", is_bad=True)
+        case Started(trial=trial, attempt=attempt, from_step=step) if attempt > 1:
+            return Noted(at, trial, f"attempt {attempt}, from step {step}")
+        case Quarantined(trial=trial, reason=reason):
+            return Noted(at, trial, f"a checkpoint is quarantined: {first_line(reason)}", is_bad=True)
+        case Requeued(trial=trial, reason=reason):
+            return Noted(at, trial, f"goes on: {first_line(reason)}")
+        case Decided(trial=trial, decision=Exploit(source=source)):
+            return Noted(at, trial, f"exploits {source}")
+        case _:
+            return None

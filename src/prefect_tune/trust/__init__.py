@@ -1,0 +1,1 @@
+"""Checks on code that a journal names, before a resume runs it."""

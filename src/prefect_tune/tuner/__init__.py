@@ -1,0 +1,1 @@
+"""The search engine: driver loop, search policy, stop handling, warm start."""

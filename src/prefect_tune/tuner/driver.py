@@ -1,0 +1,395 @@
+"""The main loop of a search: start trials, receive their messages, journal every change, and only then act on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import assert_never
+
+from prefect_tune.core.errors import BadMetric, InvalidInput, ResumeFailed, TuneError
+from prefect_tune.core.events.experiment_events import (
+    Cause,
+    Decided,
+    Event,
+    Finished,
+    Paused,
+    Requeued,
+    Resumed,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
+from prefect_tune.core.messages.process_messages import GoOn, Leave
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
+from prefect_tune.core.search.base import Exhausted, Proposed, Wait
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.executors.trial_executor import Began, Crew, Message, Over, have_ended
+from prefect_tune.monitoring.listener import Listener
+from prefect_tune.parameters.limits import Limits
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.search_link import Told, Wrote
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.tuner.failure_handling import Judge
+from prefect_tune.tuner.pending_entry import Page
+from prefect_tune.tuner.policy import Council, standing_decision, trial_id
+from prefect_tune.tuner.stop_handling import Outside, Stopping
+from prefect_tune.tuner.trial_journal_intake import Intake
+
+__all__ = ["Driver"]
+
+_PATIENCE = timedelta(seconds=0.5)
+
+
+class Driver:
+    """One owner's run of an experiment.
+
+    Every proposal and decision is in the journal before it takes effect, and search and scheduler receive the same
+    events as the journal, in the same order. A resume therefore reaches the same state by replay.
+    """
+
+    def __init__(  # noqa: PLR0913  the collaborators of a run
+        self,
+        plan: TrialPlan,
+        limits: Limits,
+        council: Council,
+        crew: Crew,
+        book: Book,
+        *,
+        log: Log,
+        listener: Listener,
+    ) -> None:
+        self._plan = plan
+        self._listener = listener
+        self._limits = limits
+        self._council = council
+        self._crew = crew
+        self._log = log
+        self._page = Page(book, council, listener, plan.sync.sync_period)
+        self._intake = Intake(self._page, council, book)
+        self._stopping = Stopping(limits, council, crew, self._page, log)
+        self._startable: deque[str] = deque()
+        self._judge = Judge(limits, self._page, self._stopping, self._startable, log)
+        self._attempts: dict[str, int] = {}  # number of the attempt before the present one
+        self._broken: dict[str, str] = {}  # trials whose report lacked the metric, and the error
+        self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
+        self._search_is_done = False
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def run(self, outside: Outside) -> Experiment:
+        """Run until nothing is left to do, or a stop is requested; return the state, all of it journaled.
+
+        On any error, running trials are asked to save and end, unless they outlive the search: none is left to wait
+        for an answer.
+        """
+        try:
+            return self._run(outside)
+        except BaseException:
+            with suppress(TuneError):  # the error that ended the search is the one to raise
+                have_ended(self._crew, self._plan.grace)
+            raise
+
+    def _run(self, outside: Outside) -> Experiment:
+        self._council.recall(self._state)
+        self._take_up()
+        while True:
+            self._stopping.heed(outside)
+            if not self._stopping.ends:
+                self._fill_slots()
+            written = self._page.write(may_wait=len(self._crew) > 0)
+            outside.heard(len(written.heard))
+            if not len(self._crew):
+                return written
+            self._hear(self._crew.hear(_PATIENCE))
+
+    @property
+    def _state(self) -> Experiment:
+        """The experiment, with the events that are not written yet."""
+        return self._page.state
+
+    def _put(self, event: Event) -> None:
+        self._page.put(event)
+
+    # ----------------------------------------------------------------------------------------------- the slots
+
+    def _fill_slots(self) -> None:
+        free = self._limits.max_concurrent_trials - len(self._crew)
+        while free > 0 and (trial := self._next_trial()) is not None:
+            self._start(trial)
+            free -= 1
+
+    def _next_trial(self) -> str | None:
+        while self._startable:
+            trial = self._startable.popleft()
+            self._intake.settle(trial)
+            self._decide_what_is_open(trial)
+            state = self._state.trial(trial)
+            if state.status is Status.PENDING:
+                return trial
+            self._let_go_on(state)
+        if self._limits.only_errored:
+            return None
+        self._stop_unneeded()
+        if (paused := self._council.resume_next()) is None:
+            return None if self._council.is_waiting() else self._propose()
+        return self._resume(paused)
+
+    def _stop_unneeded(self) -> None:
+        while (stopped := self._council.stop_next()) is not None and stopped[0] not in self._crew:
+            self._put(Finished(trial=stopped[0], reason=stopped[1].reason, left=True))
+
+    def _resume(self, trial: str) -> str | None:
+        """Resume a paused trial; return None, and wait, while its attempt still saves the checkpoint of the pause."""
+        if trial in self._crew:
+            return None
+        self._put(Resumed(trial=trial))
+        return trial
+
+    def _propose(self) -> str | None:
+        if self._search_is_done:
+            return self._without_new_trials()
+        match self._council.suggest():
+            case Proposed(config=config):
+                trial = trial_id(self._council.proposed)
+                self._put(TrialAdded(trial=trial, config=config, fingerprint=self._plan.fingerprint, apart=True))
+                return trial
+            case Wait():
+                return None if self._is_busy else self._without_new_trials()
+            case Exhausted(reason=reason):
+                self._log.info("no more trials: %s", reason)
+                self._search_is_done = True
+                return self._without_new_trials()
+            case never:
+                assert_never(never)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(len(self._crew) or self._page.is_awaited)
+
+    def _without_new_trials(self) -> str | None:
+        self._council.no_more()
+        self._stop_unneeded()
+        paused = self._council.resume_next()
+        return self._resume(paused) if paused is not None else None
+
+    def _start(self, trial: str, *, finds: bool = False) -> None:
+        state = self._state.trial(trial)
+        plan = replace(self._plan, trial=TrialKey(experiment=self._state.name, trial=trial))
+        number = state.attempt + (not finds)
+        orders = Orders(
+            search_epoch=self._state.epoch,
+            attempt=number,
+            config=state.config,
+            milestone=self._council.milestone(state),
+            saves_first=self._council.saves_first,
+            exploit=state.exploits,
+            puts_aside=self._judge.put_aside.pop(trial, ()),
+            answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
+        )
+        self._attempts[trial] = number - 1
+        self._page.then(lambda: self._crew.start(plan, orders, number, state.absorbed))
+        if finds:
+            self._answer_again(state, orders.milestone)
+
+    def _answer_again(self, trial: Trial, milestone: int | None) -> None:
+        """Send an attempt again what it may have missed: a request to stop, and the answer for its present step."""
+        if trial.trial in self._state.stops:
+            self._stopping.tell(trial.trial)
+        if not trial.step:
+            return  # it has not asked yet; step 0 is the key of unasked answers
+        report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+        if milestone is not None and trial.step >= milestone:
+            self._told(Told(trial.trial, report, asks=True))
+        else:
+            said = self._answer(trial.trial, trial.exploits or Continue())
+            self._page.then(lambda: self._crew.answer(trial.trial, said, trial.step))
+
+    # --------------------------------------------------------------------------------------------- the trials
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        over: list[Over] = []
+        for message in messages:
+            match message:
+                case Told():
+                    self._told(message)
+                case Wrote():
+                    self._intake.absorb(message)
+                case Began():
+                    begun = self._state.trial(message.trial)
+                    self._answer_again(begun, self._council.milestone(begun))
+                case Over():
+                    over.append(message)
+                case never:
+                    assert_never(never)
+        for each in over:
+            self._crew.dismiss(each.trial)
+            self._conclude(each)
+            self._extend(each.trial)
+
+    def _told(self, told: Told) -> None:
+        self._listener.told(told, self._state)
+        if not told.asks:
+            return
+        try:
+            decision = self._decided(told.trial, told.report)
+        except BadMetric as error:
+            self._broken[told.trial] = str(error)
+            leave = Leave(reason=str(error), save=False, for_good=False)
+            self._page.then(lambda: self._crew.answer(told.trial, leave, told.report.step))
+            return
+        answer = self._answer(told.trial, decision)
+        self._page.then(lambda: self._crew.answer(told.trial, answer, told.report.step))
+
+    def _decided(self, trial: str, report: StepReport) -> Decision:
+        """Return the journaled decision if it was not carried out yet; else ask the scheduler, and journal it."""
+        state = self._state.trial(trial)
+        standing = standing_decision(state)
+        if standing is not None and standing.decision is not None:
+            return standing.decision
+        decision = self._council.decide(state, report)
+        self._put(Decided(trial=trial, report=report, decision=decision))
+        return decision
+
+    def _answer(self, trial: str, decision: Decision) -> GoOn | Leave:
+        match decision:
+            case Continue():
+                return self._go_on(trial)
+            case Pause(reason=reason):
+                if self._council.resume_next() == trial:  # no other trial needs the slot
+                    self._put(Resumed(trial=trial))
+                    return self._go_on(trial)
+                return Leave(reason=reason, save=True, for_good=False)
+            case Stop(reason=reason):
+                return Leave(reason=reason, save=self._plan.cadence.at_end, for_good=True)
+            case Exploit(reason=reason):
+                return Leave(reason=reason, save=False, for_good=False)
+            case never:
+                assert_never(never)
+
+    def _go_on(self, trial: str) -> GoOn:
+        return GoOn(milestone=self._council.milestone(self._state.trial(trial)))
+
+    # ---------------------------------------------------------------------------------------------- their ends
+
+    def _conclude(self, over: Over) -> None:
+        """Handle the end of an attempt, by the state that its journal gives."""
+        trial = self._state.trial(over.trial)
+        began = trial.attempt > self._attempts.pop(over.trial)
+        if over.trial in self._broken:
+            self._judge.give_up(trial.trial, Cause.BAD_METRIC, self._broken.pop(trial.trial))
+        elif isinstance(over.error, ResumeFailed | InvalidInput):
+            self._judge.give_up(trial.trial, Cause.USER, str(over.error))
+        elif over.error is not None and not isinstance(over.error, Exception):
+            raise over.error  # such as KeyboardInterrupt: end the search
+        elif trial.trial in self._state.stops:
+            self._stopping.finish(trial.trial)
+        elif trial.trial in self._state.questions:
+            self._stopping.end(f"trial {trial.trial} asks a question")
+        elif trial.status is Status.PENDING and trial.cause is not None and began:
+            self._judge.failed(trial, trial.cause, over.error)
+        elif trial.status is Status.PENDING and self._stopping.ends:
+            self._startable.append(trial.trial)  # the attempt was stopped before it began
+        elif trial.status in (Status.PENDING, Status.RUNNING):
+            self._intake.require_ours()  # a newer owner of the search owns the trial too
+            self._judge.lost(trial.trial, over.error)
+        else:
+            self._let_go_on(trial)
+
+    def _let_go_on(self, trial: Trial) -> None:
+        """Resume a paused trial that is to exploit another, or whose pause the scheduler does not know."""
+        if self._is_to_resume(trial):
+            self._put(Resumed(trial=trial.trial))
+            self._startable.append(trial.trial)
+
+    def _is_to_resume(self, trial: Trial) -> bool:
+        is_paused = trial.status is Status.PAUSED
+        return is_paused and (trial.exploits is not None or not self._council.holds(trial.trial))
+
+    def _extend(self, name: str) -> None:
+        """Requeue a trial that finished by an earlier owner's criterion, if today's is not met."""
+        trial = self._state.trial(name)
+        if name in self._found and trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
+            self._put(Requeued(trial=name, reason=f"extended beyond step {trial.step}"))
+            self._startable.append(name)
+
+    # ------------------------------------------------------------------------------------------------ a resume
+
+    def _take_up(self) -> None:
+        """Bring the trials that an earlier owner left unfinished into a state from which they can continue."""
+        errored = {each.trial for each in self._state.trials.values() if each.status is Status.ERRORED}
+        unended = self._unended()
+        for trial in unended:
+            self._intake.catch_up(trial)  # a trial that ended unnoticed may have to be extended too
+        self._requeue()
+        for trial in self._unended():
+            if self._limits.only_errored and trial not in errored:
+                continue
+            if trial not in unended:
+                self._intake.catch_up(trial)
+            self._take_on(trial)
+        self._page.write(may_wait=True)  # so that an attempt found again gets a stop as an answer, and is not finished
+
+    def _unended(self) -> Mapping[str, Trial]:
+        """The trials that continue, without those that the scheduler holds paused."""
+        waiting = (Status.PENDING, Status.RUNNING)
+        trials = self._state.trials.values()
+        return {each.trial: each for each in trials if each.status in waiting or self._is_to_resume(each)}
+
+    def _take_on(self, name: str) -> None:
+        if self._crew.outlives and self._state.trial(name).status is Status.RUNNING:
+            self._find_again(name)
+            return
+        self._intake.settle(name)
+        if name in self._state.stops:
+            self._stopping.finish(name)
+            return
+        self._decide_what_is_open(name)
+        trial = self._state.trial(name)
+        self._let_go_on(trial)
+        if trial.status is Status.PENDING and trial.cause is not None and trial.attempt:
+            self._judge.resumed(trial, trial.cause)
+        elif trial.status is Status.PENDING:
+            self._startable.append(name)
+
+    def _find_again(self, trial: str) -> None:
+        """Find an attempt that has outlived its search, by starting it again; it needs no free slot."""
+        self._found.add(trial)
+        self._start(trial, finds=True)
+
+    def _requeue(self) -> None:
+        """Requeue ended trials: errored ones that this run retries, finished ones that today's criterion extends."""
+        for trial in list(self._state.trials.values()):
+            if trial.status is Status.ERRORED and self._limits.reruns_errored:
+                self._put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
+            elif self._limits.only_errored:
+                continue
+            elif trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
+                self._put(Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}"))
+
+    def _decide_what_is_open(self, name: str) -> None:
+        """Decide a milestone that was reported before the crash, without training it again."""
+        trial = self._state.trial(name)
+        milestone = self._council.milestone(trial)
+        if trial.status is not Status.PENDING or milestone is None or trial.step < milestone or not _is_saved(trial):
+            return
+        report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+        try:
+            answer = self._answer(name, self._decided(name, report))
+        except BadMetric as error:
+            self._judge.give_up(name, Cause.BAD_METRIC, str(error))
+            return
+        if isinstance(answer, Leave) and answer.for_good:
+            self._put(Finished(trial=name, reason=answer.reason, left=True))
+        elif isinstance(answer, Leave):
+            self._put(Paused(trial=name, reason=answer.reason))
+
+
+def _is_saved(trial: Trial) -> bool:
+    """Whether the newest checkpoint is of the last reported step, so that the next attempt starts there."""
+    newest = newest_checkpoint(trial)
+    return newest is not None and newest.step == trial.step

@@ -1,0 +1,106 @@
+"""Decide whether a trial whose attempt failed is retried or given up."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import assert_never
+
+from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
+from prefect_tune.core.events.experiment_events import Cause, GaveUp, Quarantined, Requeued
+from prefect_tune.core.experiment.failure_policy import (
+    GiveUp,
+    Quarantine,
+    Resumable,
+    TryAgain,
+    is_forgiven,
+    machines_spent,
+    verdict,
+)
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.parameters.limits import Limits
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.tuner.pending_entry import Page
+from prefect_tune.tuner.stop_handling import Stopping
+
+__all__ = ["Judge"]
+
+_TARGET_FAILS = (StoreUnavailable, StoreRefused, CommitUnknown)
+
+
+class Judge:
+    """Applies the failure policy to the journal's state; trials to retry are added to `startable`."""
+
+    def __init__(self, limits: Limits, page: Page, stopping: Stopping, startable: deque[str], log: Log) -> None:
+        self._limits = limits
+        self._page = page
+        self._stopping = stopping
+        self._startable = startable
+        self._log = log
+        self._lost: dict[str, tuple[int, int]] = {}  # lost attempts in a row, and the newest checkpoint then
+        self.put_aside: dict[str, tuple[Quarantined, ...]] = {}
+        """The checkpoints that the next attempt of a trial is to quarantine."""
+
+    def failed(self, trial: Trial, cause: Cause, error: BaseException | None = None) -> None:
+        """Log the failure of an attempt, and retry the trial or give it up.
+
+        Raises:
+            StoreUnavailable, StoreRefused, CommitUnknown: the attempt failed by this error, and the budget of machine
+                failures is spent. All trials share the target, so the search ends; its next run resumes this trial.
+        """
+        if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.failures):
+            raise error
+        if not (self._stopping.ends and cause is Cause.PREEMPTED):
+            self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
+        self.judge(trial.trial, cause)
+
+    def judge(self, trial: str, cause: Cause) -> None:
+        """Retry a trial from its newest good checkpoint while its retry budgets last; then give it up."""
+        state = self._page.state.trial(trial)
+        match verdict(state, cause, self._limits.failures):
+            case TryAgain() | Resumable():
+                self._startable.append(trial)
+            case Quarantine(sequence=sequence, reason=reason):
+                self._log.error("trial %s: a checkpoint is quarantined: %s", trial, reason)
+                aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
+                self.put_aside[trial] = (aside,)
+                self._startable.append(trial)
+            case GiveUp(message=message):
+                self.give_up(trial, cause, message)
+            case never:
+                assert_never(never)
+
+    def resumed(self, trial: Trial, cause: Cause) -> None:
+        """Retry or give up a trial that an earlier run left failed.
+
+        Its earlier machine failures do not count, unless the trial may have killed that run.
+        """
+        if is_forgiven(trial, self._limits.failures):
+            self._page.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
+            self._startable.append(trial.trial)
+        else:
+            self.judge(trial.trial, cause)
+
+    def lost(self, trial: str, error: BaseException | None) -> None:
+        """Count an attempt that ended without writing its end as a machine failure; retry the trial or give it up.
+
+        The journal does not hold this failure; the count is of this run. Raises what `failed` raises.
+        """
+        why = f"{type(error).__name__}: {error}" if error else "the attempt ended without writing a result"
+        newest = newest_checkpoint(self._page.state.trial(trial))
+        saved = newest.sequence if newest else 0
+        before, had = self._lost.get(trial, (0, saved))
+        count = 1 if saved > had else before + 1
+        self._lost[trial] = (count, saved)
+        self._log.warning("trial %s: attempt lost: %s", trial, why)
+        if count > self._limits.failures.max_machine_failures:
+            if isinstance(error, _TARGET_FAILS):
+                raise error
+            self.give_up(trial, Cause.MACHINE, f"{count} attempts were lost without a commit: {why}")
+        else:
+            self._startable.append(trial)
+
+    def give_up(self, trial: str, cause: Cause, message: str) -> None:
+        """Mark a trial as errored; with `fail_fast`, end the experiment."""
+        self._page.put(GaveUp(trial=trial, cause=cause, message=message))
+        if self._limits.fail_fast:
+            self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {message}")

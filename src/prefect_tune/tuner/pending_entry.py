@@ -1,0 +1,72 @@
+"""The journal's next entry: events apply to the state at once, actions run after the entry is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.monitoring.listener import Listener
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.tuner.policy import Council
+
+__all__ = ["Page"]
+
+
+class Page:
+    """The state of the experiment with its unwritten events, and the actions that wait for their write."""
+
+    def __init__(self, book: Book, council: Council, listener: Listener, sync_period: timedelta) -> None:
+        self._book = book
+        self._council = council
+        self._listener = listener
+        self._sync_period = sync_period
+        self.state = book.experiment
+        self._unwritten: list[Event] = []
+        self._then: list[Callable[[], None]] = []
+        self._is_asked_after = False
+        self._synced_at = time.monotonic()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether an action waits for the next write."""
+        return bool(self._then)
+
+    def put(self, event: Event) -> None:
+        """Add `event` to the next entry; pass it to the listener, the search and the scheduler now."""
+        earlier, before = self.state, self.state.happened
+        self.state = after_event(self.state, event, self._book.experiment.number + 1)
+        # The sender of a stop request looks in the journal for the answer, and then for the end.
+        self._is_asked_after |= self.state.heard != earlier.heard or self.state.stops != earlier.stops
+        self._unwritten.append(event)
+        self._listener.happened(event, self.state)
+        if self.state.happened > before:
+            trial = self.state.trial(str(getattr(event, "trial", "")))
+            for happening in trial.past[before - self.state.happened :]:
+                self._council.hear(trial, happening)
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Call `act` once every event so far is written."""
+        self._then.append(act)
+
+    def write(self, *, may_wait: bool) -> Experiment:
+        """Write the pending events as one entry, then run the waiting actions; return the experiment as written.
+
+        Args:
+            may_wait: whether events that no action and no stop request waits for may stay unwritten until
+                `sync_period` has passed since the last write.
+        """
+        is_awaited = self._then or self._is_asked_after
+        waits = may_wait and not is_awaited and time.monotonic() - self._synced_at < self._sync_period.total_seconds()
+        if self._unwritten and not waits:
+            self._book.write(self._unwritten)
+            self.state, self._unwritten = self._book.experiment, []
+            self._is_asked_after = False
+            self._listener.wrote(self.state)
+            self._synced_at = time.monotonic()
+        acts, self._then = self._then, []
+        for act in acts:
+            act()
+        return self._book.experiment

@@ -1,0 +1,169 @@
+"""The search algorithm, scheduler and stoppers of one experiment, behind one interface.
+
+The same history gives the same proposals and decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prefect_tune.core.events.experiment_events import Lesson
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment_stoppers import End, NoMore, Tallies, Tally
+from prefect_tune.core.experiment.trial_transitions import Happening, Status, Trial
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Decision, Pause, Schedule, Stop, TrialReport
+from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
+
+__all__ = ["Council", "number_of", "standing_decision", "trial_id"]
+
+
+def trial_id(number: int) -> str:
+    """Return the id of the trial with proposal number `number`, counted from 0."""
+    return f"{number:05d}"
+
+
+def number_of(trial: str) -> int:
+    """Return the proposal number of a trial."""
+    return int(trial)
+
+
+def standing_decision(trial: Trial) -> Happening | None:
+    """Return the last decision of a trial if it is a stop or pause that was journaled and not carried out; else None.
+
+    This happens when an owner dies between the decision and its effect.
+    """
+    last = trial.past[-1] if trial.past else None
+    stands = last is not None and isinstance(last.decision, Stop | Pause)
+    return last if stands and trial.status in (Status.PENDING, Status.RUNNING) else None
+
+
+class Council:
+    """The search, the scheduler and the stoppers of one experiment, in the state that its journal implies.
+
+    `hear` records every change, in a running search and in a replay, so that both reach the same state.
+    """
+
+    def __init__(self, proposals: Proposals, schedule: Schedule, tallies: Sequence[Tally] = ()) -> None:
+        self._tally = Tallies(tallies)
+        self._proposals = proposals
+        self._schedule = schedule
+        self._proposed = 0
+        self._suggested: int | None = None  # the search itself proposed it: no `recall` needed
+        self._paused: set[str] = set()
+
+    @property
+    def proposed(self) -> int:
+        """The number of trials that the journal holds."""
+        return self._proposed
+
+    @property
+    def saves_first(self) -> bool:
+        """Whether a trial saves a checkpoint before the scheduler decides about it."""
+        return self._schedule.saves_first
+
+    def learn(self, lessons: Iterable[Lesson]) -> int:
+        """Pass trials of other experiments to the search, before anything else; return how many it accepts."""
+        return sum(self._proposals.learn(each.config, each.report, stopped=each.stopped) for each in lessons)
+
+    def recall(self, experiment: Experiment) -> None:
+        """Replay the history of an experiment to the search, the scheduler and the stoppers, in the journal's order."""
+        told = [(happening, trial) for trial in experiment.trials.values() for happening in trial.past]
+        for happening, trial in sorted(told, key=lambda pair: pair[0].order):
+            if happening.what == "decided" and happening.report is not None:
+                self.decide(trial, happening.report)  # the decision itself is in the journal already
+            else:
+                self.hear(trial, happening)
+        for trial in experiment.trials.values():
+            self.has_trained(trial)
+
+    def has_trained(self, trial: Trial) -> None:
+        """Record the training time of a trial that has trained further."""
+        self._tally.trained(trial.trial, trial.trained_seconds)
+
+    def why_end(self) -> str | None:
+        """Return why the stoppers end the experiment; None as long as they do not."""
+        verdict = self._tally.verdict()
+        return verdict.reason if isinstance(verdict, End) else None
+
+    def suggest(self) -> Suggestion:
+        """Return the next configuration; it counts as proposed once the journal holds its trial."""
+        if isinstance(enough := self._tally.verdict(), NoMore):
+            return Exhausted(reason=enough.reason)
+        suggestion = self._proposals.suggest(self._proposed)
+        if isinstance(suggestion, Proposed):
+            self._suggested = self._proposed
+        return suggestion
+
+    def no_more(self) -> None:
+        """Tell the scheduler that no trial can be added now."""
+        self._schedule.exhausted()
+
+    def decide(self, trial: Trial, report: StepReport) -> Decision:
+        """Return the scheduler's decision about a trial at a milestone.
+
+        Raises:
+            BadMetric: the report lacks the metric that the scheduler compares.
+        """
+        self._proposals.reported(number_of(trial.trial), report)
+        decision = self._schedule.decide(TrialReport(trial.trial, report))
+        (self._paused.add if isinstance(decision, Pause) else self._paused.discard)(trial.trial)
+        return decision
+
+    def holds(self, trial: str) -> bool:
+        """Whether the scheduler has paused a trial, and so will resume or stop it.
+
+        False if an earlier owner's scheduler paused the trial, or if it paused without a decision.
+        """
+        return trial in self._paused
+
+    def milestone(self, trial: Trial) -> int | None:
+        """Return the step at which the trial next asks for a decision; None if it never does.
+
+        After a stop or pause that was not carried out, this is the step of that decision again.
+        """
+        standing = standing_decision(trial)
+        if standing is not None and standing.report is not None:
+            return standing.report.step
+        asked = [each.report.step for each in trial.past if each.what == "decided" and each.report is not None]
+        return self._schedule.milestone(trial.trial, asked[-1] if asked else 0)
+
+    def resume_next(self) -> str | None:
+        """Return the paused trial that gets the next free slot; None if there is none."""
+        return self._schedule.resume_next()
+
+    def stop_next(self) -> tuple[str, Stop] | None:
+        """Return a paused trial that the scheduler no longer needs, with its decision; None if there is none."""
+        return self._schedule.stop_next()
+
+    def is_waiting(self) -> bool:
+        """Whether the scheduler wants no new trial now."""
+        return self._schedule.is_waiting()
+
+    def hear(self, trial: Trial, happening: Happening) -> None:
+        """Record an event of the journal, new or replayed; `trial` is its state after the event."""
+        number = number_of(trial.trial)
+        match happening.what:
+            case "added":
+                self._added(trial, number)
+            case "resumed":
+                self._paused.discard(trial.trial)
+                self._schedule.resumed(trial.trial)
+            case "ended":
+                self._paused.discard(trial.trial)
+                self._schedule.ended(trial.trial)
+                if happening.stopped:
+                    self._proposals.stopped(number)
+                self._proposals.ended(number, happening.report, failed=happening.failed)
+                self._tally.ended(trial.trial, happening.report, failed=happening.failed)
+            case "decided":
+                pass  # `decide` has recorded it
+
+    def _added(self, trial: Trial, number: int) -> None:
+        self._tally.added(trial.trial)
+        proposed = trial.proposed or trial.config
+        if number == self._proposed:
+            if self._suggested != number:
+                self._proposals.recall(number, proposed)
+            self._proposed += 1
+        self._schedule.added(trial.trial, proposed)

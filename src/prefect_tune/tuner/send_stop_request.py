@@ -1,0 +1,215 @@
+"""Request that a running experiment, or one of its trials, stops; from any machine that reaches the target."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Literal, TypeVar
+
+from prefect_tune.blocks import StorageTarget, resolve_existing
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import ENDED, Status
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.messages.process_messages import Leave, StopAndSave
+from prefect_tune.core.messages.stop_requests import StopRequest, ask, is_heard, is_lost
+from prefect_tune.core.messages.trial_replies import UNASKED, answer
+from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.storage.result_files import results_path
+from prefect_tune.retry_policy import retrying
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.supervisor.run_identity import new_stamp
+
+__all__ = ["StopOutcome", "stop"]
+
+_TIMEOUT = timedelta(minutes=2)
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class StopOutcome:
+    """The outcome of a stop request."""
+
+    status: Literal["stopped", "had-ended", "stopping", "refused", "unanswered"]
+    """`stopping`: acknowledged, and not ended yet; `unanswered`: no run has acknowledged the request."""
+    message: str
+    """A sentence for the user."""
+    experiment: Experiment
+    """Its state when the outcome was determined."""
+
+
+def stop(
+    experiment: str,
+    *,
+    target: StorageTarget | str,
+    trial: str | None = None,
+    reason: str = "",
+    wait_seconds: float = 60,
+) -> StopOutcome:
+    """Have a running search, or one trial of it, save and end; wait until it has ended.
+
+    A stopped trial saves a checkpoint and is finished: no larger budget continues it. A stopped experiment can be
+    resumed: every trial saves, and `pt.tune` or `pt.resume` continues it. The run that owns the experiment reads
+    requests every few seconds, and journals each one before it acts on it.
+
+    If no run is active, the trial is finished when the experiment is opened next, before any trial starts. A stop of
+    the whole experiment then has no effect: it never stops a run that begins later.
+
+    Args:
+        experiment: its name on the target.
+        target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
+        trial: stop only this trial.
+        reason: stored in the journal.
+        wait_seconds: how long to wait for the acknowledgement and for the end; 0 sends the request only.
+
+    Raises:
+        InvalidInput: there is no such search or trial; no request was sent.
+        StoreUnavailable: the target did not answer.
+    """
+    asking = _Asking(resolve_existing(target), experiment, trial, _said(reason))
+    return asking.until_answered(wait_seconds)
+
+
+def _said(reason: str) -> str:
+    who = socket.gethostname()
+    with suppress(OSError, KeyError):  # a container's user may have no name
+        who = f"{getpass.getuser()}@{who}"
+    return f"stopped by {who}: {reason}" if reason else f"stopped by {who}"
+
+
+def _answer(trial: TrialKey, attempt: int, said: Leave | StopAndSave, store: ObjectStore) -> None:
+    answer(store, trial, attempt, UNASKED, said)
+
+
+class _Asking:
+    """One stop request, sent again under the next number if another request was acknowledged under its number."""
+
+    def __init__(self, target: StorageTarget, experiment: str, trial: str | None, reason: str) -> None:
+        self._target = target
+        self._name = experiment
+        self._trial = trial
+        self._reason = reason
+        self._told: set[str] = set()
+
+    def until_answered(self, wait_seconds: float) -> StopOutcome:
+        state = self._looked_at()
+        if (ended := self._ended(state)) is not None:
+            return StopOutcome("had-ended", ended, state)
+        stamp = new_stamp()
+        request = StopRequest(
+            write_id=stamp.write_id, at=stamp.at, reason=self._reason, epoch=state.epoch, trial=self._trial
+        )
+        number, pause_seconds = self._asked(state, request), _FIRST_PAUSE_SECONDS
+        began, until = time.monotonic(), time.monotonic() + wait_seconds
+        while True:
+            state = self._looked_at()
+            if not is_heard(state, request) and time.monotonic() - began > wait_seconds / 4 > 0:
+                self._tell_attempts(state)
+            if is_lost(state, request, number):
+                number = self._asked(state, request)
+            outcome = self._outcome(state, request)
+            if outcome.status not in ("stopping", "unanswered") or time.monotonic() + pause_seconds > until:
+                return outcome
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _asked(self, state: Experiment, request: StopRequest) -> int:
+        return self._on_store(lambda store: ask(store, state, request))
+
+    def _tell_attempts(self, state: Experiment) -> None:
+        """Send the stop to each running attempt of a deployment: attempts may outlive the search's run."""
+        if state.settings.get("trials") != "deployment":
+            return
+        said = Leave(reason=self._reason, save=True, for_good=True) if self._trial else StopAndSave()
+        for name in [self._trial] if self._trial else list(state.trials):
+            key = TrialKey(experiment=self._name, trial=name)
+            if name not in self._told and state.trial(name).status not in ENDED:
+                own = self._loaded(JournalKey(experiment=self._name, trial=name)).trials.get(name)
+                if own is not None and own.status is Status.RUNNING:
+                    self._on_store(partial(_answer, key, own.attempt, said))
+                    self._told.add(name)
+
+    def _looked_at(self) -> Experiment:
+        return self._checked(self._loaded(JournalKey(experiment=self._name)))
+
+    def _loaded(self, journal: JournalKey) -> Experiment:
+        def look(store: ObjectStore) -> Experiment:
+            with side_by_side() as transfers:
+                return load(store, journal, side_by_side=transfers)
+
+        return self._on_store(look)
+
+    def _on_store(self, act: Callable[[ObjectStore], _T]) -> _T:
+        def acted() -> _T:
+            with self._target.open(timeout=_TIMEOUT) as store:
+                return act(store)
+
+        return retrying(acted)
+
+    def _checked(self, state: Experiment) -> Experiment:
+        where = f"experiment {self._name!r} at {self._target.uri}"
+        if not state.number:
+            raise InvalidInput(f"there is no {where}")
+        if not state.settings:
+            raise InvalidInput(
+                f"{where} is not a search: cancel its flow run, or send it SIGTERM; it saves, and can be resumed"
+            )
+        if self._trial is not None and self._trial not in state.trials:
+            raise InvalidInput(f"{where}: there is no trial {self._trial!r} among its {len(state.trials)}")
+        return state
+
+    def _ended(self, state: Experiment) -> str | None:
+        """Return how the trial, or the whole search, has ended; None if it has not."""
+        if self._trial is None:
+            over = f"experiment {self._name!r} has ended, with all of its {len(state.trials)} trials"
+            return over if self._is_over(state) else None
+        if (trial := state.trial(self._trial)).status not in ENDED:
+            return None
+        return f"trial {self._trial} is {trial.status} at step {trial.step}: {trial.reason}"
+
+    def _is_over(self, state: Experiment) -> bool:
+        """Whether the last run has ended by itself: it has published results of the journal's last entry.
+
+        If only all trials have ended, the next one may be about to be proposed.
+        """
+        if any(each.status not in ENDED for each in state.trials.values()):
+            return False
+        path = results_path(self._name, "trials", state.number)
+        return path in self._on_store(lambda store: {each.path for each in store.list(path.rpartition("/")[0])})
+
+    def _outcome(self, state: Experiment, request: StopRequest) -> StopOutcome:
+        if not is_heard(state, request):
+            return self._unheard(state, request)
+        if self._trial is not None:
+            ended = self._ended(state)
+            waiting = f"trial {self._trial} is stopping: it saves, or finishes a step"
+            return StopOutcome("stopped" if ended else "stopping", ended or waiting, state)
+        running = sum(each.status is Status.RUNNING for each in state.trials.values())
+        if running and state.epoch == request.epoch:
+            return StopOutcome("stopping", f"{running} trials are stopping: they save", state)
+        if running:
+            message = f"the run with the request has ended; another one has started, by {state.owner}"
+            return StopOutcome("stopped", message, state)
+        resumable = sum(each.status not in ENDED for each in state.trials.values())
+        message = f"experiment {self._name!r} has ended; {resumable} of its {len(state.trials)} trials can be resumed"
+        return StopOutcome("stopped", message, state)
+
+    def _unheard(self, state: Experiment, request: StopRequest) -> StopOutcome:
+        owner = f"no run has answered, the last one by {state.owner}" if state.owner else "no run has answered"
+        if self._told:
+            owner = f"{owner}; {len(self._told)} attempts were told directly"
+        if self._trial is not None:
+            later = f"trial {self._trial} will be finished when the experiment is opened next"
+            return StopOutcome("unanswered", f"{owner}: {later}", state)
+        if state.epoch != request.epoch:
+            return StopOutcome("refused", f"another run has started meanwhile, by {state.owner}: ask again", state)
+        later = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
+        return StopOutcome("unanswered", f"{owner}: {later}", state)

@@ -1,0 +1,102 @@
+"""Stop an experiment or a trial early. All causes but an interruption are journaled before they act."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from prefect_tune.core.events.experiment_events import Finished, StopAsked
+from prefect_tune.core.messages.process_messages import Leave
+from prefect_tune.core.messages.stop_requests import StopRequest, taken_note_of
+from prefect_tune.executors.trial_executor import Crew
+from prefect_tune.parameters.limits import Limits
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.tuner.pending_entry import Page
+from prefect_tune.tuner.policy import Council
+
+__all__ = ["Outside", "Stopping"]
+
+
+class Outside(Protocol):
+    """Interruptions and stop requests from outside the search."""
+
+    def is_interrupted(self) -> bool:
+        """Whether the process is to end."""
+        ...
+
+    def take(self) -> Sequence[StopRequest]:
+        """Return the requests that were read since the last call."""
+        ...
+
+    def heard(self, count: int) -> None:
+        """Take note that the journal names the first `count` requests."""
+        ...
+
+
+class Stopping:
+    """Decides whether a run of an experiment ends, and stops its trials."""
+
+    def __init__(self, limits: Limits, council: Council, crew: Crew, page: Page, log: Log) -> None:
+        self._limits = limits
+        self._council = council
+        self._crew = crew
+        self._page = page
+        self._log = log
+        self._began = time.monotonic()
+        self.ends = False
+        """Whether no trial starts any more, and all trials save and end."""
+
+    def heed(self, outside: Outside) -> None:
+        """Check interruptions, requests, time budget and stoppers; stop the experiment or the trial if one says so."""
+        if outside.is_interrupted():
+            self.ends = True
+            self._crew.stop()  # at once, without waiting for the journal: time is short
+        for request in outside.take():
+            self._hear(taken_note_of(self._page.state, request))
+        if self._limits.ends:
+            self.end(self._limits.ends)
+        elapsed = timedelta(seconds=time.monotonic() - self._began)
+        if self._limits.time is not None and elapsed >= self._limits.time:
+            self.end(f"the time budget of {self._limits.time} is spent")
+        elif (why := self._council.why_end()) is not None:
+            self.end(why)
+        if self.ends:
+            self._page.then(self._crew.stop)
+
+    def end(self, why: str) -> None:
+        """Journal the end and its reason; have every trial save and end."""
+        if not self.ends:
+            self._end(StopAsked(reason=why))
+
+    def finish(self, trial: str) -> None:
+        """Finish a trial that has a request to stop, and no running attempt."""
+        self._page.put(Finished(trial=trial, reason=self._page.state.stops[trial], left=True))
+
+    def tell(self, trial: str) -> None:
+        """Ask a running trial to save and end, after the next write; its own journal records how it ends."""
+        leave = Leave(reason=self._page.state.stops[trial], save=True, for_good=True)
+        self._page.then(lambda: self._crew.answer(trial, leave))
+
+    def _hear(self, asked: StopAsked) -> None:
+        if asked.refused:
+            self._log.warning("stop request ignored: %s (%s)", asked.refused, asked.reason)
+            self._page.put(asked)
+        elif asked.trial is None:
+            self._end(asked)
+        else:
+            self._log.warning("trial %s saves and ends: %s", asked.trial, asked.reason)
+            self._page.put(asked)
+            self._stop_trial(asked.trial)
+
+    def _end(self, asked: StopAsked) -> None:
+        self._log.warning("%s: every trial saves and ends, and can be resumed", asked.reason)
+        self._page.put(asked)
+        self.ends = True
+
+    def _stop_trial(self, trial: str) -> None:
+        if trial in self._crew:
+            self.tell(trial)
+        else:
+            self.finish(trial)

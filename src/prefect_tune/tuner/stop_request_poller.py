@@ -1,0 +1,95 @@
+"""Poll the target for requests to stop the experiment, in a thread beside the driver's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from datetime import timedelta
+from typing import Self
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.messages.stop_requests import StopRequest, forget_heard, read_request
+
+__all__ = ["StopDesk"]
+
+_REQUEST = timedelta(seconds=30)
+_MOMENT = timedelta(seconds=1)
+
+
+class StopDesk:
+    """Reads the requests after number `heard_count`, with one GET per `look_every`; deletes acknowledged ones.
+
+    Entering it reads the requests that are there already, so that no trial starts that was to stop. While the target
+    does not answer or refuses, requests are read later.
+    """
+
+    def __init__(
+        self,
+        target: StorageTarget,
+        experiment: str,
+        heard_count: int,
+        look_every: timedelta,
+        interrupted: threading.Event,
+    ) -> None:
+        self._target = target
+        self._experiment = experiment
+        self._read_count = heard_count
+        self._heard_count = heard_count
+        self._look_every = look_every
+        self._interrupted = interrupted
+        self._found: queue.SimpleQueue[StopRequest] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._watch,), name="stop-desk", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop polling, and delete acknowledged requests; wait at most 1 s for the target."""
+        self._closed.set()
+        self._thread.join(_MOMENT.total_seconds())
+
+    def is_interrupted(self) -> bool:
+        """Whether the process is to end."""
+        return self._interrupted.is_set()
+
+    def take(self) -> Sequence[StopRequest]:
+        """Return the requests that were read since the last call."""
+        taken: list[StopRequest] = []
+        with suppress(queue.Empty):
+            while True:
+                taken.append(self._found.get_nowait())
+        return taken
+
+    def heard(self, count: int) -> None:
+        """Take note that the journal names the first `count` requests."""
+        self._heard_count = count
+
+    def _watch(self) -> None:
+        deleted_count = 0
+        while not self._closed.wait(self._look_every.total_seconds()):
+            self._look()
+            deleted_count = self._forget(deleted_count)
+        self._forget(deleted_count)
+
+    def _look(self) -> None:
+        with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
+            while (request := read_request(store, self._experiment, self._read_count + 1)) is not None:
+                self._read_count += 1
+                self._found.put(request)
+
+    def _forget(self, deleted_count: int) -> int:
+        """Delete newly acknowledged requests; return how many are deleted. After an error a later call deletes them."""
+        count = self._heard_count
+        if count == deleted_count:
+            return count
+        with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
+            forget_heard(store, self._experiment, count)
+            return count
+        return deleted_count

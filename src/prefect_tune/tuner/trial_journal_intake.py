@@ -1,0 +1,98 @@
+"""Merge the entries of the trials' own journals into the experiment's journal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from prefect_tune.core.errors import Superseded
+from prefect_tune.core.events.experiment_events import Absorbed, Event, Opened
+from prefect_tune.core.experiment.experiment import Entry
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal.journal import entries_beyond, next_entry
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.retry_policy import retrying
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.supervisor.search_link import Wrote
+from prefect_tune.tasks.experiment_state import Opening, open_journal
+from prefect_tune.tuner.pending_entry import Page
+from prefect_tune.tuner.policy import Council
+
+__all__ = ["Intake"]
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+class Intake:
+    """Merges each entry of each trial's journal, once, in order.
+
+    Methods that read or write a journal raise `StoreUnavailable` if the target fails for longer than the retries last.
+    """
+
+    def __init__(self, page: Page, council: Council, book: Book) -> None:
+        self._page = page
+        self._council = council
+        self._book = book
+
+    def absorb(self, wrote: Wrote) -> None:
+        """Merge an entry that a trial has announced, after any missing entries before it."""
+        due = self._page.state.trial(wrote.trial).absorbed + 1
+        if wrote.number > due:
+            self.catch_up(wrote.trial)
+        elif wrote.number == due:
+            self._take_in(wrote.trial, wrote.number, wrote.events, wrote.at)
+
+    def catch_up(self, trial: str) -> None:
+        """Merge entries that were not announced here: of an earlier owner, or of a trial that outlived one."""
+        absorbed = self._page.state.trial(trial).absorbed
+
+        def read() -> Sequence[Entry]:
+            with self._book.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+                return entries_beyond(store, self._journal(trial), absorbed, side_by_side=transfers)
+
+        for entry in retrying(read):
+            self._take_in(trial, entry.number, entry.events, entry.at)
+
+    def settle(self, trial: str) -> None:
+        """End an attempt that died without writing its end, in the trial's journal, and merge what it had saved.
+
+        Raises:
+            Superseded: a newer owner of the experiment has opened the trial.
+        """
+        state = self._page.state
+        if state.trial(trial).status is Status.RUNNING:
+            owner = this_owner(search_epoch=state.epoch, attempt=state.trial(trial).attempt)
+            open_journal(self._book.target, self._journal(trial), Opening(owner, new_stamp()))
+            self.catch_up(trial)
+
+    def require_ours(self) -> None:
+        """Check that no other owner has taken the experiment over. One request: call it only on suspicion.
+
+        Raises:
+            Superseded: another owner has.
+        """
+        written, entry = self._book.experiment, self._beyond(self._book.experiment.number)
+        while entry is not None:
+            if entry.epoch != written.epoch:
+                by = next((f" by {each.owner}" for each in entry.events if isinstance(each, Opened)), "")
+                raise Superseded(
+                    f"{written.key}: epoch {written.epoch} has ended; entry {entry.number} has taken it over{by}"
+                )
+            entry = self._beyond(entry.number)  # an external writer's entry
+
+    def _beyond(self, number: int) -> Entry | None:
+        def read() -> Entry | None:
+            with self._book.target.open(timeout=_TIMEOUT) as store:
+                return next_entry(store, self._book.experiment.key, number)
+
+        return retrying(read)
+
+    def _journal(self, trial: str) -> JournalKey:
+        return JournalKey(experiment=self._page.state.name, trial=trial)
+
+    def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None) -> None:
+        own = tuple(event for event in events if not isinstance(event, Absorbed))
+        self._page.put(Absorbed(trial=trial, number=number, events=own, at=at))
+        self._council.has_trained(self._page.state.trial(trial))

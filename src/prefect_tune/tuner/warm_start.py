@@ -1,0 +1,111 @@
+"""Warm start: results of earlier experiments, read once, stored in the new experiment's journal for its search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+from prefect_tune.blocks import StorageTarget, resolve_target
+from prefect_tune.blocks.resolve_target import validate_target
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt
+from prefect_tune.core.events.experiment_events import Learned, Lesson
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal.journal import next_entry
+from prefect_tune.core.models import StepReport, canonical_json, valid_name
+from prefect_tune.monitoring.assets import Place
+from prefect_tune.parameters.resume_mode import read_or_fail
+from prefect_tune.retry_policy import retrying
+from prefect_tune.supervisor.journal_writer import Book
+
+__all__ = ["lessons_known", "new_lessons", "source_names"]
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+def source_names(warm_start: Sequence[object]) -> Sequence[str]:
+    """Return the experiments to learn from, each once: a name on the same target, or `target/name`.
+
+    Raises:
+        InvalidInput: one of them is neither.
+    """
+    for each in warm_start:
+        if not isinstance(each, str):
+            kind = type(each).__name__
+            raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found a {kind}")
+        if "://" in each:
+            validate_target(each)  # as a whole: a password in it must not end up in an error about the name
+        place, _, name = each.rpartition("/")
+        valid_name(name)
+        if place:
+            validate_target(place)
+    return list(dict.fromkeys(str(each) for each in warm_start))
+
+
+def new_lessons(
+    names: Sequence[str], target: StorageTarget, own: str, known: Experiment | None = None
+) -> Sequence[Learned]:
+    """Read the finished trials of the experiments that `own` has not learned from yet; those may still be running.
+
+    Args:
+        names: as `source_names` returns them.
+        target: the target of `own`.
+        own: the experiment that learns.
+        known: its state as of the check of what its journal may choose; None to read it here. Experiments that
+            `known` has learned from are not opened, even if the journal has changed since.
+
+    Raises:
+        InvalidInput: a source does not exist, or is `own` itself.
+        ResumeFailed: a source cannot be read.
+    """
+    found: list[Learned] = []
+    if not names:
+        return found
+    learned = (known or read_or_fail(target, own)).learned
+    for name in names:
+        if name not in learned:
+            place, _, experiment = name.rpartition("/")
+            where = resolve_target(place) if place else target
+            at = Place(where.uri, experiment).uri
+            if at == Place(target.uri, own).uri:
+                raise InvalidInput(f"warm_start: experiment {own!r} knows its own trials: name other experiments")
+            state = read_or_fail(where, experiment)
+            if not state.number:
+                raise InvalidInput(f"warm_start: there is no experiment {experiment!r} at {where.uri}")
+            found.append(Learned(source=name, place=at, lessons=tuple(_lessons(state))))
+    return found
+
+
+def lessons_known(book: Book) -> Sequence[Lesson]:
+    """Return the trials of other experiments that the journal holds, each once, in the order of learning."""
+    entries = sorted(set(book.experiment.learned.values()))
+    told = [event for number in entries for event in _learned_in(book, number)]
+    unique = {_identity(lesson): lesson for event in reversed(told) for lesson in reversed(event.lessons)}
+    return list(reversed(unique.values()))
+
+
+def _learned_in(book: Book, number: int) -> Iterator[Learned]:
+    def read() -> Sequence[Learned]:
+        with book.target.open(timeout=_TIMEOUT) as store:
+            entry = next_entry(store, book.experiment.key, number - 1)
+        if entry is None:
+            raise JournalCorrupt(f"{book.experiment.key}: entry {number} is missing")
+        return [event for event in entry.events if isinstance(event, Learned)]
+
+    yield from retrying(read)
+
+
+def _lessons(state: Experiment) -> Iterator[Lesson]:
+    for trial in state.trials.values():
+        if trial.status is Status.FINISHED and trial.step:
+            yield _lesson(trial)
+
+
+def _lesson(trial: Trial) -> Lesson:
+    last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
+    return Lesson(trial=trial.trial, config=trial.config, report=last, stopped=trial.past[-1].stopped)
+
+
+def _identity(lesson: Lesson) -> bytes:
+    """Return what identifies a trial across forks, which share trials: its configuration and its last report."""
+    return canonical_json([lesson.config, lesson.report.step, lesson.report.metrics])

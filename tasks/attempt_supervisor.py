@@ -1,0 +1,241 @@
+"""Supervise one attempt: receive the trial's messages, queue its checkpoints for commit, return the outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias, assert_never
+
+from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event, Finished, Paused, Questioned
+from prefect_tune.core.messages.process_messages import (
+    Asked,
+    Broke,
+    FromTrial,
+    Loaded,
+    Question,
+    Saved,
+    StateSaved,
+    StepDone,
+    StopAndSave,
+    TrialEnded,
+)
+from prefect_tune.runtime.message_stream import MalformedMessage
+from prefect_tune.supervisor.process_channel import TrialChannel
+from prefect_tune.supervisor.search_link import Answer, Line
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.tasks.commit_worker import USERS_FAULT, HandedOver, Ledger
+
+__all__ = ["Asking", "Done", "Failed", "Outcome", "Yielded", "events_of", "supervise"]
+
+_TICK = timedelta(seconds=0.1)
+_KILLS_PERIOD = timedelta(seconds=1)
+# The trainable or its libraries cause these signals; SIGKILL comes from outside the process.
+_OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The trial met a stop criterion, or its trainable returned."""
+
+    reason: str
+    returned: bool
+    left: bool = False
+    """Whether the scheduler or a stop request ended the trial for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The attempt ended, the trial did not; `at_start` if the trainable failed before its first step."""
+
+    cause: Cause
+    message: str
+    at_start: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    """The trial paused and freed its slot, because the scheduler decided so."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """The trial waits for a person to answer `question`."""
+
+    question: Question
+
+
+Outcome: TypeAlias = Done | Failed | Yielded | Asking
+
+
+def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
+    """Return the journal events of an outcome."""
+    match outcome:
+        case Done(reason=reason, returned=returned, left=left):
+            return [Finished(trial=trial, reason=reason, returned=returned, left=left)]
+        case Yielded(reason=reason):
+            return [Paused(trial=trial, reason=reason)]
+        case Asking(question=asked):
+            return [
+                Questioned(trial=trial, key=asked.key, question=asked.question, fields=asked.fields),
+                AttemptEnded(trial=trial, cause=Cause.PREEMPTED, message=f"it asks: {asked.question}"),
+            ]
+        case Failed(cause=cause, message=message, at_start=at_start):
+            return [AttemptEnded(trial=trial, cause=cause, message=message, at_start=at_start)]
+        case _:
+            assert_never(outcome)
+
+
+def supervise(channel: TrialChannel, ledger: Ledger, plan: TrialPlan, line: Line) -> Outcome:
+    """Serve the trial until it ends, crashes or stays silent too long, or its grace after `line.stop` expires."""
+    return _Supervisor(channel, ledger, plan, line).run()
+
+
+class _Supervisor:
+    def __init__(self, channel: TrialChannel, ledger: Ledger, plan: TrialPlan, line: Line) -> None:
+        self._channel = channel
+        self._ledger = ledger
+        self._plan = plan
+        self._line = line
+        self._steps = 0
+        self._handed_over = 0  # counted by this thread
+        self._committed = 0  # counted by the commit worker's thread
+        self._heard_at: float | None = None  # None until the trainable is loaded: loading may take any time
+        self._asks = False
+        line.connect(self._answer)
+        self._asked_at: float | None = None
+        self._kills_seen = (time.monotonic(), _out_of_memory_kills())
+
+    def run(self) -> Outcome:
+        while True:
+            try:
+                message = self._channel.receive(_TICK)
+            except EOFError:
+                return self._died()
+            except MalformedMessage as error:
+                return self._failed(Cause.USER, str(error))
+            outcome = self._took_in(message) if message else self._waited_enough()
+            self._look_for_kills()
+            if outcome is not None:
+                return outcome
+
+    def _look_for_kills(self) -> None:
+        """Sample the kernel's OOM kill counter once a second.
+
+        The counter is machine-wide: a kill counts as the trial's only if it follows the last sample before its death.
+        """
+        now = time.monotonic()
+        if now - self._kills_seen[0] >= _KILLS_PERIOD.total_seconds():
+            self._kills_seen = (now, _out_of_memory_kills())
+
+    def _took_in(self, message: FromTrial) -> Outcome | None:
+        if self._heard_at is not None:
+            self._heard_at = time.monotonic()
+        match message:
+            case Loaded(code=code):
+                self._heard_at = time.monotonic()
+                self._ledger.code = code
+            case Asked(report=report):
+                self._asks = True
+                self._line.told(report, asks=True)
+            case StepDone():
+                self._steps += 1
+                self._take_down(message)
+            case StateSaved(report=report, checkpoint=directory):
+                self._handed_over += 1
+                self._ledger.save_state(HandedOver(report, Path(directory), ours=True), self._saved)
+            case TrialEnded():
+                return self._ended(message)
+            case Broke(cause=cause, message=why, traceback=trace):
+                return self._failed(cause, f"{why}\n{trace}")
+            case _:
+                assert_never(message)
+        return self._waited_enough()
+
+    def _ended(self, ended: TrialEnded) -> Outcome:
+        if ended.question is not None:
+            return Asking(ended.question)
+        if ended.interrupted:
+            return self._failed(Cause.PREEMPTED, ended.reason)
+        return Yielded(ended.reason) if ended.paused else Done(ended.reason, ended.returned, ended.left)
+
+    def _take_down(self, done: StepDone) -> None:
+        is_read = done.asks and self._line.reads_journal
+        if is_read:
+            self._ledger.asks_at = done.report.step
+        if done.checkpoint is None:
+            self._ledger.note(done.report)
+        else:
+            self._handed_over += 1
+            self._ledger.save(HandedOver(done.report, Path(done.checkpoint), done.handed_over, done.over), self._saved)
+        if is_read:
+            self._ledger.flush()
+        self._asks = done.asks
+        self._line.told(done.report, asks=done.asks)
+
+    def _answer(self, answer: Answer) -> None:
+        if self._asks and self._heard_at is not None:  # it waited for this; an unasked message proves no progress
+            self._heard_at = time.monotonic()
+        self._asks = False
+        self._channel.tell(answer)
+
+    def _saved(self, step: int) -> None:
+        self._channel.tell(Saved(step=step))
+        self._heard_at = time.monotonic()
+        self._committed += 1
+
+    def _waited_enough(self) -> Outcome | None:
+        """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
+        if self._ledger.error is not None:
+            return self._not_written(self._ledger.error)
+        if self._line.stop.is_set():
+            return self._ask_to_stop()
+        if self._committed < self._handed_over or self._asks:
+            return None  # it may wait for an upload, which has its own timeout, or for an answer
+        if self._plan.silence is None or self._heard_at is None:
+            return None
+        silent = timedelta(seconds=time.monotonic() - self._heard_at)
+        if silent <= self._plan.silence:
+            return None
+        return self._failed(Cause.MACHINE, f"no report for {silent}; taken for hung, and ended")
+
+    def _not_written(self, error: BaseException) -> Failed:
+        if isinstance(error, USERS_FAULT):
+            return self._failed(Cause.USER, f"its checkpoint cannot be saved: {error}")
+        return self._failed(Cause.MACHINE, f"its reports could not be written: {type(error).__name__}: {error}")
+
+    def _ask_to_stop(self) -> Outcome | None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._channel.tell(StopAndSave())
+        waited = timedelta(seconds=time.monotonic() - self._asked_at)
+        if waited <= self._plan.grace:
+            return None
+        uploading = self._committed < self._handed_over
+        late = "its checkpoint was still being uploaded" if uploading else "it reported no checkpoint"
+        return self._failed(Cause.PREEMPTED, f"asked to stop; after {self._plan.grace} {late}")
+
+    def _died(self) -> Outcome:
+        became = self._channel.end()
+        how = became.partition(";")[0]  # its last output follows, which may contain any text
+        if "SIGKILL" in how and _out_of_memory_kills() > self._kills_seen[1]:
+            return self._failed(Cause.OUT_OF_MEMORY, f"the kernel killed it for its memory: {became}")
+        own = "exited with code" in how or any(name in how for name in _OWN_SIGNALS)
+        return self._failed(Cause.USER if own else Cause.MACHINE, f"the trial's process {became}")
+
+    def _failed(self, cause: Cause, message: str) -> Failed:
+        loaded = self._heard_at is not None  # a checkpoint cannot cause a failure before loading
+        return Failed(cause, message, at_start=cause is Cause.USER and loaded and self._steps == 0)
+
+
+def _out_of_memory_kills() -> int:
+    """Return how many processes this machine's kernel has killed for memory; 0 if it does not publish the count."""
+    try:
+        counters = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill ")), 0)

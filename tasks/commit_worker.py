@@ -1,0 +1,360 @@
+"""The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
+from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.reverification import Reverification
+from prefect_tune.core.errors import (
+    CommitUnknown,
+    InvalidInput,
+    SaveOvertaken,
+    StagedFilesChanged,
+    StoreRefused,
+    StoreUnavailable,
+    Superseded,
+    TuneError,
+)
+from prefect_tune.core.events.experiment_events import (
+    CheckpointRef,
+    Committed,
+    Event,
+    Finished,
+    Quarantined,
+    Reported,
+    Retired,
+)
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.retention import retired, retired_aside
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_key, parent_of_next, reused_from
+from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
+from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.retry_policy import unseen
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.tasks.checkpoints import (
+    SavedCheckpoint,
+    delete_checkpoint,
+    find_damaged,
+    find_leftovers,
+    save_checkpoint,
+)
+
+__all__ = ["USERS_FAULT", "HandedOver", "Ledger"]
+
+# Errors of the directory that a trial handed over: the trainable caused them.
+USERS_FAULT = (InvalidInput, StagedFilesChanged)
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A checkpoint directory that the trial handed over to be committed, with the report of its step."""
+
+    report: StepReport
+    directory: Path
+    ours: bool
+    """Whether the directory is removed after the commit."""
+    over: str = ""
+    """Why this checkpoint finishes the trial; empty if it does not."""
+
+
+class Ledger:
+    """Saves the checkpoints and journals the reports of one attempt.
+
+    The attempt's thread queues reports and saves; a worker thread carries them out in that order, in the context
+    of the task that created the worker, so that Prefect shows its task runs under that task.
+    """
+
+    def __init__(self, plan: TrialPlan, book: Book, artifacts: TrialArtifacts, log: Log) -> None:
+        self._plan = plan
+        self._book = book
+        self._artifacts = artifacts
+        self._log = log
+        self._waiting: list[StepReport] = []
+        self._unsettled: tuple[Sequence[Event], Stamp] | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._synced_at = time.monotonic()
+        self._ending: Sequence[Event] = ()
+        self._commit_count = 0
+        self.code = ""
+        """The digest of the trainable's source; empty until the trial has sent it."""
+        self.asks_at: int | None = None
+        """The step at which the trial waits for an answer to its journaled report."""
+        self.error: BaseException | None = None
+        """The error that ended the worker thread; nothing is written after it."""
+        self._work.put(self._delete_leftovers)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="ledger", daemon=True)
+        self._thread.start()
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment after the last entry that was written. Read it after `close`."""
+        return self._book.experiment
+
+    def note(self, report: StepReport) -> None:
+        """Queue a report; it is journaled with the next commit, or after `sync_period`."""
+        self._waiting.append(report)
+
+    def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+        """Queue a commit; the worker thread then calls `committed` with its step."""
+        self._waiting.append(handed_over.report)
+        self._work.put(lambda: self._save(handed_over, committed))
+
+    def flush(self) -> None:
+        """Queue a journal entry of the reports so far: the search reads them there, and answers."""
+        self._work.put(self._sync)
+
+    def save_state(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+        """As `save`, for a step whose report is queued already."""
+        self._work.put(lambda: self._save(handed_over, committed))
+
+    def end(self, events: Sequence[Event]) -> None:
+        """Queue the last entry: the remaining reports, then `events`.
+
+        It is not written if a committed checkpoint has finished the trial already.
+        """
+        self._ending = events
+        self._work.put(self._write_end)
+
+    def close(self) -> None:
+        """Sync the artifacts a last time, after the trial has stopped writing them, and wait for the worker thread.
+
+        A checkpoint with invalid content does not raise here: it is a failure of the trial, recorded by its end.
+
+        Raises:
+            TuneError: the target failed, or another process owns the journal; the attempt's end is journaled if
+                that is still possible.
+        """
+        self._work.put(self._artifacts.close)
+        self._work.put(None)
+        self._thread.join()
+        error = self.error
+        if error is not None and not isinstance(error, Superseded):
+            self._end_all_the_same()
+        self._artifacts.settle()
+        if error is not None and not isinstance(error, USERS_FAULT):
+            raise error
+
+    def _end_all_the_same(self) -> None:
+        """Try once more to write the pending entry and the attempt's end, after the worker thread has failed."""
+        try:
+            with suppress(SaveOvertaken):  # a save that was not acknowledged to the trial
+                self._settle()
+            self._write_end()
+        except TuneError as error:
+            self._log.error("the attempt's end could not be journaled: %s", error)
+
+    def _write_end(self) -> None:
+        if self._trial.status is Status.RUNNING:
+            self._write(self._ending)
+
+    def _run(self) -> None:
+        try:
+            while (work := self._next()) is not None:
+                work()
+        except BaseException as error:  # noqa: BLE001 - the thread's edge: `close` raises it in the attempt's thread
+            self.error = error
+
+    def _next(self) -> Callable[[], None] | None:
+        """Return the next queued work; a sync of the reports if none arrives within `sync_period`."""
+        elapsed = timedelta(seconds=time.monotonic() - self._synced_at)
+        try:
+            return self._work.get(timeout=max(0.0, (self._plan.sync.sync_period - elapsed).total_seconds()))
+        except queue.Empty:
+            return self._sync
+
+    @property
+    def _trial(self) -> Trial:
+        return self.experiment.trial(self._plan.trial.trial)
+
+    def _sync(self) -> None:
+        """Journal the queued reports. If the target is unavailable or refuses, the next sync or commit writes them."""
+        self._synced_at = time.monotonic()
+        if self._waiting or self._unsettled:
+            try:
+                self._write(())
+            except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
+                self._log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
+        self._artifacts.after_report()
+
+    def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+        saved, doomed = self._committed(handed_over)
+        committed(handed_over.report.step)
+        self._tell(saved)
+        self._artifacts.after_commit()
+        if handed_over.ours:
+            shutil.rmtree(handed_over.directory, ignore_errors=True)
+        self._delete(doomed)
+
+    def _committed(self, handed_over: HandedOver) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
+        """Save the checkpoint, again each time an external writer quarantines one meanwhile.
+
+        Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
+        """
+        overtaken: list[CheckpointKey] = []
+        while True:
+            began = time.monotonic()
+            saved = self._saved(handed_over)
+            try:
+                doomed = self._commit(saved, handed_over, time.monotonic() - began)
+            except SaveOvertaken as error:
+                self._log.warning("%s", error)
+                # From this entry on no owner adopts or reuses the overtaken save, so it can be deleted.
+                self._write([Retired(trial=self._plan.trial.trial, retires=())], up_to=0)
+                overtaken.append(saved.key)
+            else:
+                return saved, [*overtaken, *doomed]
+
+    def _saved(self, handed_over: HandedOver) -> SavedCheckpoint:
+        step = handed_over.report.step
+        return save_checkpoint(
+            unseen(self._plan.target),
+            unseen(CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number)),
+            handed_over.directory,
+            unseen(self._about(handed_over.report, self._reports(step))),
+            parent=unseen(parent_of_next(self._plan.trial, self._trial)),
+            collected_up_to=reused_from(self._trial),
+            reverification=Reverification(self._commit_count, self._plan.sync.verify_reused_every),
+            timeout_seconds=self._plan.sync.sync_timeout_seconds,
+        )
+
+    def _commit(
+        self, saved: SavedCheckpoint, handed_over: HandedOver, upload_seconds: float
+    ) -> Sequence[CheckpointKey]:
+        """Write the commit's entry, and return the checkpoints that it retires."""
+        key, report = saved.key, handed_over.report
+        new = CheckpointRef(
+            step=key.step,
+            sequence=key.sequence,
+            metrics=report.metrics,
+            trained_seconds=report.trained_seconds,
+            size_bytes=saved.size_bytes,
+        )
+        live, policy = (*self._trial.checkpoints, new), self._plan.retention
+        aside = retired_aside(self._trial.aside, live, policy)
+        going = (*retired(live, policy), *(each.sequence for each in aside))
+        trial = self._plan.trial.trial
+        committed = Committed(
+            trial=trial,
+            checkpoint=new,
+            retires=going,
+            sent_bytes=saved.sent_bytes,
+            upload_seconds=round(upload_seconds, 3),
+        )
+        done = [Finished(trial=trial, reason=handed_over.over, returned=False)] if handed_over.over else []
+        stay = [each for each in self._trial.checkpoints if each.sequence not in going]
+        damaged = self._sharing_damage(saved, stay)
+        self._write((committed, *damaged, *done), up_to=key.step)
+        self._commit_count += 1
+        self._tell_damage(saved, damaged)
+        known = {each.sequence: each for each in (*live, *aside)}
+        return [key.trial.checkpoint_key(known[sequence]) for sequence in going]
+
+    def _sharing_damage(self, saved: SavedCheckpoint, live: Sequence[CheckpointRef]) -> Sequence[Quarantined]:
+        """Return events that quarantine the `live` checkpoints which refer to blobs that the save found damaged."""
+        if not saved.damaged:
+            return []
+        keys = [self._plan.trial.checkpoint_key(each) for each in live]
+        try:
+            found = find_damaged(self._plan.target, keys, saved.damaged)
+        except TuneError as error:  # the new checkpoint is whole, and is committed
+            self._log.warning("earlier checkpoints may share the damage; they are not checked now: %s", error)
+            return []
+        trial = self._plan.trial.trial
+        return [Quarantined(trial=trial, sequence=key.sequence, reason=why) for key, why in found.items()]
+
+    def _tell_damage(self, saved: SavedCheckpoint, aside: Sequence[Quarantined]) -> None:
+        if saved.damaged:
+            self._log.error(
+                "step %d: %s damaged on the target, and sent again; %d earlier checkpoints are put aside: %s",
+                saved.key.step,
+                plural(len(saved.damaged), "blob that it would have reused is", "blobs that it would have reused are"),
+                len(aside),
+                "; ".join(saved.damaged.values()),
+            )
+
+    def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
+        """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
+        self._settle()
+        told = self._reports(up_to)
+        del self._waiting[: len(told)]  # the attempt's thread only appends
+        entry = [*(self._reported(report) for report in told), *events]
+        if entry:
+            self._unsettled = (entry, new_stamp())
+            self._settle()
+        self._synced_at = time.monotonic()
+
+    def _settle(self) -> None:
+        """Write the pending entry. If its outcome is unknown, the same entry with the same stamp is written again."""
+        if self._unsettled is not None:
+            entry, stamp = self._unsettled
+            try:
+                self._book.write(entry, stamp)
+            except SaveOvertaken:
+                self._unsettled = None  # it can never be written; its reports are queued again
+                self._waiting[:0] = [event.report for event in entry if isinstance(event, Reported)]
+                raise
+            self._unsettled = None
+
+    def _reported(self, report: StepReport) -> Reported:
+        return Reported(trial=self._plan.trial.trial, report=report, asks=report.step == self.asks_at)
+
+    def _reports(self, up_to: int | None) -> Sequence[StepReport]:
+        return [report for report in self._waiting if up_to is None or report.step <= up_to]
+
+    def _about(self, report: StepReport, reports: Sequence[StepReport]) -> About:
+        stamp = new_stamp()
+        trial = self._trial
+        return About(
+            attempt=trial.attempt,
+            epoch=self.experiment.epoch,
+            write_id=stamp.write_id,
+            created_at=stamp.at,
+            parent=parent.name if (parent := newest_key(self._plan.trial, self._trial)) else None,
+            metrics=report.metrics,
+            trained_seconds=report.trained_seconds,
+            fingerprint={**trial.fingerprint, "code": self.code} if self.code else trial.fingerprint,
+            reports=tuple(reports),
+        )
+
+    def _delete_leftovers(self) -> None:
+        """Delete what an earlier owner retired and did not delete."""
+        settled_from = self.experiment.settled_from
+        try:
+            doomed = find_leftovers(self._plan.target, self._plan.trial, self._trial, settled_from)
+        except TuneError as error:
+            self._log.warning("retired checkpoints of earlier attempts are not deleted now: %s", error)
+        else:
+            self._delete(doomed)
+
+    def _delete(self, doomed: Sequence[CheckpointKey]) -> None:
+        """Delete retired checkpoints. A failure only costs space: the next attempt deletes them, from the journal.
+
+        Raises:
+            Superseded: the experiment is being deleted, or was deleted.
+        """
+        if not doomed:
+            return
+        try:
+            delete_checkpoint(self._plan.target, self._plan.trial, unseen(self._trial), doomed)
+        except Superseded:
+            raise
+        except TuneError as error:
+            self._log.warning("retired checkpoints stay on the target until the next attempt: %s", error)
+
+    def _tell(self, saved: SavedCheckpoint) -> None:
+        size, sent = shown_size(saved.size_bytes), shown_size(saved.sent_bytes)
+        self._log.info("step %d committed: %s, of which %s were new", saved.key.step, size, sent)

@@ -1,0 +1,129 @@
+"""The task that forks an experiment, with retries and a timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+from prefect import task
+from prefect.logging import get_run_logger
+
+from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.errors import (
+    CheckpointNotFound,
+    InvalidInput,
+    JournalCorrupt,
+    ResumeFailed,
+    StoreRefused,
+    UnknownVersion,
+)
+from prefect_tune.core.events.experiment_events import CheckpointRef, Owner
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import ENDED
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.fork import Fork, Past, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.seeded_random import seed_named
+from prefect_tune.core.settings_signature import is_signed, signed, unsigned
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.retry_policy import RETRYING
+from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+
+__all__ = ["ForkRequest", "fork_experiment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkRequest:
+    """The arguments of a fork. Every try has the same owner and stamp, so that a retry is the same fork."""
+
+    experiment: str
+    into: str
+    at: int | None = None
+    """The entry of the experiment's journal; None for the last."""
+    strict: bool = False
+    """Whether it is an error if the origin has deleted a checkpoint of that entry since."""
+    owner: Owner = field(default_factory=this_owner)
+    stamp: Stamp = field(default_factory=new_stamp)
+
+
+@task(name="fork-experiment", task_run_name="fork {request.experiment} into {request.into}", **RETRYING)
+def fork_experiment(target: StorageTarget, request: ForkRequest, *, timeout_seconds: float = 600.0) -> Experiment:
+    """Make the experiment `request.into` a fork of another one on the same target. Idempotent.
+
+    The origin may be running. No checkpoint is copied; the origin keeps the bytes that the fork refers to.
+
+    Raises:
+        InvalidInput: there is no such entry, the name is taken, or the origin is being deleted.
+        CheckpointNotFound: `strict` is set, and the origin has deleted a checkpoint since.
+        ResumeFailed: there is no such experiment, or it cannot be read. Nothing was started.
+        Superseded: another process makes the same fork.
+        StoreUnavailable, CommitUnknown: all retries failed.
+    """
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        try:
+            return _forked(store, target, request, transfers)
+        except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
+            where = f"experiment {request.experiment!r} at {target.uri}"
+            raise ResumeFailed(f"{where}: {error}. Nothing was started") from error
+
+
+def _forked(store: ObjectStore, target: StorageTarget, request: ForkRequest, transfers: Mapper) -> Experiment:
+    there = load(store, request.into, side_by_side=transfers)
+    if there.origin is not None and there.is_whole and _is_asked_for(there, request):
+        return there
+    if not load(store, request.experiment, side_by_side=transfers).number:
+        raise ResumeFailed(f"there is no experiment {request.experiment!r} at {target.uri}. Nothing was started")
+    log = get_run_logger()
+    past = _past(store, request, there, transfers)
+    past = replace(past, settings=_settings(past, request, target.signing_secret))
+    if request.strict and (gone := deleted_since(store, past, side_by_side=transfers)):
+        raise CheckpointNotFound(f"{past.origin}: deleted since then: {_told(gone)}. Nothing was started")
+    into = begin_fork(store, request.into, past.origin, request.owner, request.stamp, side_by_side=transfers)
+    made = fork(store, past, into, request.stamp, side_by_side=transfers)
+    _say(log, past, made)
+    return made.experiment
+
+
+def _is_asked_for(there: Experiment, request: ForkRequest) -> bool:
+    origin = there.origin
+    return origin is not None and origin.experiment == request.experiment and request.at in (None, origin.number)
+
+
+def _past(store: ObjectStore, request: ForkRequest, there: Experiment, transfers: Mapper) -> Past:
+    """Return the origin's state at the requested entry; if none was requested, at an earlier try's, or at the last."""
+    begun = there.origin.number if there.origin is not None and _is_asked_for(there, request) else None
+    at = begun if request.at is None else request.at
+    past = past_of(store, request.experiment, at, side_by_side=transfers)
+    if not past.settings:
+        raise InvalidInput(f"{past.origin}: expected a search; only searches can be forked, once they have begun")
+    return past
+
+
+def _settings(past: Past, request: ForkRequest, key: bytes | None) -> Mapping[str, object]:
+    """Return the fork's settings: the origin's seed is kept, and a valid signature is renewed for the new name.
+
+    Unsigned settings stay unsigned.
+    """
+    settings = {"seed": seed_named(request.experiment), **unsigned(past.settings)}
+    if key is not None and is_signed(past.settings, request.experiment, key):
+        return signed(settings, request.into, key)
+    return settings
+
+
+def _say(log: Log, past: Past, made: Fork) -> None:
+    """Log the fork, and warn of each trial whose checkpoints the origin has deleted."""
+    log.info("%s: a fork of %s, %d trials", made.experiment.name, past.origin, len(made.experiment.trials))
+    for name, refs in made.lost.items():
+        trial = made.experiment.trial(name)
+        left = trial.checkpoints[-1].step if trial.checkpoints else None
+        then = "" if trial.status in ENDED else f"; it resumes from {f'step {left}' if left else 'nothing'}"
+        log.warning("trial %s: the origin has deleted %s since%s", name, _told({name: refs}), then)
+
+
+def _told(gone: Mapping[str, Sequence[CheckpointRef]]) -> str:
+    steps = {trial: ", ".join(str(each.step) for each in refs) for trial, refs in gone.items()}
+    return "; ".join(f"trial {trial}, step {found}" for trial, found in steps.items())

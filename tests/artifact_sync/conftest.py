@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from tests.fakes.artifacts import BUCKETS, FILES, Bucket, BucketTarget
+from tests.fakes.checkpoints import write
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    BUCKETS[request.node.name] = Bucket()
+    return BUCKETS[request.node.name]
+
+
+@pytest.fixture
+def syncer(request: pytest.FixtureRequest, bucket: Bucket) -> Iterator[TargetSyncer]:
+    syncer = TargetSyncer(BucketTarget(name=request.node.name), sync_timeout=20)
+    yield syncer
+    bucket.gate.set()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return write(tmp_path / "trial", FILES)

@@ -1,0 +1,168 @@
+"""A trial's own files when two of its attempts live: what the later one has shown stays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
+from prefect_tune.blocks import SyncConfig
+from prefect_tune.core.checkpoints.artifact_index import ArtifactFile, newest_index
+from prefect_tune.core.errors import Superseded
+from prefect_tune.core.events.experiment_events import Adopted, Event, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.storage.documents import Document, seal
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.object_store import Buffer
+from prefect_tune.stores.local.artifact_transfer import Sent, Writer, send_artifacts
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.tasks.experiment_state import Opening, open_journal
+from tests.fakes.artifacts import BUCKETS, REMOTE, Bucket, BucketTarget, fetched
+from tests.fakes.checkpoints import files_in, write
+from tests.fakes.memory_store import MemoryStore
+
+TRIAL = TrialKey(experiment="e", trial="t")
+FIRST, SECOND = Writer(attempt=1), Writer(attempt=2)
+
+
+@pytest.fixture
+def stale(tmp_path: Path) -> Path:
+    return write(tmp_path / "stale", {"log.txt": b"one"})
+
+
+@pytest.fixture
+def later(tmp_path: Path) -> Path:
+    return write(tmp_path / "later", {"log.txt": b"one, two", "card.md": b"final"})
+
+
+def test_what_a_later_attempt_has_shown_is_neither_replaced_nor_deleted(stale: Path, later: Path) -> None:
+    store = MemoryStore()
+    before = send_artifacts(store, REMOTE, stale, (), Sent(), writer=FIRST)
+    send_artifacts(store, REMOTE, later, (), Sent(), writer=SECOND)
+    there = dict(store.objects)
+    (stale / "log.txt").write_bytes(b"one goes on")
+    for known in (before, Sent()):
+        with pytest.raises(Superseded, match="attempt 2 "):
+            send_artifacts(store, REMOTE, stale, (), known, writer=FIRST)
+    assert store.objects == there
+
+
+class _Raced(MemoryStore):
+    """A later attempt shows its files at the last moment."""
+
+    rival: Path | None = None
+
+    def create(self, path: str, data: Buffer) -> None:
+        if self.rival is not None:
+            rival, self.rival = self.rival, None
+            send_artifacts(self, REMOTE, rival, (), Sent(), writer=SECOND)
+        super().create(path, data)
+
+
+def test_nor_does_a_race_for_the_number_replace_it(stale: Path, later: Path, tmp_path: Path) -> None:
+    store = _Raced()
+    before = send_artifacts(store, REMOTE, stale, (), Sent(), writer=FIRST)
+    (stale / "log.txt").write_bytes(b"one goes on")
+    store.rival = later
+    with pytest.raises(Superseded):
+        send_artifacts(store, REMOTE, stale, (), before, writer=FIRST)
+    assert fetched(store, tmp_path) == files_in(later)
+
+
+def test_an_attempt_that_has_changed_nothing_has_shown_it_all_the_same(stale: Path, tmp_path: Path) -> None:
+    store = MemoryStore()
+    before = send_artifacts(store, REMOTE, stale, (), Sent(), writer=FIRST)
+    send_artifacts(store, REMOTE, stale, (), Sent(), writer=SECOND)
+    (stale / "log.txt").write_bytes(b"one goes on")
+    with pytest.raises(Superseded):
+        send_artifacts(store, REMOTE, stale, (), before, writer=FIRST)
+    assert fetched(store, tmp_path) == {"log.txt": b"one"}
+
+
+def test_who_syncs_by_hand_speaks_for_the_attempt_that_is_there(stale: Path, later: Path) -> None:
+    store = MemoryStore()
+    send_artifacts(store, REMOTE, stale, (), Sent(), writer=SECOND)
+    send_artifacts(store, REMOTE, later, (), Sent())
+    with pytest.raises(Superseded):
+        send_artifacts(store, REMOTE, stale, (), Sent(), writer=FIRST)
+
+
+class _OldIndex(Document):
+    """As it was before it said which attempt wrote it."""
+
+    format: str = "prefect-tune/artifacts"
+    version: int = 1
+    number: int = 1
+    write_id: str = "w"
+    files: tuple[ArtifactFile, ...] = ()
+
+
+def test_an_index_that_says_no_attempt_is_read_and_gone_on_from(stale: Path, tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.objects[f"{REMOTE}/index/0000000001.json"] = seal(_OldIndex(files=(ArtifactFile(path="empty"),)))
+    assert fetched(store, tmp_path) == {"empty": b""}
+    send_artifacts(store, REMOTE, stale, (), Sent(), writer=FIRST)
+    index = newest_index(store, REMOTE)
+    assert index
+    assert (index.number, index.attempt) == (2, 1)
+
+
+# -------------------------------------------------------------------------------------------- in an attempt
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    BUCKETS[request.node.name] = Bucket()
+    return BUCKETS[request.node.name]
+
+
+@pytest.fixture
+def plan(request: pytest.FixtureRequest, bucket: Bucket) -> TrialPlan:
+    assert not bucket.objects
+    target = BucketTarget(name=request.node.name)
+    sync = SyncConfig(sync_period_seconds=0)
+    return TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync, apart=True)
+
+
+def attempt_in(plan: TrialPlan, directory: Path) -> TrialArtifacts:
+    return TrialArtifacts(plan, directory, logging.getLogger("artifacts"))
+
+
+def begin_journal(plan: TrialPlan) -> Experiment:
+    started = Started(trial=TRIAL.trial, attempt=1, from_step=0, from_sequence=None)
+
+    def first(_: Experiment) -> Sequence[Event]:
+        return (Adopted(), TrialAdded(trial=TRIAL.trial, config={}), started)
+
+    return open_journal(plan.target, plan.journal, Opening(this_owner(), new_stamp(), first))
+
+
+def test_an_attempt_that_is_taken_for_gone_leaves_the_files_of_the_one_that_has_finished(
+    plan: TrialPlan, bucket: Bucket, stale: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = attempt_in(plan, stale)
+    first.close()
+    second = attempt_in(plan, tmp_path / "2")
+    second.bring_back(2)
+    write(tmp_path / "2", {"card.md": b"final"})
+    second.close()
+    (stale / "log.txt").write_bytes(b"one goes on")
+    first.after_report()
+    first.settle()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log.txt": b"one", "card.md": b"final"}
+    assert "Superseded" in caplog.text
+
+
+def test_what_an_earlier_experiment_of_the_name_has_left_keeps_nobody_from_syncing(
+    plan: TrialPlan, bucket: Bucket, stale: Path, later: Path, tmp_path: Path
+) -> None:
+    send_artifacts(bucket, TRIAL.artifacts, later, (), Sent(), writer=SECOND)
+    begin_journal(plan)
+    first = attempt_in(plan, stale)
+    first.close()
+    first.settle()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log.txt": b"one"}

@@ -1,0 +1,242 @@
+"""A trial's own files: what goes wrong with them is said, stops nothing, and deletes nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.artifact_sync import trial_artifacts
+from prefect_tune.artifact_sync.syncer import Syncer
+from prefect_tune.artifact_sync.target_syncer import TargetSyncer
+from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
+from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.core.storage.object_store import Listed
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, fetched
+
+TRIAL = TrialKey(experiment="e", trial="t")
+LOG = logging.getLogger("artifacts")
+
+
+class Unreadable(Bucket):
+    """A bucket that takes writes, and answers no read while it is `away`."""
+
+    away = False
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if self.away:
+            raise StoreUnavailable(f"503 for {path}")
+        return super().read(path, offset=offset, length=length)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_artifacts, "_BACKOFF_SECONDS", 0.0)
+
+
+def plan_for(target: StorageTarget, sync: SyncConfig | None = None) -> TrialPlan:
+    return TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync or SyncConfig())
+
+
+def attempt_of(plan: TrialPlan, directory: Path) -> TrialArtifacts:
+    directory.mkdir()
+    return TrialArtifacts(plan, directory, LOG)
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> Unreadable:
+    bucket = BUCKETS[request.node.name] = Unreadable()
+    return bucket
+
+
+@pytest.fixture
+def plan(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> TrialPlan:
+    """A plan, and one attempt that has left `log-1` behind."""
+    assert not bucket.objects
+    plan = plan_for(BucketTarget(name=request.node.name))
+    first = attempt_of(plan, tmp_path / "1")
+    (tmp_path / "1" / "log-1").write_text("one")
+    first.close()
+    first.settle()
+    return plan
+
+
+def test_an_attempt_goes_on_with_what_the_one_before_left(plan: TrialPlan, bucket: Unreadable, tmp_path: Path) -> None:
+    second = attempt_of(plan, tmp_path / "2")
+    second.bring_back(2)
+    (tmp_path / "2" / "log-2").write_text("two")
+    second.close()
+    second.settle()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log-1": b"one", "log-2": b"two"}
+
+
+def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_beside_it(
+    plan: TrialPlan, bucket: Unreadable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = attempt_of(plan, tmp_path / "2")
+    bucket.away = True
+    second.bring_back(2)
+    bucket.away = False
+    (tmp_path / "2" / "log-2").write_text("two")
+    second.after_commit()
+    second.close()
+    second.settle()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log-1": b"one"}
+    assert fetched(bucket, tmp_path, f"{TRIAL.artifacts}-2") == {"log-2": b"two"}
+    assert "beside the earlier ones" in caplog.text
+
+
+class Counting(Bucket):
+    """A bucket that counts who looks into it."""
+
+    looks = 0
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        self.looks += 1
+        return super().list(prefix, after=after)
+
+
+def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bucket = BUCKETS[request.node.name] = Counting()
+    attempt = attempt_of(plan_for(BucketTarget(name=request.node.name)), tmp_path / "1")
+    attempt.after_commit()
+    attempt.after_report()
+    attempt.close()
+    assert not bucket.looks
+    (log := tmp_path / "1" / "log").write_text("late")
+    attempt.close()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log": b"late"}
+    log.unlink()  # what is gone is told, too
+    attempt.close()
+    attempt.settle()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {}
+
+
+def test_what_a_deleted_experiment_left_elsewhere_is_not_taken_for_the_trials(tmp_path: Path) -> None:
+    sync = SyncConfig(upload_dir=str(tmp_path / "elsewhere"))
+    deleted = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "deleted")), sync), tmp_path / "0")
+    (tmp_path / "0" / "log").write_text("old")
+    deleted.close()
+    deleted.settle()
+    plan = plan_for(LocalTarget(path=str(tmp_path / "target")), sync)
+    first = attempt_of(plan, tmp_path / "1")
+    first.close()
+    first.settle()
+    second = attempt_of(plan, tmp_path / "2")
+    second.bring_back(2)
+    assert list((tmp_path / "2").iterdir()) == []
+
+
+ASKED: list[tuple[str, list[str] | None]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked() -> None:
+    ASKED.clear()
+
+
+class Noting(Syncer):
+    """Notes what it is asked, whichever attempt's it is."""
+
+    def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
+        del local_dir
+        ASKED.append((f"up {remote_dir}", exclude))
+        return True
+
+    def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
+        del local_dir
+        ASKED.append((f"down {remote_dir}", exclude))
+        return True
+
+    def delete(self, remote_dir: str) -> bool:
+        raise OSError(remote_dir)
+
+
+def test_artifacts_go_up_at_each_commit_and_after_the_period_without_what_is_excluded(tmp_path: Path) -> None:
+    sync = SyncConfig(syncer=Noting(), upload_dir="s3://bucket/up", artifact_excludes=("*.tmp",))
+    attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
+    attempt.bring_back(1)
+    attempt.after_commit()
+    attempt.after_commit()
+    attempt.after_report()
+    attempt.after_report()
+    asked = [what for what, _ in ASKED]
+    remote = f"s3://bucket/up/{TRIAL.artifacts}"
+    assert asked == [f"down {remote}", f"up {remote}", f"up {remote}", f"up {remote}"]
+    assert all("*.tmp" in (exclude or ()) and "./rank_*" in (exclude or ()) for _, exclude in ASKED)
+
+
+@pytest.mark.parametrize(("options", "count"), [({"sync_artifacts": False}, 0), ({"sync_on_checkpoint": False}, 1)])
+def test_artifacts_stay_behind_or_wait_for_the_period_where_that_is_said(
+    options: dict[str, bool], count: int, tmp_path: Path
+) -> None:
+    sync = SyncConfig(syncer=Noting(), upload_dir="s3://bucket/up").model_copy(update=options)
+    attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
+    for _ in range(3):
+        attempt.after_report()
+        attempt.after_commit()
+    assert len(ASKED) == count
+
+
+class Broken(Syncer):
+    """Somebody's own syncer, and whatever it raises."""
+
+    def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
+        raise RuntimeError(f"not up: {local_dir} {remote_dir} {exclude}")
+
+    def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
+        raise KeyError(f"not down: {local_dir} {remote_dir} {exclude}")
+
+    def delete(self, remote_dir: str) -> bool:
+        raise OSError(remote_dir)
+
+    def close(self) -> None:
+        raise ValueError("nor closed")
+
+
+def test_a_syncer_of_the_users_that_raises_anything_stops_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sync = SyncConfig(syncer=Broken(), upload_dir=str(tmp_path / "up"), sync_period_seconds=0)
+    attempt = attempt_of(plan_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
+    attempt.bring_back(2)
+    attempt.after_commit()
+    attempt.after_report()
+    attempt.close()
+    attempt.settle()
+    said = _said(caplog)
+    assert sum("RuntimeError: not up" in each for each in said) == 3
+    assert sum("KeyError" in each for each in said) == 1
+    assert sum("ValueError: nor closed" in each for each in said) == 1
+
+
+def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial(tmp_path: Path) -> None:
+    sync = SyncConfig(syncer=TargetSyncer(), upload_dir=f"file://{tmp_path}/up")
+    plan = plan_for(LocalTarget(path=str(tmp_path / "target")), sync)
+    neighbour = attempt_of(replace(plan, trial=TrialKey(experiment="e", trial="neighbour")), tmp_path / "neighbour")
+    for number in (1, 2):
+        attempt = attempt_of(plan, tmp_path / f"{number}")
+        if number > 1:
+            attempt.bring_back(number)
+        (tmp_path / f"{number}" / f"log-{number}").write_text("")
+        attempt.close()
+        attempt.settle()
+    (tmp_path / "neighbour" / "log").write_text("")
+    neighbour.close()
+    neighbour.settle()
+    with LocalTarget(path=str(tmp_path / "up")).open(timeout=timedelta(minutes=1)) as store:
+        assert fetched(store, tmp_path, TRIAL.artifacts) == {"log-1": b"", "log-2": b""}
+        assert fetched(store, tmp_path, "e/trials/neighbour/artifacts") == {"log": b""}
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
+    return [record.getMessage() for record in caplog.records if record.name == LOG.name]

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
+from pydantic import Field
+
+from prefect_tune.blocks import (
+    AzureTarget,
+    FsspecTarget,
+    GcsTarget,
+    LocalTarget,
+    S3Target,
+    StorageTarget,
+    resolve_target,
+    target_reference,
+)
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.storage.object_store import ObjectStore
+from tests.blocks.conftest import save
+from tests.fakes.memory_store import MemoryStore
+
+HERE = Path.cwd()
+READ: dict[str, StorageTarget] = {
+    "s3://bucket": S3Target(bucket="bucket"),
+    "s3://bucket/runs/first/": S3Target(bucket="bucket", prefix="runs/first"),
+    "s3a://bucket/runs": S3Target(bucket="bucket", prefix="runs"),
+    "s3://bucket/runs?region=eu-west-1": S3Target(bucket="bucket", prefix="runs", region="eu-west-1"),
+    "s3://bucket?endpoint_override=minio:9000&scheme=http": S3Target(
+        bucket="bucket", endpoint_url="http://minio:9000", allow_http=True
+    ),
+    "s3://bucket/runs?endpoint_url=https://minio&region=eu&anonymous=true": S3Target(
+        bucket="bucket", prefix="runs", endpoint_url="https://minio", region="eu", anonymous=True
+    ),
+    "gs://bucket/runs?endpoint_url=http://gcs:9000": GcsTarget(
+        bucket="bucket", prefix="runs", endpoint_url="http://gcs:9000", allow_http=True
+    ),
+    "gs://bucket/runs": GcsTarget(bucket="bucket", prefix="runs"),
+    "gcs://bucket": GcsTarget(bucket="bucket"),
+    "az://container/runs": AzureTarget(container="container", prefix="runs"),
+    "abfss://container@acc.dfs.core.windows.net/runs": AzureTarget(
+        container="container", prefix="runs", account_name="acc"
+    ),
+    "file:///runs/with%20space": LocalTarget(path="/runs/with space"),
+    "/runs/first": LocalTarget(path="/runs/first"),
+    "/runs/../first": LocalTarget(path="/first"),
+    "~/runs": LocalTarget(path="~/runs"),
+    "./runs/first": LocalTarget(path=str(HERE / "runs/first")),
+    "../runs": LocalTarget(path=str(HERE.parent / "runs")),
+    "runs": LocalTarget(path=str(HERE / "runs")),
+    "runs/first/second": LocalTarget(path=str(HERE / "runs/first/second")),
+    "memory://runs": FsspecTarget(location="memory://runs"),
+    "ftp://me@host/runs": FsspecTarget(location="ftp://me@host/runs"),
+}
+
+REFUSED = {
+    "": "found an empty string",
+    "  ": "found an empty string",
+    "gopher://host/runs": "unknown scheme 'gopher'",
+    "s3x://bucket": "unknown scheme 's3x'",
+    "s3:///runs": "expected a bucket",
+    "s3://bucket?colour=red": "unknown option 'colour'",
+    "s3://bucket/../other": "without empty parts",
+    "file://elsewhere/runs": "expected no host",
+    "smb://host/runs": "needs a package that is not installed.*smbprotocol",
+    "runs/first": r"'runs' is not a type of target block; write './runs/first' for a folder",
+    "s3target/prod": r"'s3target' is not a type of target block; .* the block 's3-target/prod'",
+    "~nobody-at-all/runs": "this user has no home folder",
+    "/runs\0/first": "without NUL",
+    "sync-config/mine": "'sync-config' is not a type of target block",
+}
+
+
+@pytest.fixture(autouse=True)
+def _stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+
+
+@pytest.mark.parametrize("written", READ)
+def test_what_people_write_is_read_by_one_rule(written: str) -> None:
+    wanted = LocalTarget(path="~/runs") if written == "~/runs" else READ[written]  # each test has its own home
+    assert resolve_target(written) == wanted
+
+
+@pytest.mark.parametrize("written", REFUSED)
+def test_what_cannot_be_read_is_one_clear_error(written: str) -> None:
+    with pytest.raises(InvalidInput, match=REFUSED[written]) as caught:
+        resolve_target(written)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["s3://me:secret-of-mine@bucket/runs", "sftp://me:secret-of-mine@host/runs"])
+def test_a_password_in_a_uri_is_refused_and_not_repeated(uri: str) -> None:
+    with pytest.raises(InvalidInput, match=r"credentials|password") as caught:
+        resolve_target(uri)
+    assert "secret-of-mine" not in str(caught.value)
+
+
+def test_a_block_is_itself() -> None:
+    target = S3Target(bucket="bucket")
+    assert resolve_target(target) is target
+
+
+def test_a_path_object_is_always_a_path(tmp_path: Path) -> None:
+    assert resolve_target(tmp_path) == LocalTarget(path=str(tmp_path))
+    assert resolve_target(Path("s3-target/prod")) == LocalTarget(path=str(HERE / "s3-target/prod"))
+
+
+@pytest.mark.parametrize("value", [None, 3, b"s3://bucket"])
+def test_anything_else_is_refused(value: Any) -> None:
+    with pytest.raises(
+        InvalidInput, match="target: expected a block, a 'block-type/name' slug, a URI or a path, found a"
+    ):
+        resolve_target(value)
+
+
+@pytest.mark.parametrize("written", [uri for uri in READ if "://" in uri])
+def test_a_uri_alone_is_handed_to_another_process(written: str) -> None:
+    target = READ[written]
+    assert resolve_target(target_reference(target)) == target
+
+
+def test_a_uri_says_where_it_is_and_not_by_whose_keys() -> None:
+    keys: dict[str, Any] = {"access_key_id": "id", "secret_access_key": "secret-of-mine"}
+    target = S3Target(bucket="bucket", prefix="runs", endpoint_url="http://minio:9000", allow_http=True, **keys)
+    assert target.uri == "s3://bucket/runs?endpoint_url=http://minio:9000"
+    assert S3Target(bucket="bucket", region="eu-west-1").uri == "s3://bucket?region=eu-west-1"
+
+
+def test_a_target_that_says_more_than_its_uri_has_to_be_saved_first() -> None:
+    target = S3Target(bucket="bucket", access_key_id="id", secret_access_key="secret-of-mine")
+    with pytest.raises(InvalidInput, match=r"save the block and pass its slug: target.save\('name'\)") as caught:
+        target_reference(target)
+    assert "secret-of-mine" not in str(caught.value)
+
+
+def test_without_a_server_that_is_said_and_not_that_a_block_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    nothing = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
+    with (
+        temporary_settings(nothing, restore_defaults={PREFECT_API_URL}),
+        pytest.raises(InvalidInput, match="no Prefect server is set up, and a saved block is stored on one: prefect"),
+    ):
+        resolve_target("s3-target/prod")
+
+
+class ShelfTarget(StorageTarget):
+    """A kind of target that a user made."""
+
+    _block_type_slug: ClassVar[str | None] = "shelf-target"
+    shelf: str = Field(description="Which.")
+
+    @property
+    def uri(self) -> str:
+        return f"shelf://{self.shelf}"
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:  # noqa: ARG002  a dictionary does not hang
+        yield MemoryStore()
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_users_own_kind_of_target_is_loaded_like_the_others() -> None:
+    save(ShelfTarget(shelf="third"), "mine")
+    loaded = resolve_target("shelf-target/mine")
+    assert isinstance(loaded, ShelfTarget)
+    assert loaded.check().ok
+    assert target_reference(loaded) == "shelf-target/mine"

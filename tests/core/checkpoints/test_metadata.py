@@ -1,0 +1,143 @@
+"""Numbered versions of metadata: whatever happens to one write, nothing that was acknowledged is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from prefect_tune.core.checkpoints.metadata import newest_metadata, plain_metadata, revise_metadata
+from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreUnavailable
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.operations.checkpoint_gc import collect
+from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from tests.core.driver import KEY, Session, Witness
+from tests.fakes.dying_store import Crash, DyingStore, Way
+from tests.fakes.memory_store import MemoryStore
+
+FOLDER = "e/trials/t/checkpoints/1-1/metadata"
+
+
+def add(store: ObjectStore, name: str, before: Mapping[str, object] = {}) -> dict[str, object]:
+    return revise_metadata(store, FOLDER, lambda said: {**said, name: 1}, before=before, write_id=name)
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 5, 6])
+def test_an_update_that_dies_at_any_operation_is_there_or_not_and_the_next_one_loses_nothing(
+    nth: int, way: Way
+) -> None:
+    store = MemoryStore()
+    add(store, "first", {"zeroth": 1})
+    acknowledged: dict[str, object] = {"zeroth": 1, "first": 1}
+    try:
+        acknowledged = add(DyingStore(store, nth, way), "second")
+    except (Crash, CommitUnknown, StoreUnavailable):
+        assert newest_metadata(store, FOLDER) in (acknowledged, {**acknowledged, "second": 1})
+    else:
+        assert newest_metadata(store, FOLDER) == acknowledged == {"zeroth": 1, "first": 1, "second": 1}
+    assert add(store, "third").items() >= {**acknowledged, "third": 1}.items()
+
+
+def test_a_lost_reply_is_settled_by_looking_and_makes_one_version() -> None:
+    store = MemoryStore()
+    add(DyingStore(store, 1, Way.REPLY_LOST, only=frozenset({"create"})), "a")
+    assert len(store.objects) == 1
+
+
+def test_of_many_that_race_none_is_lost() -> None:
+    store = MemoryStore()
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(lambda number: add(store, f"w{number}"), range(40)))
+    assert newest_metadata(store, FOLDER) == {f"w{number}": 1 for number in range(40)}
+    assert len(store.objects) == 40
+
+
+def test_who_comes_second_changes_what_the_first_one_wrote() -> None:
+    store = MemoryStore()
+    faster = ["first", "second"]
+
+    def change(said: Mapping[str, object]) -> Mapping[str, object]:
+        if faster:
+            add(store, faster.pop())
+        return {**said, "mine": 1}
+
+    revise_metadata(store, FOLDER, change, before={}, write_id="mine")
+    assert newest_metadata(store, FOLDER) == {"first": 1, "second": 1, "mine": 1}
+
+
+class _Mute(MemoryStore):
+    """Its first create tells nothing, and arrives late or never."""
+
+    def __init__(self, *, arrives: bool) -> None:
+        super().__init__()
+        self.arrives = arrives
+        self.pending: dict[str, bytes] | None = None
+
+    def create(self, path: str, data: Buffer) -> None:
+        if self.pending is None:
+            self.pending = {path: bytes(data)}
+            raise CommitUnknown(path)
+        super().create(path, data)
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        if self.arrives and self.pending:
+            self.objects |= self.pending
+        return super().list(prefix, after=after)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_write_whose_outcome_was_unknown_is_made_once_whether_it_arrives_or_not(arrives: bool) -> None:
+    store = _Mute(arrives=arrives)
+    assert add(store, "a") == {"a": 1}
+    assert newest_metadata(store, FOLDER) == {"a": 1}
+    assert len(store.objects) == 1
+
+
+class _LaggingList(MemoryStore):
+    """Its listing is behind its objects by one."""
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        return super().list(prefix, after=after)[:-1]
+
+
+def test_a_listing_that_lags_hides_no_version() -> None:
+    store = _LaggingList()
+    for name in ("a", "b", "c"):
+        add(store, name)
+    assert newest_metadata(store, FOLDER) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_nothing_said_is_none_and_not_an_empty_dict() -> None:
+    assert newest_metadata(MemoryStore(), FOLDER) is None
+
+
+def test_metadata_are_what_json_gives_back() -> None:
+    assert plain_metadata({"a": (1, 2), "b": {3: None}}) == {"a": [1, 2], "b": {"3": None}}
+    loop: dict[str, object] = {}
+    loop["loop"] = loop
+    for unsaid in ({"a": float("inf")}, {"a": {1}}, loop, [("a", 1)]):
+        with pytest.raises(InvalidInput, match="metadata"):
+            plain_metadata(unsaid)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.usefixtures("tiny_blobs")
+def test_what_was_said_of_a_retired_checkpoint_goes_with_it_and_of_a_live_one_stays() -> None:
+    session = Session(MemoryStore(), Witness(), retention=Retention(last=2))
+    session.open()
+    session.start()
+    for _ in range(3):
+        session.train()
+        session.doomed = session.acknowledge(session.publish())
+    (doomed,) = session.doomed
+    live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in session.trial.checkpoints]
+    for key in (doomed, *live):
+        for name in ("a", "b"):
+            revise_metadata(
+                session.store, key.metadata_folder, lambda said, name=name: {**said, name: 1}, before={}, write_id=name
+            )
+    collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
+    assert session.store.list(doomed.folder) == []
+    assert all(newest_metadata(session.store, key.metadata_folder) == {"a": 1, "b": 1} for key in live)

@@ -1,0 +1,47 @@
+"""What a person may be asked, and what counts as an answer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events.questions import answer_to, default_of, valid_fields
+
+FIELDS: dict[str, Any] = {"go_on": True, "count": 3, "rate": 0.5, "why": "", "how": ["slow", "fast"]}
+
+
+def test_every_field_has_a_value_whatever_was_left_out() -> None:
+    fields = valid_fields(FIELDS)
+    assert answer_to(fields, {}) == {"go_on": True, "count": 3, "rate": 0.5, "why": "", "how": "slow"}
+    given = {"go_on": False, "count": 4, "rate": 1, "why": "so", "how": "fast"}
+    assert answer_to(fields, given) == {**given, "rate": 1.0}
+    assert default_of(None) == "None"
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"a b": 1}, {3: 1}, {"x": None}, {"x": []}, {"x": [1]}, {"x": {}}, {"x": math.nan}]
+)
+def test_what_no_form_could_show_is_refused(fields: Any) -> None:
+    with pytest.raises(InvalidInput, match="fields: "):
+        valid_fields(fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"other": 1}, "other: unknown field"),
+        ({"go_on": 1}, "go_on: expected yes or no"),
+        ({"count": True}, "count: expected a whole number"),
+        ({"count": 1.5}, "count: expected a whole number"),
+        ({"rate": math.inf}, "rate: expected a number"),
+        ({"rate": True}, "rate: expected a number"),
+        ({"why": 3}, "why: expected a text"),
+        ({"how": "soon"}, "how: expected one of slow, fast"),
+    ],
+)
+def test_what_is_no_answer_says_why(given: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        answer_to(FIELDS, given)

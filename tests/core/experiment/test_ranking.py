@@ -1,0 +1,92 @@
+"""Which trial is the best, by whatever scope."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.ranking import front, losses_in, needs_curve, ranked, scored, valid_scope
+from prefect_tune.core.experiment.summary import best_first
+from prefect_tune.core.experiment.trial_transitions import Trial, with_report
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.search.objective import Objective, objective_of
+
+LOSS = Objective(metrics=("loss",), modes=("min",))
+CURVE = [{"loss": 4.0}, {"loss": 1.0}, {"loss": 3.0}, {"loss": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("scope", "loss"),
+    [("last", 2.0), ("best", 1.0), ("all", 1.0), ("avg", 2.5), ("last-2-avg", 2.5), ("last-3-avg", 2.0)],
+)
+def test_a_scope_says_by_which_reports_a_trial_is_compared(scope: str, loss: float) -> None:
+    assert scored(CURVE, LOSS, scope) == (loss,)
+
+
+def test_more_reports_than_there_are_is_all_of_them() -> None:
+    assert scored(CURVE, LOSS, "last-9-avg") == scored(CURVE, LOSS, "avg")
+
+
+@pytest.mark.parametrize("scope", ["first", "last-0-avg", "last--avg", "last-x-avg", "avg-5", "", "LAST"])
+def test_a_scope_that_is_none_is_refused(scope: str) -> None:
+    with pytest.raises(InvalidInput, match=r"scope .*: expected 'last'"):
+        valid_scope(scope)
+
+
+def test_only_the_last_report_is_known_without_reading_the_curve() -> None:
+    assert [scope for scope in ("last", "best", "all", "avg", "last-3-avg") if not needs_curve(scope)] == ["last"]
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), "low", None])
+def test_what_no_float_can_hold_is_nothing_to_compare(value: object) -> None:
+    assert losses_in({"loss": value}, LOSS) is None
+
+
+def test_large_is_good_where_the_mode_says_so() -> None:
+    accuracy = Objective(metrics=("accuracy",), modes=("max",))
+    assert scored([{"accuracy": 0.9}, {"accuracy": 0.7}], accuracy, "best") == (-0.9,)
+
+
+@pytest.mark.parametrize("missing", [{}, {"loss": "text"}, {"loss": None}, {"loss": float("nan")}])
+def test_a_report_without_the_metric_is_passed_over(missing: dict[str, object]) -> None:
+    assert losses_in(missing, LOSS) is None
+    assert scored([missing, {"loss": 2.0}, missing], LOSS, "avg") == (2.0,)
+    assert scored([{"loss": 2.0}, missing], LOSS, "last") is None
+    assert scored([missing], LOSS, "best") is None
+
+
+def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed_is_the_better() -> None:
+    told = {"a": {"loss": 2.0}, "b": {}, "c": {"loss": 1.0}, "d": {"loss": "text"}, "e": {"loss": 1.0}}
+    trials = [Trial(trial=name, config={}, metrics=metrics) for name, metrics in told.items()]
+    assert [(each.trial, losses) for each, losses in ranked(trials, LOSS)] == [("c", (1,)), ("e", (1,)), ("a", (2,))]
+    assert [each.trial for each in best_first(trials, LOSS)] == ["c", "e", "a", "b", "d"]
+    assert ranked(trials, None) == []
+    assert best_first(trials, None) == trials
+
+
+@pytest.mark.parametrize(("step", "loss"), [(1, 2.0), (2, 2.0), (3, 0.5)])
+def test_a_trial_is_shown_with_a_report_only_if_that_is_newer(step: int, loss: float) -> None:
+    trial = Trial(trial="t", config={}, step=2, metrics={"loss": 2.0}, trained_seconds=20.0)
+    report = StepReport(step=step, metrics={"loss": 0.5}, trained_seconds=10.0 * step)
+    seen = with_report(trial, report)
+    assert (seen.step, seen.metrics, seen.trained_seconds) == (max(2, step), {"loss": loss}, 10.0 * max(2, step))
+    assert with_report(trial, None) is trial
+
+
+def test_the_front_holds_who_is_beaten_by_nobody_in_everything() -> None:
+    scores = {"a": (1.0, 9.0), "b": (2.0, 2.0), "c": (2.0, 3.0), "d": (9.0, 1.0), "same as b": (2.0, 2.0)}
+    assert front(scores.items()) == ["a", "b", "same as b", "d"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"), [(["loss", "size"], ["min"]), ("loss", "least"), ([], "min"), (["loss"], ["min", "max"])]
+)
+def test_modes_that_do_not_fit_the_metrics_are_refused(metric: list[str] | str, mode: list[str] | str) -> None:
+    with pytest.raises(InvalidInput, match="mode: expected 'min' or 'max'"):
+        objective_of(metric, mode)  # type: ignore[arg-type]  # what is refused is the test
+
+
+def test_one_mode_serves_all_metrics() -> None:
+    both = objective_of(["loss", "size"], "max")
+    assert both == Objective(metrics=("loss", "size"), modes=("max", "max"))
+    assert objective_of(None, "min") is None

@@ -1,0 +1,68 @@
+"""How a suspended run may go on: what a person can choose, and what that makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.resume_options import Choice, Standing, choice_of, stop_extended
+
+THERE = Standing(samples=10, steps=100, hours=2, checkpoints=(10, 20))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"way": "stop here", "samples": 3},
+        {"way": "extend", "samples": 11},
+        {"way": "extend", "steps": 101, "samples": 10},
+        {"way": "extend", "hours": 2.5, "steps": 0},
+        {"way": "other checkpoint", "checkpoint": 20},
+    ],
+)
+def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
+    assert choice_of(answer, THERE) == Choice(**answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"way": "begin again"}, "way: "),
+        ({"samples": -1}, "samples: "),
+        ({"hours": float("inf")}, "hours: "),
+        ({"colour": "red"}, "colour: "),
+        ({"way": "extend"}, "nothing is larger"),
+        ({"way": "extend", "samples": 10, "steps": 100}, "nothing is larger"),
+        ({"way": "extend", "samples": 5, "steps": 200}, r"less than before: samples 5 \(it has 10\)"),
+        ({"way": "other checkpoint", "checkpoint": 15}, r"the step of a checkpoint \(10, 20\), found 15"),
+    ],
+)
+def test_what_cannot_be_done_says_why(answer: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        choice_of(answer, THERE)
+
+
+def test_what_is_not_there_cannot_be_chosen() -> None:
+    with pytest.raises(InvalidInput, match=r"the step of a checkpoint \(none\)"):
+        choice_of({"way": "other checkpoint"}, Standing())
+    with pytest.raises(InvalidInput, match="is code"):
+        choice_of({"way": "extend", "steps": 9}, Standing(stop_is_code=True))
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps", "hours", "then"),
+    [
+        (None, 5, 0, [{"step": 5}]),
+        ({"step": 3, "loss": 0.1}, 5, 0, [{"loss": 0.1}, {"step": 5}]),
+        ({"MaxSteps": {"steps": 3}}, 5, 0, [{"step": 5}]),
+        ([{"step": 3}, {"MaxTime": {"time_seconds": 9}}], 0, 1, [{"step": 3}, {"MaxTime": {"time_seconds": 3600}}]),
+        ("package.module:stop", 0, 1, ["package.module:stop", {"MaxTime": {"time_seconds": 3600}}]),
+    ],
+)
+def test_a_larger_limit_takes_the_place_of_the_smaller_one(
+    stop: object, steps: int, hours: float, then: object
+) -> None:
+    assert stop_extended(stop, steps, hours) == then

@@ -1,0 +1,305 @@
+"""Small pure rules: which checkpoints stay, when to save, when to stop, what a failure means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import cast
+
+import pytest
+from pydantic import ValidationError
+
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    Aside,
+    Cause,
+    CheckpointRef,
+    Cloned,
+    Event,
+    Reported,
+    Started,
+)
+from prefect_tune.core.experiment.experiment import Entry
+from prefect_tune.core.experiment.experiment_stoppers import TimeBudget
+from prefect_tune.core.experiment.failure_policy import (
+    FailurePolicy,
+    GiveUp,
+    Quarantine,
+    Resumable,
+    TryAgain,
+    Verdict,
+    verdict,
+)
+from prefect_tune.core.experiment.learning_curves import Curves, curve
+from prefect_tune.core.experiment.retention import Retention, retired, retired_aside
+from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxSteps, MaxTime, Never, Plateau, Stopper, as_stopper
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+
+# ------------------------------------------------------------------------------------------- retention
+
+LOSSES = [5.0, 3.0, 3.0, math.nan, 9.0, 4.0]
+SAVES = [CheckpointRef(step=10 * n, sequence=n, metrics={"loss": loss}) for n, loss in enumerate(LOSSES, 1)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "stay"),
+    [
+        (Retention(), [1, 2, 3, 4, 5, 6]),
+        (Retention(last=1), [6]),
+        (Retention(last=3), [4, 5, 6]),
+        (Retention(last=99), [1, 2, 3, 4, 5, 6]),
+        (Retention(best=1, metric="loss"), [2, 6]),
+        (Retention(best=2, metric="loss"), [2, 3, 6]),
+        (Retention(best=1, metric="loss", mode="max"), [5, 6]),
+        (Retention(best=99, metric="loss"), [1, 2, 3, 5, 6]),
+        (Retention(best=1, metric="missing"), [6]),
+        (Retention(every=20), [2, 4, 6]),
+        (Retention(every=50, best=1, metric="loss", last=2), [2, 5, 6]),
+    ],
+)
+def test_a_checkpoint_stays_when_one_rule_keeps_it(policy: Retention, stay: list[int]) -> None:
+    assert [each.sequence for each in SAVES if each.sequence not in retired(SAVES, policy)] == stay
+
+
+def test_a_pinned_checkpoint_stays() -> None:
+    saves = [SAVES[0].model_copy(update={"pinned": True}), *SAVES[1:]]
+    assert retired(saves, Retention(last=1)) == (2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "aside", "going"),
+    [
+        (Retention(), [2, 3], []),
+        (Retention(last=2), [2, 3], [2, 3]),
+        (Retention(last=2), [5], []),  # it is no older than the newest that stay in any case
+        (Retention(last=5), [2], []),  # there are not as many live ones
+        (Retention(last=2, best=1, metric="loss"), [2, 3], [3]),
+        (Retention(last=2, best=2, metric="loss"), [2, 3], []),
+        (Retention(last=2, every=20), [2, 3], [3]),
+    ],
+)
+def test_what_was_put_aside_is_retired_when_it_would_be_as_a_live_one(
+    policy: Retention, aside: list[int], going: list[int]
+) -> None:
+    live = [each for each in SAVES if each.sequence not in aside]
+    put_aside = [Aside(checkpoint=each, since=9, reason="misread") for each in SAVES if each.sequence in aside]
+    assert [each.sequence for each in retired_aside(put_aside, live, policy)] == going
+
+
+def test_a_score_that_is_no_number_is_never_among_the_best() -> None:
+    saves = [CheckpointRef(step=1, sequence=0, metrics={"loss": "low"}), *SAVES[:2]]
+    assert 0 in retired(saves, Retention(best=5, metric="loss"))
+
+
+@pytest.mark.parametrize("fields", [{"best": 3}, {"metric": "loss"}])
+def test_the_best_are_best_by_something(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="go together"):
+        Retention.model_validate(fields)
+
+
+# --------------------------------------------------------------------------------------------- cadence
+
+
+@pytest.mark.parametrize(
+    ("cadence", "steps", "seconds", "due"),
+    [
+        (Cadence(), 1, 59, False),
+        (Cadence(), 1, 60, True),
+        (Cadence(every_steps=5), 5, 0, True),
+        (Cadence(every_steps=5), 4, 60, True),
+        (Cadence(every_steps=5, every_seconds=None), 4, 999, False),
+        (Cadence(every_seconds=None), 999, 999, False),
+    ],
+)
+def test_it_is_time_to_save_at_whichever_comes_first(
+    cadence: Cadence, steps: int, seconds: float, *, due: bool
+) -> None:
+    assert cadence.due(steps, timedelta(seconds=seconds)) is due
+
+
+# ---------------------------------------------------------------------------------------------- curve
+
+
+def report(step: int, loss: float, trial: str = "t") -> Reported:
+    return Reported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}, trained_seconds=float(step)))
+
+
+def entry(*events: Event) -> Entry:
+    return Entry(number=1, epoch=1, write_id="w", at="now", previous="", events=events)
+
+
+def losses(reports: Sequence[StepReport]) -> list[tuple[int, object]]:
+    return [(each.step, each.metrics["loss"]) for each in reports]
+
+
+AGAIN = (
+    *[report(step, 1.0) for step in (1, 2, 3)],
+    report(1, 7.0, "other"),
+    Started(trial="other", attempt=1, from_step=0),
+    Started(trial="t", attempt=2, from_step=1, from_sequence=4),
+    report(2, 2.0),
+)
+CLONED = (
+    *[report(step, 1.0) for step in (1, 2, 3)],
+    Cloned(
+        trial="t",
+        checkpoint=CheckpointRef(step=8, sequence=9, metrics={"loss": 0.1}, trained_seconds=8.0),
+        source=CheckpointKey(trial=TrialKey(experiment="e", trial="other"), step=8, sequence=4),
+        reason="it is better",
+    ),
+    Started(trial="t", attempt=2, from_step=8, from_sequence=9),
+    report(9, 0.05),
+)
+
+
+@pytest.mark.parametrize(("events", "counted"), [(AGAIN, [(1, 1.0), (2, 2.0)]), (CLONED, [(8, 0.1), (9, 0.05)])])
+def test_a_curve_forgets_what_was_done_again_and_what_came_before_a_clone(
+    events: tuple[Event, ...], counted: list[tuple[int, object]]
+) -> None:
+    told = Curves()
+    told.tell(entry(*events))
+    assert losses(told.of("t")) == counted
+    assert curve([entry(*events)], "t") == told.of("t")
+
+
+def test_the_curves_of_all_trials_are_in_what_the_experiment_has_taken_in() -> None:
+    told = Curves()
+    told.tell(entry(Absorbed(trial="t", number=1, events=(report(1, 1.0), report(2, 2.0)))))
+    told.tell_event(report(1, 7.0, "other"))
+    assert (losses(told.of("t")), losses(told.of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
+    assert told.of("silent") == []
+    assert told.told == 3
+
+
+# -------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("cause", "counts", "policy", "expected"),
+    [
+        (Cause.PREEMPTED, {"machine_failures": 99}, FailurePolicy(), Resumable()),
+        (Cause.MACHINE, {"machine_failures": 10}, FailurePolicy(), TryAgain()),
+        (Cause.MACHINE, {"machine_failures": 11}, FailurePolicy(), "11 machine failures"),
+        (Cause.USER, {"user_failures": 1}, FailurePolicy(), "failure 1 of the trainable"),
+        (Cause.USER, {"user_failures": 2}, FailurePolicy(max_failures=2), TryAgain()),
+        (Cause.USER, {"user_failures": 3}, FailurePolicy(max_failures=2), "failure 3 of the trainable"),
+        (Cause.IMPORT, {}, FailurePolicy(max_failures=9), "import is not tried again"),
+        (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), "out-of-memory is not tried again"),
+        (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), "bad-metric is not tried again"),
+        (Cause.MACHINE, {"started_from": 7, "same_start": 2}, FailurePolicy(), TryAgain()),
+        (
+            Cause.MACHINE,
+            {"started_from": 7, "same_start": 3},
+            FailurePolicy(),
+            Quarantine(7, "3 attempts died before their first step: boom"),
+        ),
+        (Cause.MACHINE, {"started_from": None, "same_start": 3}, FailurePolicy(), TryAgain()),
+    ],
+)
+def test_a_failure_is_tried_again_while_its_budget_lasts(
+    cause: Cause, counts: dict[str, object], policy: FailurePolicy, expected: Verdict | str
+) -> None:
+    trial = Trial(trial="t", config={}, reason="boom").model_copy(update=counts)
+    found = verdict(trial, cause, policy)
+    if isinstance(expected, str):
+        assert isinstance(found, GiveUp)
+        assert found.message.startswith(expected)
+        assert found.message.endswith(": boom")
+    else:
+        assert found == expected
+
+
+# -------------------------------------------------------------------------------------------- stoppers
+
+
+def reports(*losses: float, seconds: float = 1.0) -> list[StepReport]:
+    return [
+        StepReport(step=step, metrics={"loss": loss}, trained_seconds=step * seconds)
+        for step, loss in enumerate(losses, 1)
+    ]
+
+
+def said_so(metrics: object) -> bool:
+    assert isinstance(metrics, dict)
+    return bool(metrics["step"] == 3 and metrics["loss"] == 1)
+
+
+@pytest.mark.parametrize(
+    ("stopper", "told", "why"),
+    [
+        (Never(), reports(1), None),
+        (MaxSteps(3), reports(1, 1), None),
+        (MaxSteps(3), reports(1, 1, 1), "step 3 of 3"),
+        (MaxSteps(2), reports(1, 1, 1), "step 3 of 2"),
+        (MaxTime(timedelta(seconds=30)), reports(1, 1, seconds=14), None),
+        (MaxTime(timedelta(seconds=30)), reports(1, 1, seconds=15), "trained for 0:00:30, of 0:00:30"),
+        (Plateau("loss"), reports(1, 1, 1), None),
+        (Plateau("loss"), reports(9, 1, 1, 1, 1), "loss has settled at 1 ± 0"),
+        (Plateau("loss"), reports(1, 1, 1, 2), None),
+        (Plateau("loss", grace=6), reports(1, 1, 1, 1, 1), None),
+        (Plateau("loss", reports=2, grace=0), reports(1, 1), "loss has settled at 1 ± 0"),
+        (MaxSteps(9) | Plateau("loss"), reports(1, 1, 1, 1), "loss has settled at 1 ± 0"),
+        (as_stopper(None), reports(1), None),
+        (as_stopper(MaxSteps(1)), reports(1), "step 1 of 1"),
+        (as_stopper({"step": 2}), reports(1), None),
+        (as_stopper({"step": 2}), reports(1, 1), "step = 2 reached 2"),
+        (as_stopper({"loss": 0.5, "step": 9}), reports(0.5), "loss = 0.5 reached 0.5"),
+        (as_stopper({"loss": 0.5}), reports(0.49), None),
+        (as_stopper({"loss": 0.5}), reports(0.51), "loss = 0.51 reached 0.5"),
+        (as_stopper(said_so), reports(1, 1), None),
+        (as_stopper(said_so), reports(1, 1, 1), "said_so returned a true value"),
+        (as_stopper([{"step": 3}, MaxSteps(2)]), reports(1, 1), "step 2 of 2"),
+    ],
+)
+def test_a_trial_stops_when_it_has_had_enough(stopper: Stopper, told: list[StepReport], why: str | None) -> None:
+    assert stopper.why_stop(told) == why
+
+
+def test_only_who_needs_the_past_looks_back() -> None:
+    assert not AnyOf((MaxSteps(1), MaxTime(timedelta(1)), Never(), as_stopper({"step": 1}))).looks_back
+    assert (MaxSteps(1) | Plateau("loss")).looks_back
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        lambda: MaxSteps(0),
+        lambda: MaxTime(timedelta(0)),
+        lambda: MaxTime(cast("timedelta", "1h")),
+        lambda: MaxTime(cast("timedelta", True)),
+        lambda: MaxTime(cast("timedelta", math.nan)),
+        lambda: MaxTime(cast("timedelta", math.inf)),
+        lambda: TimeBudget(cast("timedelta", -1)),
+        lambda: Plateau("loss", std=-1),
+        lambda: Plateau("loss", reports=1),
+        lambda: Plateau("loss", grace=-1),
+        lambda: as_stopper({"loss": math.nan}),
+        lambda: as_stopper({"loss": True}),
+        lambda: as_stopper({"loss": "low"}),
+        lambda: as_stopper("step 5"),
+        lambda: as_stopper(5),
+        lambda: as_stopper({"accuracy": 0.9}).why_stop(reports(1)),
+        lambda: Plateau("accuracy").why_stop(reports(1)),
+    ],
+)
+def test_a_stopper_that_could_never_be_right_is_refused(stop: object) -> None:
+    assert callable(stop)
+    with pytest.raises(InvalidInput):
+        stop()
+
+
+def test_a_number_is_a_time_in_seconds_and_what_is_none_is_told_so() -> None:
+    assert MaxTime(cast("timedelta", 90)) == MaxTime(timedelta(minutes=1.5))
+    assert TimeBudget(cast("timedelta", 0.5)) == TimeBudget(timedelta(seconds=0.5))
+    with pytest.raises(InvalidInput, match=r"MaxTime: expected a positive number of seconds or timedelta.*found '1h'"):
+        MaxTime(cast("timedelta", "1h"))
+
+
+def test_a_limit_by_the_name_that_ray_gives_a_step_says_what_it_is_called_here() -> None:
+    with pytest.raises(InvalidInput, match="Ray Tune's training_iteration is 'step' here"):
+        as_stopper({"training_iteration": 3}).why_stop(reports(1))

@@ -1,0 +1,322 @@
+"""The one table of statuses, every pair of it, and what each event leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+import pytest
+
+from prefect_tune.core.errors import IllegalTransition
+from prefect_tune.core.events.experiment_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Claim,
+    Claimed,
+    Cloned,
+    Committed,
+    Decided,
+    Finished,
+    GaveUp,
+    Inherited,
+    OneTrialsEvent,
+    Paused,
+    Pinned,
+    Pruned,
+    PutAside,
+    Quarantined,
+    Rebased,
+    Reinstated,
+    Released,
+    Reported,
+    Requeued,
+    Resumed,
+    Retired,
+    Started,
+)
+from prefect_tune.core.experiment.trial_transitions import (
+    Status,
+    Trial,
+    after,
+    is_held,
+    is_live,
+    newest_checkpoint,
+    newest_key,
+    with_adopted,
+)
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.base import Continue
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+
+PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Status
+SAVED = CheckpointRef(step=3, sequence=7, metrics={"loss": 0.5}, trained_seconds=30.0)
+BASE = Trial(trial="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), trained_seconds=50.0)
+
+ELSEWHERE = CheckpointKey(trial=TrialKey(experiment="e", trial="u"), step=9, sequence=4)
+COPY = CheckpointRef(step=2, sequence=8, metrics={"loss": 0.3}, trained_seconds=20.0)
+
+
+def claim_to(step: int, sequence: int, clone: CheckpointKey = ELSEWHERE) -> Claimed:
+    journal = JournalKey(experiment="e", trial="u")
+    return Claimed(trial="t", claim=Claim(step=step, sequence=sequence, clone=clone, journal=journal, epoch=2))
+
+
+EVENTS: Mapping[str, OneTrialsEvent] = {
+    "started": Started(trial="t", attempt=2, from_step=3, from_sequence=7),
+    "reported": Reported(trial="t", report=StepReport(step=6, metrics={"loss": 0.1})),
+    "committed": Committed(trial="t", checkpoint=CheckpointRef(step=5, sequence=8)),
+    "retired": Retired(trial="t", retires=()),
+    "quarantined": Quarantined(trial="t", sequence=7, reason="damaged"),
+    "put-aside": PutAside(trial="t", sequence=7, reason="damaged"),
+    "reinstated": Reinstated(trial="t", sequence=7),
+    "pruned": Pruned(trial="t", retires=(7,)),
+    "pinned": Pinned(trial="t", sequence=7),
+    "cloned": Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, config={"rate": 2}, reason="behind"),
+    "rebased": Rebased(trial="t", checkpoints=(COPY,), absorbed=3),
+    "inherited": Inherited(trial="t", checkpoint=COPY, source=ELSEWHERE),
+    "claimed": claim_to(3, 7),
+    "released": Released(trial="t", clone=ELSEWHERE),
+    "attempt-ended": AttemptEnded(trial="t", cause=Cause.USER, message="ValueError"),
+    "gave-up": GaveUp(trial="t", cause=Cause.USER, message="spent"),
+    "finished": Finished(trial="t", reason="enough", returned=True),
+    "requeued": Requeued(trial="t", reason="more"),
+    "paused": Paused(trial="t", reason="rung 3"),
+    "resumed": Resumed(trial="t"),
+    "decided": Decided(trial="t", report=StepReport(step=3, metrics={"loss": 0.5}), decision=Continue()),
+}
+LEGAL = {
+    (PENDING, "started"): RUNNING,
+    (PENDING, "gave-up"): ERRORED,
+    (PENDING, "finished"): FINISHED,
+    (RUNNING, "reported"): RUNNING,
+    (RUNNING, "committed"): RUNNING,
+    (RUNNING, "attempt-ended"): PENDING,
+    (RUNNING, "gave-up"): ERRORED,
+    (RUNNING, "finished"): FINISHED,
+    (FINISHED, "requeued"): PENDING,
+    (FINISHED, "gave-up"): ERRORED,
+    (ERRORED, "requeued"): PENDING,
+    (PENDING, "requeued"): PENDING,
+    (RUNNING, "paused"): PAUSED,
+    (PAUSED, "resumed"): PENDING,
+    (PAUSED, "started"): RUNNING,
+    (PAUSED, "finished"): FINISHED,
+    (PAUSED, "gave-up"): ERRORED,
+    (PENDING, "paused"): PAUSED,
+    (PENDING, "resumed"): PENDING,
+    (RUNNING, "resumed"): RUNNING,
+    (PENDING, "cloned"): PENDING,
+    (PAUSED, "cloned"): PAUSED,
+    **{
+        (status, event): status
+        for status in Status
+        for event in (
+            *("retired", "quarantined", "put-aside", "reinstated", "pruned", "pinned", "decided", "claimed"),
+            *("released", "inherited", "rebased"),
+        )
+    },
+    (RUNNING, "rebased"): PENDING,
+}
+
+
+def of(status: Status, **changes: object) -> Trial:
+    return BASE.model_copy(update={"status": status, **changes})
+
+
+@pytest.mark.parametrize("name", EVENTS)
+@pytest.mark.parametrize("status", Status)
+def test_every_pair_of_status_and_event_is_legal_or_refused(status: Status, name: str) -> None:
+    if (status, name) in LEGAL:
+        assert after(of(status), EVENTS[name], 9).status is LEGAL[status, name]
+    else:
+        with pytest.raises(IllegalTransition, match=f"{status}.*'{name}'"):
+            after(of(status), EVENTS[name], 9)
+
+
+def test_every_event_of_a_trial_is_in_that_table() -> None:
+    assert {type(event) for event in EVENTS.values()} == set(get_args(OneTrialsEvent))
+
+
+def test_an_attempt_goes_on_from_its_checkpoint_and_counts_what_it_does_again() -> None:
+    started = after(of(PENDING), EVENTS["started"], 9)
+
+    assert (started.attempt, started.step, started.metrics, started.trained_seconds) == (2, 3, {"loss": 0.5}, 30)
+    assert started.wasted_steps == 2
+    assert started.started_from == 7
+
+
+@pytest.mark.parametrize(
+    ("attempt", "step", "sequence", "checkpoints"),
+    [
+        pytest.param(2, 0, None, (SAVED,), id="from nothing, though there is a checkpoint"),
+        pytest.param(2, 3, None, (), id="from step 3, though there is no checkpoint"),
+        pytest.param(2, 3, 8, (SAVED,), id="from a checkpoint that is not live"),
+        pytest.param(2, 4, 7, (SAVED,), id="from a step that is not the checkpoint's"),
+        pytest.param(3, 3, 7, (SAVED,), id="the attempt after the next"),
+        pytest.param(1, 3, 7, (SAVED,), id="the same attempt again"),
+    ],
+)
+def test_no_attempt_starts_from_anything_but_a_live_checkpoint(
+    attempt: int, step: int, sequence: int | None, checkpoints: tuple[CheckpointRef, ...]
+) -> None:
+    started = Started(trial="t", attempt=attempt, from_step=step, from_sequence=sequence)
+    with pytest.raises(IllegalTransition):
+        after(of(PENDING, checkpoints=checkpoints), started, 9)
+
+
+def test_a_trial_without_any_checkpoint_starts_from_nothing() -> None:
+    started = after(of(PENDING, checkpoints=(), quarantined=(7,)), Started(trial="t", attempt=2, from_step=0), 9)
+    assert (started.step, started.metrics, started.wasted_steps) == (0, {}, 5)
+
+
+@pytest.mark.parametrize("step", [5, 4, 0])
+def test_no_step_is_counted_twice(step: int) -> None:
+    with pytest.raises(IllegalTransition, match=f"step {step} is reported after step 5"):
+        after(of(RUNNING), Reported(trial="t", report=StepReport(step=step, metrics={})), 9)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "changes"),
+    [
+        pytest.param(7, {}, id="as old as a live one"),
+        pytest.param(6, {}, id="older than a live one"),
+        pytest.param(8, {"quarantined": (8,)}, id="quarantined"),
+        pytest.param(8, {"collected_up_to": 9}, id="begun before the last retirement"),
+    ],
+)
+def test_a_save_that_was_overtaken_is_never_committed(sequence: int, changes: Mapping[str, object]) -> None:
+    new = CheckpointRef(step=5, sequence=sequence)
+    with pytest.raises(IllegalTransition, match=f"begun after entry {sequence}"):
+        after(of(RUNNING, **changes), Committed(trial="t", checkpoint=new), 10)
+    with pytest.raises(IllegalTransition):
+        with_adopted(of(RUNNING, **changes), (new,))
+
+
+def test_a_commit_draws_the_line_only_if_it_retires() -> None:
+    new = CheckpointRef(step=5, sequence=8)
+    kept = after(of(RUNNING), Committed(trial="t", checkpoint=new), 9)
+    retired = after(of(RUNNING), Committed(trial="t", checkpoint=new, retires=(7,)), 9)
+
+    assert (kept.checkpoints, kept.collected_up_to) == ((SAVED, new), 0)
+    assert (retired.checkpoints, retired.collected_up_to) == ((new,), 9)
+
+
+def test_a_retirement_draws_the_line_even_for_nothing() -> None:
+    line = after(of(PENDING), Retired(trial="t", retires=()), 9)
+    assert (line.checkpoints, line.collected_up_to) == ((SAVED,), 9)
+
+
+def test_a_commit_is_progress_and_clears_the_machines_failures_but_not_the_users() -> None:
+    failing = of(RUNNING, machine_failures=3, user_failures=2, same_start=2)
+    committed = after(failing, EVENTS["committed"], 9)
+    adopted = with_adopted(failing, (CheckpointRef(step=5, sequence=8),))
+
+    for trial in (committed, adopted):
+        assert (trial.machine_failures, trial.user_failures, trial.same_start) == (0, 2, 0)
+
+
+def test_what_is_quarantined_is_not_gone_on_from_and_nothing_of_it_is_reused() -> None:
+    aside = after(of(PENDING), EVENTS["quarantined"], 9)
+
+    assert newest_checkpoint(aside) is None
+    assert (aside.quarantined, aside.collected_up_to) == ((7,), 9)
+
+
+def test_a_pin_can_be_set_and_taken_away() -> None:
+    pinned = after(of(PENDING), Pinned(trial="t", sequence=7), 9)
+    assert [each.pinned for each in pinned.checkpoints] == [True]
+    assert after(pinned, Pinned(trial="t", sequence=7, pinned=False), 10).checkpoints == (SAVED,)
+    assert after(pinned, Pinned(trial="t", sequence=8), 10).checkpoints == pinned.checkpoints
+
+
+@pytest.mark.parametrize(
+    ("cause", "machine", "user"),
+    [
+        (Cause.MACHINE, 1, 0),
+        (Cause.PREEMPTED, 0, 0),
+        (Cause.USER, 0, 1),
+        (Cause.IMPORT, 0, 1),
+        (Cause.OUT_OF_MEMORY, 0, 1),
+        (Cause.BAD_METRIC, 0, 1),
+    ],
+)
+def test_each_failure_is_counted_in_one_budget_or_in_none(cause: Cause, machine: int, user: int) -> None:
+    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=cause, message="why"), 9)
+    assert (ended.machine_failures, ended.user_failures, ended.reason) == (machine, user, "why")
+
+
+def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happens() -> None:
+    trial = of(PENDING)
+    for count in (1, 2, 3):
+        trial = after(trial, Started(trial="t", attempt=trial.attempt + 1, from_step=3, from_sequence=7), 9)
+        died = AttemptEnded(trial="t", cause=Cause.MACHINE, message="", at_start=True)
+        trial = after(trial, died, 9)
+        assert trial.same_start == count
+    elsewhere = trial.model_copy(update={"checkpoints": (CheckpointRef(step=2, sequence=5),)})
+    assert after(elsewhere, Started(trial="t", attempt=5, from_step=2, from_sequence=5), 9).same_start == 0
+    later = after(trial, Started(trial="t", attempt=5, from_step=3, from_sequence=7), 9)
+    assert after(later, AttemptEnded(trial="t", cause=Cause.USER, message=""), 9).same_start == 0
+
+
+def test_giving_up_and_finishing_say_why() -> None:
+    assert after(of(RUNNING), EVENTS["gave-up"], 9).reason == "spent"
+    finished = after(of(RUNNING), EVENTS["finished"], 9)
+    assert (finished.reason, finished.returned) == ("enough", True)
+
+
+def test_who_is_requeued_has_fresh_budgets() -> None:
+    spent = of(ERRORED, user_failures=4, machine_failures=11, same_start=3)
+    again = after(spent, EVENTS["requeued"], 9)
+    assert (again.user_failures, again.machine_failures, again.same_start, again.reason) == (0, 0, 0, "more")
+
+
+def test_the_newest_checkpoint_has_a_key_on_the_target() -> None:
+    folder = TrialKey(experiment="e", trial="t")
+    assert newest_key(folder, BASE) == CheckpointKey(trial=folder, step=3, sequence=7)
+    assert newest_key(folder, of(PENDING, checkpoints=())) is None
+
+
+def test_a_clone_is_where_the_trial_goes_on_from_and_no_budget_is_renewed() -> None:
+    failing = of(PENDING, machine_failures=3, user_failures=2, wasted_steps=1)
+    cloned = after(failing, EVENTS["cloned"], 9)
+
+    assert (cloned.step, cloned.metrics, cloned.trained_seconds) == (2, {"loss": 0.3}, 20)
+    assert (cloned.config, cloned.reason, cloned.checkpoints) == ({"rate": 2}, "behind", (SAVED, COPY))
+    assert (cloned.machine_failures, cloned.user_failures, cloned.wasted_steps) == (3, 2, 1)
+    started = after(cloned, Started(trial="t", attempt=2, from_step=2, from_sequence=8), 10)
+    assert (started.status, started.step, started.wasted_steps) == (RUNNING, 2, 1)
+
+
+def test_a_clone_without_a_configuration_leaves_the_trial_its_own() -> None:
+    keeps = Cloned(trial="t", checkpoint=COPY, source=ELSEWHERE, reason="fork")
+    assert after(of(PAUSED, config={"rate": 1}), keeps, 9).config == {"rate": 1}
+
+
+def test_a_clone_that_was_overtaken_is_none() -> None:
+    with pytest.raises(IllegalTransition, match="begun after entry 8"):
+        after(of(PENDING, collected_up_to=9), EVENTS["cloned"], 10)
+
+
+def test_what_is_claimed_is_held_beyond_its_retirement_until_the_last_clone_releases_it() -> None:
+    key = CheckpointKey(trial=TrialKey(experiment="e", trial="t"), step=3, sequence=7)
+    other = ELSEWHERE.model_copy(update={"step": 10})
+    trial = after(of(FINISHED), claim_to(3, 7), 9)
+    assert (is_live(trial, key), is_held(trial, key)) == (True, False)
+    assert after(trial, claim_to(3, 7), 10) == trial  # twice is once
+
+    trial = after(trial, Retired(trial="t", retires=(7,)), 10)
+    assert (is_live(trial, key), is_held(trial, key)) == (False, True)
+
+    trial = after(trial, claim_to(3, 7, other), 11)  # a clone of the clone
+    trial = after(trial, Released(trial="t", clone=ELSEWHERE), 12)
+    assert is_held(trial, key)
+    trial = after(trial, Released(trial="t", clone=other), 13)
+    assert not is_held(trial, key)
+    assert after(trial, Released(trial="t", clone=other), 14) == trial
+
+
+@pytest.mark.parametrize(("step", "sequence"), [(3, 8), (4, 7), (2, 6)])
+def test_what_is_no_checkpoint_cannot_be_claimed(step: int, sequence: int) -> None:
+    with pytest.raises(IllegalTransition, match="is no longer a checkpoint"):
+        after(of(RUNNING), claim_to(step, sequence), 9)

@@ -1,0 +1,397 @@
+"""The journal: history and fence, whatever lies beside its entries, and however far a listing lags."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from prefect_tune.core.errors import (
+    CommitUnknown,
+    InvalidInput,
+    JournalCorrupt,
+    Superseded,
+)
+from prefect_tune.core.events.experiment_events import (
+    Adopted,
+    CheckpointRef,
+    Committed,
+    Event,
+    Opened,
+    Owner,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Entry, Experiment, nothing_yet
+from prefect_tune.core.journal import journal
+from prefect_tune.core.journal.snapshots import write_due_segment
+from prefect_tune.core.models import Stamp, StepReport, digest_of
+from prefect_tune.core.storage.documents import seal
+from prefect_tune.core.storage.layout import JournalKey
+from prefect_tune.core.storage.object_store import Buffer, Listed
+from tests.core.driver import JOURNAL
+from tests.fakes.memory_store import MemoryStore
+
+ME = Owner(name="me", host="here", pid=1)
+YOU = Owner(name="you", host="there", pid=2, flow_run="brave-otter")
+
+
+def stamp(write_id: str) -> Stamp:
+    return Stamp(write_id=write_id, at="2026-11-21")
+
+
+def load(store: MemoryStore) -> Experiment:
+    return journal.load(store, "e", side_by_side=map)
+
+
+def take_over(store: MemoryStore, owner: Owner = ME, write_id: str = "open") -> Experiment:
+    return journal.take_over(store, "e", owner, stamp(write_id), side_by_side=map)
+
+
+def report(step: int, metrics: object = None) -> Reported:
+    return Reported(trial="t", report=StepReport(step=step, metrics={"loss": metrics}))
+
+
+def running(store: MemoryStore) -> Experiment:
+    """Three entries: opened, a trial added, an attempt started."""
+    experiment = take_over(store)
+    experiment = journal.append(store, experiment, [Adopted(), TrialAdded(trial="t", config={})], stamp("a"))
+    return journal.append(store, experiment, [Started(trial="t", attempt=1, from_step=0)], stamp("b"))
+
+
+def with_steps(store: MemoryStore, steps: int, *, segments: bool = False) -> Experiment:
+    """As many entries, and three more."""
+    experiment = running(store)
+    for step in range(1, steps + 1):
+        experiment = journal.append(store, experiment, [report(step)], stamp(f"step {step}"))
+        if segments:
+            write_due_segment(store, experiment)
+    return experiment
+
+
+def test_an_empty_journal_is_the_empty_experiment() -> None:
+    assert load(MemoryStore()) == nothing_yet("e")
+
+
+def test_what_append_returns_is_what_is_loaded() -> None:
+    store = MemoryStore()
+    assert with_steps(store, 3) == load(store)
+
+
+def test_events_are_taken_as_they_will_be_read_back() -> None:
+    store = MemoryStore()
+    experiment = take_over(store)
+    config = {"sizes": (1, 2), "by": {"a": {3: 4}}}
+    experiment = journal.append(store, experiment, [TrialAdded(trial="t", config=config)], stamp("a"))
+
+    assert experiment.trial("t").config == {"sizes": [1, 2], "by": {"a": {"3": 4}}}
+    assert experiment == load(store)
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        pytest.param(math.nan, id="a NaN"),
+        pytest.param(math.inf, id="an infinity"),
+        pytest.param(object(), id="an object"),
+        pytest.param("\ud800", id="half a character"),
+        pytest.param(b"\xff", id="bytes that are no text"),
+        *[pytest.param(nested(depth), id=f"{depth} levels") for depth in (150, 199, 250, 500, 1000, 100_000)],
+    ],
+)
+def test_nothing_is_written_that_could_not_be_read_again(metrics: object) -> None:
+    store = MemoryStore()
+    experiment = running(store)
+    try:
+        after = journal.append(store, experiment, [report(1, metrics)], stamp("c"))
+    except InvalidInput:
+        after = experiment
+    assert load(store) == after
+
+
+def test_nan_is_refused_before_anything_is_written() -> None:
+    store = MemoryStore()
+    with pytest.raises(InvalidInput, match="cannot be stored as JSON"):
+        journal.append(store, running(store), [report(1, math.nan)], stamp("c"))
+
+
+def test_events_that_cannot_follow_are_refused_before_anything_is_written() -> None:
+    store = MemoryStore()
+    experiment = running(store)
+    with pytest.raises(JournalCorrupt, match=r"entry 4.*never added"):
+        journal.append(store, experiment, [Started(trial="other", attempt=1, from_step=0)], stamp("c"))
+    with pytest.raises(JournalCorrupt, match="added before"):
+        journal.append(store, experiment, [TrialAdded(trial="t", config={})], stamp("c"))
+    assert load(store) == experiment
+
+
+# ------------------------------------------------------------------------------------------ the fence
+
+
+def test_whoever_was_superseded_learns_by_whom_and_writes_nothing() -> None:
+    store = MemoryStore()
+    mine = running(store)
+    theirs = take_over(store, YOU, "yours")
+
+    with pytest.raises(Superseded, match=r"epoch 1 has ended.*by you \(pid 2 on there, flow run brave-otter\)"):
+        journal.append(store, mine, [report(1)], stamp("c"))
+
+    assert (theirs.epoch, theirs.owner) == (2, YOU)
+    assert load(store) == theirs
+
+
+def test_who_lost_to_an_entry_that_opens_nothing_learns_the_epoch() -> None:
+    store = MemoryStore()
+    mine = running(store)
+    journal.append(store, mine, [report(1)], stamp("the same owner, elsewhere"))
+    with pytest.raises(Superseded, match="by epoch 1"):
+        journal.append(store, mine, [report(1)], stamp("c"))
+
+
+def test_a_trial_has_a_journal_of_its_own_below_its_folder() -> None:
+    store, key = MemoryStore(), JournalKey(experiment="e", trial="t")
+    experiment = running(store)
+    own = journal.take_over(store, key, YOU, stamp("own"), side_by_side=map)
+    own = journal.append(store, own, [Adopted(), TrialAdded(trial="t", config={})], stamp("a"))
+
+    assert sorted(path for path in store.objects if path.startswith("e/trials/")) == [
+        "e/trials/t/journal/0000000001.json",
+        "e/trials/t/journal/0000000002.json",
+    ]
+    assert journal.load(store, key, side_by_side=map) == own
+    assert (own.key, own.name, own.owner) == (key, "e", YOU)
+    assert [entry.number for entry in journal.history(store, key, side_by_side=map)] == [1, 2]
+    assert load(store) == experiment
+    journal.take_over(store, key, ME, stamp("later"), side_by_side=map)
+    with pytest.raises(Superseded, match=r"trial 't' of experiment 'e': epoch 1 has ended"):
+        journal.append(store, own, [Started(trial="t", attempt=1, from_step=0)], stamp("b"))
+
+
+def test_the_journal_of_another_trial_is_not_read_as_this_ones() -> None:
+    store = MemoryStore()
+    journal.take_over(store, JournalKey(experiment="e", trial="t"), ME, stamp("own"), side_by_side=map)
+    store.objects["e/trials/other/journal/0000000001.json"] = store.objects["e/trials/t/journal/0000000001.json"]
+    with pytest.raises(JournalCorrupt, match="trial 'other' of experiment 'e', entry 1: it opens trial 't'"):
+        journal.load(store, JournalKey(experiment="e", trial="other"), side_by_side=map)
+
+
+def test_the_same_append_again_is_the_same_entry() -> None:
+    store = MemoryStore()
+    experiment = running(store)
+    once = journal.append(store, experiment, [report(1)], stamp("c"))
+    assert journal.append(store, experiment, [report(1)], stamp("c")) == once
+    assert load(store) == once
+
+
+def test_the_same_take_over_again_is_the_same_epoch() -> None:
+    store = MemoryStore()
+    once = take_over(store)
+    assert take_over(store) == once
+    later = journal.append(store, once, [Adopted()], stamp("a"))
+    assert take_over(store) == later
+
+
+class BusyStore(MemoryStore):
+    """Somebody writes the next entry just before each create of ours, `times` times."""
+
+    times = 0
+    opens = False
+
+    def create(self, path: str, data: Buffer) -> None:
+        if self.times and "/journal/" in path:
+            self.times -= 1
+            found = journal.load(self.quiet(), "e", side_by_side=map)
+            write_id = f"busy {self.times}"
+            if self.opens:
+                journal.take_over(self.quiet(), "e", YOU, stamp(write_id), side_by_side=map)
+            else:
+                journal.append(self.quiet(), found, [report(found.trial("t").step + 1)], stamp(write_id))
+        super().create(path, data)
+
+    def quiet(self) -> MemoryStore:
+        quiet = MemoryStore()
+        quiet.objects = self.objects
+        return quiet
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_take_over_races_with_a_live_writer_until_it_wins(*, opens: bool) -> None:
+    store = BusyStore()
+    running(store)
+    store.times, store.opens = 5, opens
+
+    mine = take_over(store, ME, "late")
+
+    assert mine.owner == ME
+    assert mine.number == 3 + 5 + 1
+    assert load(store) == mine
+
+
+def test_a_take_over_that_only_ever_loses_ends() -> None:
+    store = BusyStore()
+    running(store)
+    store.times = 10**6
+    with pytest.raises(Superseded, match="lost 16 races"):
+        take_over(store, ME, "late")
+
+
+def test_an_outcome_that_stays_unknown_is_said_to_be() -> None:
+    class Mute(MemoryStore):
+        def create(self, path: str, data: Buffer) -> None:
+            del data
+            raise CommitUnknown(f"{path}: no answer")
+
+    with pytest.raises(CommitUnknown, match="may still arrive"):
+        take_over(Mute())
+
+
+# --------------------------------------------------------------------------------- listings and segments
+
+
+class LaggingStore(MemoryStore):
+    """Its listings do not show the newest `lag` objects."""
+
+    lag = 0
+
+    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        listed = super().list(prefix, after=after)
+        return listed[: max(0, len(listed) - self.lag)]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 99])
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_listing_that_lags_hides_no_entry(lag: int, *, segments: bool) -> None:
+    store = LaggingStore()
+    expected = with_steps(store, 23, segments=segments)
+    store.lag = lag
+    assert load(store) == expected
+
+
+def test_the_whole_history_is_there_beside_segments() -> None:
+    store = MemoryStore()
+    with_steps(store, 20, segments=True)
+    entries = journal.history(store, "e", side_by_side=map)
+    assert [entry.number for entry in entries] == list(range(1, 24))
+
+
+def test_who_has_read_so_far_reads_on_from_there() -> None:
+    store = MemoryStore()
+    with_steps(store, 20, segments=True)
+    assert [entry.number for entry in journal.entries_beyond(store, "e", 21, side_by_side=map)] == [22, 23]
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".DS_Store",
+        "README.md",
+        "zzz.txt",
+        "0000000009",
+        "9.json",
+        "00000000009.json",
+        "٠٠٠٠٠٠٠٠٠٩.json",
+        "backup/0000000009.json",
+        "0000000009.json.bak",
+    ],
+)
+def test_foreign_files_beside_the_entries_change_nothing(name: str, *, segments: bool) -> None:
+    store = MemoryStore()
+    experiment = with_steps(store, 20, segments=segments)
+    store.objects[f"e/journal/{name}"] = b"not ours"
+    store.objects[f"e/segments/{name}"] = b"not ours"
+    store.objects[f"e/segments/{name}l"] = b"not ours"
+    assert load(store) == experiment
+
+
+# --------------------------------------------------------------------------------------- damaged history
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_an_entry_that_is_missing_in_the_middle_is_said(number: int) -> None:
+    store = MemoryStore()
+    with_steps(store, 2)
+    del store.objects[JOURNAL.entry_path(number)]
+    with pytest.raises(JournalCorrupt, match=rf"{number:010d}\.json: entries after it exist, and it is missing"):
+        load(store)
+
+
+def test_a_file_named_like_the_last_possible_entry_is_not_believed() -> None:
+    store = MemoryStore()
+    with_steps(store, 2)
+    store.objects[JOURNAL.entry_path(9_999_999_999)] = b"{}"
+    with pytest.raises(JournalCorrupt, match=r"0000000006\.json: entries after it exist, and it is missing"):
+        load(store)
+
+
+def entry_of(store: MemoryStore, at: int, changes: dict[str, object]) -> bytes:
+    path = JOURNAL.entry_path(at)
+    entries = {each.number: each for each in journal.history(store, "e", side_by_side=map)}
+    assert path in store.objects
+    return seal(entries[at].model_copy(update=changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"number": 4}, id="another number"),
+        pytest.param({"previous": digest_of(b"another entry")}, id="another predecessor"),
+        pytest.param({"epoch": 2}, id="an epoch that nobody opened"),
+        pytest.param({"epoch": 0}, id="an epoch that has ended"),
+        pytest.param({"events": ()}, id="other events, so that the next does not follow"),
+        pytest.param({"at": "tomorrow"}, id="another time, so that the next does not follow"),
+    ],
+)
+def test_an_entry_that_was_rewritten_is_found(changes: dict[str, object]) -> None:
+    store = MemoryStore()
+    with_steps(store, 2)
+    store.objects[JOURNAL.entry_path(3)] = entry_of(store, 3, changes)
+    with pytest.raises(JournalCorrupt):
+        load(store)
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        pytest.param(Opened(experiment="another", epoch=2, owner=YOU), id="of another experiment"),
+        pytest.param(Opened(experiment="e", epoch=7, owner=YOU), id="for another epoch"),
+    ],
+)
+def test_an_opening_that_does_not_fit_is_refused(opened: Opened) -> None:
+    store = MemoryStore()
+    experiment = running(store)
+    with pytest.raises(JournalCorrupt, match="it opens"):
+        journal.append(store, experiment, [opened], stamp("c"))
+
+
+def test_an_experiment_is_opened_by_the_first_event_of_an_entry_or_not_at_all() -> None:
+    store = MemoryStore()
+    events: list[Event] = [report(1), Opened(experiment="e", epoch=2, owner=YOU)]
+    with pytest.raises(JournalCorrupt, match="expected number, predecessor and epoch"):
+        journal.append(store, running(store), events, stamp("c"))
+
+
+def test_an_adoption_that_the_journal_knows_already_is_refused() -> None:
+    store = MemoryStore()
+    experiment = journal.append(store, running(store), [report(1)], stamp("c"))
+    ref = CheckpointRef(step=1, sequence=3)
+    experiment = journal.append(store, experiment, [Committed(trial="t", checkpoint=ref)], stamp("d"))
+    with pytest.raises(JournalCorrupt, match="begun after entry 3"):
+        journal.append(store, experiment, [Adopted(checkpoints={"t": (ref,)})], stamp("e"))
+
+
+def test_an_entry_knows_its_place() -> None:
+    entry = Entry(number=1, epoch=1, write_id="w", at="now", previous="", events=())
+    store = MemoryStore()
+    store.objects[JOURNAL.entry_path(1)] = seal(entry.model_copy(update={"number": 2}))
+    with pytest.raises(JournalCorrupt, match=r"0000000001\.json: holds entry 2"):
+        load(store)

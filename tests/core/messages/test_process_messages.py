@@ -1,0 +1,77 @@
+"""What a trial's process and its supervisor tell each other arrives as it was said."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.messages.process_messages import (
+    Broke,
+    Loaded,
+    Saved,
+    Start,
+    StepDone,
+    StopAndSave,
+    TrialEnded,
+    from_trial,
+    to_trial,
+)
+from prefect_tune.core.models import StepReport, Value
+
+REPORT = StepReport(step=3, metrics={"loss": 0.1, "note": "é\n"}, trained_seconds=1.5)
+START = Start(
+    experiment="e",
+    trial="t",
+    attempt=1,
+    trainable="module:name",
+    stopper="",
+    import_path=("/a", "/b"),
+    config={"width": 3, "nested": {"x": [1, None]}},
+    directory="/d",
+    staging="/s",
+    temporary="/t",
+    restored=None,
+    from_step=0,
+    trained_seconds=0.0,
+    curve=(REPORT,),
+    cadence=Cadence(every_steps=2),
+    overlap=True,
+)
+
+
+@pytest.mark.parametrize("said", [START, Saved(step=3), StopAndSave()])
+def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
+    assert to_trial.validate_json(said.model_dump_json()) == said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Loaded(pid=7, code="abc"),
+        StepDone(report=REPORT, checkpoint="/staging/3", handed_over=True),
+        StepDone(report=REPORT),
+        TrialEnded(reason="enough", returned=True),
+        TrialEnded(reason="asked to", interrupted=True),
+        Broke(cause=Cause.USER, message="ValueError: x", traceback="..."),
+    ],
+)
+def test_the_supervisor_hears_what_the_trial_said(said: Value) -> None:
+    assert from_trial.validate_json(said.model_dump_json()) == said
+
+
+def test_a_nan_is_not_turned_into_a_null_on_the_way() -> None:
+    said = StepDone(report=StepReport(step=1, metrics={"loss": math.nan}))
+    heard = from_trial.validate_json(said.model_dump_json())
+    assert isinstance(heard, StepDone)
+    assert math.isnan(heard.report.metrics["loss"])  # type: ignore[arg-type]  # it is a float, or the test fails
+
+
+@pytest.mark.parametrize("said", [b"", b"{}", b'{"type":"unheard-of"}', b'{"type":"saved"}', b"\x80\x04."])
+def test_what_neither_says_is_refused(said: bytes) -> None:
+    for ear in (to_trial, from_trial):
+        with pytest.raises(ValidationError):
+            ear.validate_json(said)

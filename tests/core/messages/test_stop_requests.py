@@ -1,0 +1,144 @@
+"""Requests from outside: each is heard once, by the owner whom it is for, whatever is deleted or races."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_tune.core.errors import CommitUnknown, IllegalTransition
+from prefect_tune.core.events.experiment_events import (
+    Cause,
+    Event,
+    Finished,
+    GaveUp,
+    Opened,
+    Owner,
+    StopAsked,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.messages.stop_requests import (
+    StopRequest,
+    ask,
+    forget_heard,
+    is_heard,
+    is_lost,
+    read_request,
+    taken_note_of,
+)
+from prefect_tune.core.storage.layout import request_path
+from prefect_tune.core.storage.object_store import Buffer
+from tests.fakes.memory_store import MemoryStore
+
+OWNER = Owner(name="first", host="here", pid=1)
+
+
+def running() -> Experiment:
+    state = nothing_yet("e")
+    events: list[Event] = [
+        Opened(experiment="e", epoch=1, owner=OWNER),
+        TrialAdded(trial="a", config={}),
+        TrialAdded(trial="b", config={}),
+    ]
+    for event in events:
+        state = after_event(state, event, 1)
+    return state
+
+
+def request(write_id: str = "w", *, epoch: int = 1, trial: str | None = None) -> StopRequest:
+    return StopRequest(write_id=write_id, at="now", reason="enough", epoch=epoch, trial=trial)
+
+
+def heard(state: Experiment, asked: StopRequest) -> Experiment:
+    return after_event(state, taken_note_of(state, asked), 2)
+
+
+def test_what_is_asked_is_read_under_its_number_and_asking_again_changes_nothing() -> None:
+    store, state = MemoryStore(), running()
+    assert [ask(store, state, request("one")), ask(store, state, request("two"))] == [1, 2]
+    assert read_request(store, "e", 1) == request("one")
+    assert read_request(store, "e", 3) is None
+
+
+class LosesReplies(MemoryStore):
+    def create(self, path: str, data: Buffer) -> None:
+        super().create(path, data)
+        raise CommitUnknown(f"{path}: the reply was lost")
+
+
+def test_a_reply_that_is_lost_is_no_second_request() -> None:
+    store, state = LosesReplies(), running()
+    numbers = [ask(store, state, request()), ask(store, state, request())]
+    assert (numbers, read_request(store, "e", 2)) == ([1, 1], None)
+
+
+def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
+    state = heard(running(), request(trial="a"))
+    assert (dict(state.stops), state.heard, state.ends) == ({"a": "enough"}, ("w",), "")
+    assert after_event(state, Finished(trial="b", reason="done"), 3).stops == {"a": "enough"}
+    assert after_event(state, Finished(trial="a", reason="enough", left=True), 3).stops == {}
+    assert after_event(state, GaveUp(trial="a", cause=Cause.USER, message="no"), 3).stops == {}
+
+
+def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_one() -> None:
+    state = heard(running(), request())
+    assert state.ends == "enough"
+    later = after_event(state, Opened(experiment="e", epoch=2, owner=OWNER), 3)
+    assert later.ends == ""
+    stale = heard(later, request("late", epoch=1))
+    assert (stale.ends, stale.heard) == ("", ("w", "late"))
+    assert "for the owner of epoch 1, and the epoch is 2 now" in taken_note_of(later, request("late", epoch=1)).refused
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (request(trial="nobody"), "there is no trial 'nobody'"),
+        (request(trial="a"), "trial 'a' is finished already"),
+        (request("before", trial="b"), "it was journaled before"),
+    ],
+)
+def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, why: str) -> None:
+    state = heard(running(), request("before"))
+    state = after_event(state, Finished(trial="a", reason="done"), 3)
+    noted = taken_note_of(state, asked)
+    after = after_event(state, noted, 4)
+    assert noted.refused == why
+    assert (after.stops, len(after.heard)) == ({}, 2)
+
+
+def test_an_ended_trial_cannot_be_asked_to_stop() -> None:
+    state = after_event(running(), Finished(trial="a", reason="done"), 2)
+    with pytest.raises(IllegalTransition, match="has ended"):
+        after_event(state, StopAsked(trial="a", reason="enough"), 3)
+
+
+def test_a_request_that_cannot_be_read_holds_up_no_other() -> None:
+    store, state = MemoryStore(), running()
+    store.create(request_path("e", 1), b"{}")
+    assert ask(store, state, request()) == 2
+    damaged = read_request(store, "e", 1)
+    assert damaged is not None
+    assert taken_note_of(state, damaged).refused == "it cannot be read"
+    assert len(heard(state, damaged).heard) == 1
+
+
+def test_what_was_heard_is_deleted_and_what_was_not_stays() -> None:
+    store, state = MemoryStore(), running()
+    for name in ("one", "two"):
+        ask(store, state, request(name))
+    assert forget_heard(store, "e", 1) == 1
+    assert (read_request(store, "e", 1), read_request(store, "e", 2)) == (None, request("two"))
+    assert forget_heard(store, "e", 1) == 0
+
+
+def test_whoever_takes_a_number_that_was_heard_and_deleted_meanwhile_finds_that_out() -> None:
+    store, before = MemoryStore(), running()
+    ask(store, before, request("fast"))
+    after = heard(before, request("fast"))
+    forget_heard(store, "e", 1)
+    number = ask(store, before, request("slow"))  # it had looked before all that
+    assert number == 1
+    assert is_lost(after, request("slow"), number)
+    assert not is_lost(after, request("fast"), 1)
+    assert ask(store, after, request("slow")) == 2
+    assert is_heard(heard(after, request("slow")), request("slow"))

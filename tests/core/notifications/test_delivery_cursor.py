@@ -1,0 +1,91 @@
+"""How far somebody was told: nothing twice, nothing left out, whatever comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    Event,
+    Finished,
+    OneTrialsEvent,
+    Paused,
+    Reported,
+    Started,
+)
+from prefect_tune.core.experiment.experiment import Entry
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.notifications.delivery_cursor import Telling
+
+BEGUN = Started(trial="a", attempt=1, from_step=0)
+
+
+def said(step: int) -> StepReport:
+    return StepReport(step=step, metrics={"loss": 1 / step})
+
+
+def steps(news: Sequence[OneTrialsEvent]) -> list[int]:
+    return [each.report.step for each in news if isinstance(each, Reported)]
+
+
+def absorbed(number: int, *events: Event) -> Absorbed:
+    return Absorbed(trial="a", number=number, events=events)  # type: ignore[arg-type]  # events of its own
+
+
+def entry(number: int, *events: Event) -> Entry:
+    return Entry.model_construct(number=number, events=events)
+
+
+def test_what_was_told_as_it_happened_is_not_told_again_when_the_journal_has_it() -> None:
+    telling = Telling()
+    assert list(telling.news(absorbed(1, BEGUN))) == [BEGUN]
+    assert telling.report("a", said(1))
+    assert not telling.report("a", said(1))
+    late = absorbed(2, Reported(trial="a", report=said(1)), Reported(trial="a", report=said(2)))
+    assert steps(list(telling.news(late))) == [2]
+    assert list(telling.news(late)) == []
+    assert list(telling.news(absorbed(1, BEGUN))) == []
+
+
+def test_steps_that_are_trained_again_are_told_again() -> None:
+    telling = Telling()
+    told = [Reported(trial="a", report=said(step)) for step in (1, 2)]
+    died = AttemptEnded(trial="a", cause=Cause.MACHINE, message="killed")
+    again = Started(trial="a", attempt=2, from_step=1)
+    assert list(telling.news(absorbed(1, BEGUN, *told, died, again, told[1]))) == [BEGUN, *told, died, again, told[1]]
+    assert not telling.report("a", said(2))
+    assert telling.report("a", said(3))
+
+
+def test_an_end_is_told_once_and_a_trial_that_goes_on_has_another() -> None:
+    telling = Telling()
+    end = Finished(trial="a", reason="enough")
+    assert list(telling.news(end)) == [end]
+    assert list(telling.news(end)) == []
+    more = Started(trial="a", attempt=2, from_step=3)
+    assert list(telling.news(absorbed(1, more, end))) == [more, end]
+
+
+def test_who_comes_back_is_told_what_it_has_missed_and_no_more() -> None:
+    first = Telling()
+    paused = Paused(trial="b", reason="for others")
+    heard_first = entry(1, absorbed(1, BEGUN, Reported(trial="a", report=said(1))), paused)
+    assert steps(list(first.replay(heard_first))) == [1]
+    assert first.report("a", said(2))
+    kept = first.heard
+    assert kept.number == 1
+
+    second = Telling(kept)
+    assert list(second.replay(heard_first)) == []
+    missed = entry(2, absorbed(2, *(Reported(trial="a", report=said(step)) for step in (2, 3))))
+    assert steps(list(second.replay(missed))) == [3]
+    assert second.number == 2
+
+
+def test_what_is_kept_does_not_grow_with_what_the_journal_has() -> None:
+    telling = Telling()
+    events = [absorbed(1, BEGUN, Reported(trial="a", report=said(1)), Finished(trial="a", reason="enough"))]
+    assert len(list(telling.replay(entry(1, *events)))) == 3
+    assert telling.heard.marks == {}

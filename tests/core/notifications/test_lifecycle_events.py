@@ -1,0 +1,205 @@
+"""What is news in the journal, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Cloned,
+    Committed,
+    Event,
+    Finished,
+    GaveUp,
+    Opened,
+    Owner,
+    Paused,
+    Quarantined,
+    Reported,
+    Requeued,
+    Resumed,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.notifications.lifecycle_events import News, TrialNews, few, news_of, short
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+
+T = "00000"
+ADDED = TrialAdded(trial=T, config={}, apart=True)
+STARTED = Started(trial=T, attempt=1, from_step=0)
+LONG = "x" * 1000
+
+
+def reported(step: int, **metrics: object) -> Reported:
+    return Reported(trial=T, report=StepReport(step=step, metrics=metrics))
+
+
+def committed(step: int, sequence: int, **options: Any) -> Committed:
+    checkpoint = CheckpointRef(step=step, sequence=sequence, metrics={"loss": 0.5}, size_bytes=7)
+    return Committed(trial=T, checkpoint=checkpoint, **options)
+
+
+def told_in(*events: Event) -> list[TrialNews]:
+    """All news of these events, one entry each."""
+    return [news for each in walk(*events) for news in each]
+
+
+def walk(*events: Event) -> list[list[TrialNews]]:
+    state: Experiment = nothing_yet("first")
+    found = []
+    for number, event in enumerate(events, 1):
+        before, state = state, after_event(state, event, number)
+        name = getattr(event, "trial", T)
+        found.append(list(news_of(event, "first", before.trials.get(name), state.trial(name))))
+    return found
+
+
+def names(*events: Event) -> list[str]:
+    return [each.name.removeprefix("prefect-tune.") for each in told_in(*events)]
+
+
+def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_commits() -> None:
+    events = [
+        ADDED,
+        STARTED,
+        reported(1, loss=1.0),
+        reported(2, loss=0.5),
+        committed(2, 3),
+        Finished(trial=T, reason="done"),
+    ]
+    started, saved, finished = told_in(*events)
+    assert started.payload() == {"version": 1, "trial": T, "attempt": 1}
+    assert saved.payload() == {
+        "version": 1,
+        "trial": T,
+        "attempt": 1,
+        "step": 2,
+        "sequence": 3,
+        "metrics": {"loss": 0.5},
+        "size_bytes": 7,
+        "manifest": "first/trials/00000/checkpoints/0000000002-0000000003/manifest.json",
+        "parent": None,
+    }
+    assert finished.payload() | {"version": 0} == {
+        "version": 0,
+        "trial": T,
+        "step": 2,
+        "metrics": {"loss": 0.5},
+        "attempts": 1,
+        "wasted_steps": 0,
+        "reason": "done",
+    }
+
+
+def test_a_commit_names_the_one_before_it_also_where_that_is_retired_in_the_same_entry() -> None:
+    first, second = told_in(ADDED, STARTED, reported(1), committed(1, 3), reported(2), committed(2, 5, retires=(3,)))[
+        1:
+    ]
+    assert (first.payload()["parent"], second.payload()["parent"]) == (None, "0000000001-0000000003")
+
+
+def test_an_attempt_that_dies_and_the_next_one_from_a_checkpoint_are_news() -> None:
+    died = AttemptEnded(trial=T, cause=Cause.MACHINE, message=LONG)
+    again = Started(trial=T, attempt=2, from_step=1, from_sequence=3)
+    ended, restored = told_in(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
+    assert ended.payload() | {"message": ""} == {
+        "version": 1,
+        "trial": T,
+        "attempt": 1,
+        "step": 1,
+        "cause": "machine",
+        "message": "",
+    }
+    assert len(str(ended.payload()["message"])) == 500
+    assert restored.payload() == {"version": 1, "trial": T, "attempt": 2, "step": 1}
+
+
+def test_what_the_search_and_the_trial_both_say_is_news_once() -> None:
+    pause, end = Paused(trial=T, reason="others"), Finished(trial=T, reason="enough")
+    twice = Absorbed(trial=T, number=1, events=(STARTED, reported(1), Paused(trial=T, reason="others")))
+    assert names(ADDED, twice, Resumed(trial=T), Resumed(trial=T)) == ["trial.started", "trial.paused", "trial.resumed"]
+    assert names(ADDED, STARTED, pause, end, Requeued(trial=T, reason="more"), Requeued(trial=T, reason="goes on")) == [
+        "trial.started",
+        "trial.paused",
+        "trial.finished",
+        "trial.requeued",
+    ]
+
+
+def test_events_that_cannot_follow_each_other_in_one_journal_are_news_once_all_the_same() -> None:
+    state = nothing_yet("first")
+    for number, event in enumerate([ADDED, STARTED, Finished(trial=T, reason="enough")], 1):
+        state = after_event(state, event, number)
+    finished = state.trial(T)
+    errored = after_event(state, GaveUp(trial=T, cause=Cause.USER, message="no"), 4).trial(T)
+    paused = finished.model_copy(update={"status": Status.PAUSED})
+    for event, trial in [
+        (Finished(trial=T, reason="again"), finished),
+        (GaveUp(trial=T, cause=Cause.USER, message="no"), errored),
+        (Paused(trial=T, reason="again"), paused),
+    ]:
+        assert list(news_of(event, "first", trial, trial)) == []
+
+
+def test_a_trial_that_is_given_up_says_why() -> None:
+    (_, errored) = told_in(ADDED, STARTED, GaveUp(trial=T, cause=Cause.USER, message="division by zero"))
+    assert (errored.name, errored.payload()["cause"]) == ("prefect-tune.trial.errored", "user")
+    assert errored.is_urgent
+
+
+@pytest.mark.parametrize(("kills", "name"), [(False, "checkpoint.corrupt"), (True, "checkpoint.quarantined")])
+def test_a_checkpoint_that_is_put_aside_is_news_with_its_step(kills: bool, name: str) -> None:
+    aside = Quarantined(trial=T, sequence=3, reason="sha differs", kills=kills)
+    assert names(ADDED, STARTED, reported(1), committed(1, 3), aside)[-1] == name
+    assert told_in(ADDED, STARTED, reported(1), committed(1, 3), aside)[-1].payload()["step"] == 1
+    assert told_in(ADDED, STARTED, aside)[-1].payload()["step"] is None
+
+
+def test_a_checkpoint_of_a_trial_that_nobody_knew_is_news_too() -> None:
+    state = nothing_yet("first")
+    for number, event in enumerate([ADDED, STARTED, reported(1), committed(1, 3)], 1):
+        state = after_event(state, event, number)
+    (saved,) = news_of(committed(1, 3), "first", None, state.trial(T))
+    (aside,) = news_of(Quarantined(trial=T, sequence=3, reason="bad"), "first", None, state.trial(T))
+    assert (saved.payload()["parent"], aside.payload()["step"]) == (None, None)
+
+
+def test_a_clone_says_whose_checkpoint_it_is() -> None:
+    source = CheckpointKey(trial=TrialKey(experiment="first", trial="00007"), step=4, sequence=2)
+    clone = Cloned(
+        trial=T, checkpoint=CheckpointRef(step=4, sequence=2), source=source, config={"lr": 1}, reason="worse"
+    )
+    (exploited,) = told_in(ADDED, clone)
+    assert exploited.payload() == {"version": 1, "trial": T, "step": 4, "source": "00007", "reason": "worse"}
+
+
+def test_reports_and_what_only_the_journal_needs_are_no_news() -> None:
+    opened = Opened(experiment="first", trial=T, epoch=1, owner=Owner(name="a", host="b", pid=1))
+    absorbed = Absorbed(trial=T, number=1, events=(opened, ADDED, STARTED, *(reported(step) for step in range(1, 99))))
+    assert names(ADDED, absorbed) == ["trial.started"]
+
+
+def test_texts_and_metrics_are_short_and_all_is_json() -> None:
+    metrics = few({f"m{number}": number for number in range(50)} | {"text": LONG})
+    assert list(metrics) == [f"m{number}" for number in range(20)]
+    assert few({"text": LONG})["text"] == short(LONG) == "x" * 499 + "…"
+    assert json.dumps(dict(metrics))
+
+
+def test_no_two_kinds_have_one_name() -> None:
+    kinds = [kind for kind in every(News) if "name" in vars(kind)]
+    assert len({kind.name for kind in kinds}) == len(kinds) == 21
+    assert all(kind.name.startswith("prefect-tune.") and kind.__doc__ for kind in kinds)
+
+
+def every(kind: type[News]) -> list[type[News]]:
+    return [found for each in kind.__subclasses__() for found in (each, *every(each))]

@@ -1,0 +1,325 @@
+"""What is deleted, what is found, and what a new owner takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CheckpointCorrupt,
+    CommitUnknown,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TuneError,
+    UnknownVersion,
+)
+from prefect_tune.core.events.experiment_events import (
+    Adopted,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Quarantined,
+    Reported,
+)
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal import journal
+from prefect_tune.core.operations.checkpoint_gc import collect, leftover, orphans
+from prefect_tune.core.recovery.adopt_orphans import adopt
+from prefect_tune.core.storage.conditional_create import create_or_recognize
+from prefect_tune.core.storage.layout import CheckpointKey
+from tests.core.driver import KEY, Session, Witness
+from tests.core.invariants import violations
+from tests.fakes.memory_store import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+
+def keys_of(trial: Trial) -> list[CheckpointKey]:
+    return [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in trial.checkpoints]
+
+
+def objects(session: Session) -> dict[str, bytes]:
+    assert isinstance(session.store, MemoryStore)
+    return session.store.objects
+
+
+def trained(steps: int, retention: Retention | None = None) -> Session:
+    """An owner after `steps` steps, each saved and none collected."""
+    session = Session(MemoryStore(), Witness(), retention=retention or Retention())
+    session.open()
+    session.start()
+    for _ in range(steps):
+        session.train()
+        session.doomed = session.acknowledge(session.publish())
+    return session
+
+
+# --------------------------------------------------------------------------------------------- collect
+
+
+def test_what_live_checkpoints_share_with_a_retired_one_stays() -> None:
+    session = trained(3, Retention(last=2))
+    (doomed,) = session.doomed
+    before = set(objects(session))
+
+    deleted = collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
+
+    gone = before - set(objects(session))
+    assert doomed.manifest_path in gone
+    assert len(gone) == deleted == 3  # its cycle, its head, its manifest; the backbone stays
+    session.open()
+    assert len(session.trial.checkpoints) == 2
+
+
+def test_deleting_twice_is_deleting_once() -> None:
+    session = trained(3, Retention(last=1))
+    collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
+    left = dict(objects(session))
+    assert collect(session.store, KEY, session.trial, session.doomed, side_by_side=map) == 0
+    assert objects(session) == left
+
+
+def test_a_live_checkpoint_is_never_deleted_whoever_asks() -> None:
+    session = trained(2)
+    before = dict(objects(session))
+    assert collect(session.store, KEY, session.trial, keys_of(session.trial), side_by_side=map) == 0
+    assert objects(session) == before
+
+
+def test_nothing_is_deleted_that_no_retirement_protects_from_being_reused() -> None:
+    session = trained(1)
+    session.train()
+    session.publish()  # and never journaled
+    stray = CheckpointKey(trial=KEY, step=2, sequence=session.experiment.number)
+    before = dict(objects(session))
+
+    assert collect(session.store, KEY, session.trial, [stray], side_by_side=map) == 0
+    assert objects(session) == before
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{}"])
+def test_with_a_live_manifest_unreadable_nothing_is_deleted_on_a_guess(damage: bytes | None) -> None:
+    session = trained(3, Retention(last=2))
+    path = keys_of(session.trial)[0].manifest_path
+    if damage is None:
+        del objects(session)[path]
+    else:
+        objects(session)[path] = damage
+    before = dict(objects(session))
+
+    with pytest.raises(CheckpointCorrupt, match=r"manifest\.json"):
+        collect(session.store, KEY, session.trial, session.doomed, side_by_side=map)
+    assert objects(session) == before
+
+
+def test_a_retired_manifest_that_is_damaged_goes_and_its_blobs_are_found_as_orphans() -> None:
+    session = trained(3, Retention(last=2))
+    (doomed,) = session.doomed
+    objects(session)[doomed.manifest_path] = b"torn"
+
+    assert collect(session.store, KEY, session.trial, session.doomed, side_by_side=map) == 1
+
+    found = orphans(session.store, KEY, session.trial, side_by_side=map)
+    assert len(found) == 2
+    session.store.delete([each.path for each in found])
+    assert orphans(session.store, KEY, session.trial, side_by_side=map) == []
+    assert violations(session.store, session.witness, session.experiment) == []
+
+
+def test_foreign_files_among_the_blobs_are_left_alone() -> None:
+    session = trained(3, Retention(last=2))
+    objects(session)[f"{KEY.blobs}/README"] = b"mine"
+    session.collect(session.doomed)
+    assert orphans(session.store, KEY, session.trial, side_by_side=map) == []
+    assert objects(session)[f"{KEY.blobs}/README"] == b"mine"
+
+
+def test_a_save_under_way_is_no_leftover_and_a_quarantined_checkpoint_is_kept_to_be_looked_at() -> None:
+    session = trained(2)
+    session.append([Quarantined(trial=KEY.trial, sequence=session.trial.checkpoints[-1].sequence, reason="bad")])
+    session.train()
+    session.publish()
+    objects(session)[f"{KEY.checkpoints}/notes.txt"] = b"mine"
+
+    assert leftover(session.store, KEY, session.trial, session.experiment.settled_from) == []
+    session.open()
+    found = leftover(session.store, KEY, session.trial, session.experiment.settled_from)
+    assert found == []
+
+
+# ----------------------------------------------------------------------------------------------- adopt
+
+
+def opened_after(session: Session) -> Session:
+    """A new owner that has opened the experiment, and adopted nothing yet."""
+    new = Session(session.store, session.witness, owner="new")
+    stamp = new.witness.stamp()
+    owner = new.opened_by()
+    new.experiment = journal.take_over(session.store, "e", owner, stamp, side_by_side=map)
+    return new
+
+
+def test_a_manifest_without_an_entry_is_adopted_with_the_reports_it_carries() -> None:
+    session = trained(1)
+    for _ in range(3):
+        session.train()
+    reports = list(session.waiting)
+    manifest = session.publish()
+    new = opened_after(session)
+
+    adopted, *rest = adopt(new.store, new.experiment)
+
+    about = manifest.about
+    assert adopted == Adopted(
+        checkpoints={
+            "t": (
+                CheckpointRef(
+                    step=4,
+                    sequence=manifest.sequence,
+                    metrics=about.metrics,
+                    trained_seconds=about.trained_seconds,
+                    size_bytes=manifest.size_bytes,
+                ),
+            )
+        }
+    )
+    assert rest[:-1] == [Reported(trial="t", report=report) for report in reports]
+    assert rest[-1] == AttemptEnded(trial="t", cause=Cause.MACHINE, message="its owner vanished without ending it")
+
+
+def test_reports_that_the_journal_has_are_not_told_again() -> None:
+    session = trained(1)
+    session.train()
+    session.train()
+    session.append([Reported(trial="t", report=session.waiting[0])])
+    session.publish()
+    new = opened_after(session)
+    told = [event.report.step for event in adopt(new.store, new.experiment) if isinstance(event, Reported)]
+    assert told == [3]
+
+
+def test_a_trial_that_is_not_running_is_not_even_looked_at() -> None:
+    session = trained(1)
+    session.append([AttemptEnded(trial="t", cause=Cause.PREEMPTED, message="")])
+    new = opened_after(session)
+    assert isinstance(new.store, MemoryStore)
+    new.store.operations.clear()
+    assert adopt(new.store, new.experiment) == [Adopted()]
+    assert new.store.operations.total() == 0
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_without_anything_to_adopt_the_attempt_still_ends(steps: int) -> None:
+    new = opened_after(trained(steps))
+    adopted, ended = adopt(new.store, new.experiment)
+    assert adopted == Adopted()
+    assert isinstance(ended, AttemptEnded)
+
+
+@pytest.mark.parametrize("data", [b"", b"torn", b"{}"])
+def test_a_damaged_manifest_is_quarantined_and_the_one_before_it_adopted(data: bytes) -> None:
+    session = trained(1)
+    session.train()
+    good = session.publish()
+    for step in (3, 4):  # the same sequence twice: one stands for both
+        damaged = CheckpointKey(trial=KEY, step=step, sequence=good.sequence + 1)
+        objects(session)[damaged.manifest_path] = data
+    session.append([Reported(trial="t", report=session.waiting[0])])
+    session.append([])
+    new = opened_after(session)
+
+    adopted, quarantined, ended = adopt(new.store, new.experiment)
+
+    assert isinstance(adopted, Adopted)
+    assert [each.step for each in adopted.checkpoints["t"]] == [2]
+    assert isinstance(quarantined, Quarantined)
+    assert quarantined.sequence == good.sequence + 1
+    assert isinstance(ended, AttemptEnded)
+    new.append([adopted, quarantined, ended])
+    assert [each.step for each in new.trial.checkpoints] == [1, 2]
+
+
+def test_a_manifest_of_a_newer_version_stops_the_opening() -> None:
+    session = trained(0)
+    session.train()
+    session.publish()
+    (path,) = (path for path in objects(session) if path.endswith("manifest.json"))
+    objects(session)[path] = objects(session)[path].replace(b'"version":1', b'"version":2')
+    new = opened_after(session)
+    with pytest.raises(UnknownVersion, match="upgrade"):
+        adopt(new.store, new.experiment)
+
+
+@pytest.mark.parametrize("error", [ObjectNotFound, StoreUnavailable])
+def test_a_manifest_that_vanishes_is_not_there_and_one_that_cannot_be_read_stops_the_opening(
+    error: type[Exception],
+) -> None:
+    session = trained(0)
+    session.train()
+    session.publish()
+
+    class Failing(MemoryStore):
+        def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+            if path.endswith("manifest.json"):
+                raise error(path)
+            return super().read(path, offset=offset, length=length)
+
+    new = opened_after(session)
+    store = Failing()
+    store.objects = objects(session)
+    if error is ObjectNotFound:
+        assert [type(event) for event in adopt(store, new.experiment)] == [Adopted, AttemptEnded]
+    else:
+        with pytest.raises(StoreUnavailable):
+            adopt(store, new.experiment)
+
+
+# ---------------------------------------------------------------------------------------------- settle
+
+
+@pytest.mark.parametrize("there", [b"mine", b"yours", None])
+def test_a_refused_create_is_ours_if_our_bytes_are_there(there: bytes | None) -> None:
+    class Refusing(MemoryStore):
+        def create(self, path: str, data: object) -> None:
+            del data
+            raise AlreadyExists(path)
+
+    store = Refusing()
+    if there is not None:
+        store.objects["a"] = there
+    outcomes: Mapping[bytes | None, type[Exception]] = {b"yours": AlreadyExists, None: CommitUnknown}
+    if expected := outcomes.get(there):
+        with pytest.raises(expected):
+            create_or_recognize(store, "a", b"mine")
+    else:
+        create_or_recognize(store, "a", b"mine")
+
+
+@pytest.mark.parametrize("why", [StoreUnavailable("503"), StoreRefused("ExpiredToken")])
+def test_an_outcome_that_cannot_be_asked_for_stays_unknown(why: TuneError) -> None:
+    class Gone(MemoryStore):
+        def create(self, path: str, data: object) -> None:
+            del data
+            raise CommitUnknown(path)
+
+        def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+            del path, offset, length
+            raise why
+
+    with pytest.raises(CommitUnknown, match="could not be read back"):
+        create_or_recognize(Gone(), "a", b"mine")
+
+
+def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
+    session = trained(1)
+    before = dict(objects(session))
+    objects(session).clear()
+    with pytest.raises(StoreUnavailable, match="the journal's last entry is gone"):
+        session.finish()
+    assert objects(session) == {}
+    objects(session).update(before)
+    session.finish()

@@ -1,0 +1,328 @@
+"""A deletion that meets whoever runs, opens, forks or deletes the experiment: in every order, and dying."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from types import FunctionType
+
+import pytest
+
+from prefect_tune.core.errors import TuneError
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.journal.journal import load, read, take_over
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations import clone as cloning
+from prefect_tune.core.operations import delete_experiment
+from prefect_tune.core.operations import fork as forking
+from prefect_tune.core.storage.object_store import ObjectStore
+from tests.core.matrix import Explored
+from tests.core.mutate import break_lines
+from tests.core.operations.test_delete_experiment import cut_at_a_manifest, removed
+from tests.core.operations.test_fork import forked
+from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
+from tests.core.turns import Choice, IsPoint, drawn, in_turns
+from tests.fakes.memory_store import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+Record = Callable[[str, object], None]
+
+
+@dataclass
+class Scene:
+    """A search, perhaps a fork of it, and what came of those who met."""
+
+    store: MemoryStore
+    old: SmallSearch
+    new: SmallSearch | None = None
+    done: list[str] = field(default_factory=list)
+
+    def again(self) -> Scene:
+        """Return the same on a store of its own."""
+        store = MemoryStore()
+        store.objects.update(self.store.objects)
+        return Scene(store, on(self.old, store), self.new and on(self.new, store))
+
+
+Act = Callable[[Scene, ObjectStore], None]
+
+
+def on(search: SmallSearch, store: ObjectStore) -> SmallSearch:
+    """The same owner, as another process: what it remembers, and another connection."""
+    twin = copy.copy(search)
+    twin.store, twin.trials = store, dict(search.trials)
+    return twin
+
+
+# ---------------------------------------------------------------------------------------------- who meets
+
+
+def a_search() -> Scene:
+    store = MemoryStore()
+    return Scene(store, search_of_three(store))
+
+
+def a_fork() -> Scene:
+    """The origin has gone on, and retired all that its fork needs."""
+    scene = a_search()
+    forked(scene.store)
+    for _ in range(3):
+        scene.old.step("b")
+    scene.new = SmallSearch(scene.store, "new")
+    scene.new.begin("b")
+    return scene
+
+
+def a_fork_that_was_cut_short() -> Scene:
+    """It has claimed, and has no manifest; what it claims is retired."""
+    scene = a_search()
+    cut_at_a_manifest(scene.store)
+    for _ in range(3):
+        scene.old.step("b")
+    return scene
+
+
+def acts(what: Callable[[Scene, ObjectStore], object], name: str) -> Act:
+    """One of those who meet; that it is refused, or told to stop, is no harm."""
+
+    def act(scene: Scene, store: ObjectStore) -> None:
+        with suppress(TuneError):
+            what(scene, store)
+            scene.done.append(name)
+
+    return act
+
+
+def opens_what_was_read(_: Scene, store: ObjectStore) -> None:
+    """As a Retry does: it reads, and opens when it has looked at what it read."""
+    known = read(store, "old", side_by_side=map)
+    owner, stamp = Owner(name="retry", host="here", pid=9), Stamp(write_id="retry", at="")
+    take_over(store, "old", owner, stamp, side_by_side=map, known=known)
+
+
+removes_old = acts(lambda _, store: removed(store, "old"), "removes old")
+removes_new = acts(lambda _, store: removed(store, "new", "n"), "removes new")
+MEETINGS: Mapping[str, tuple[Callable[[], Scene], Act, Act]] = {
+    "its trial saves": (a_search, removes_old, acts(lambda scene, store: on(scene.old, store).step("b"), "saves")),
+    "its trial is begun": (a_search, removes_old, acts(lambda scene, store: on(scene.old, store).begin("c"), "begins")),
+    "its trial is resumed": (
+        a_search,
+        removes_old,
+        acts(lambda scene, store: on(scene.old, store).begin("b"), "resumes"),
+    ),
+    "it gets another trial": (a_search, removes_old, acts(lambda scene, store: on(scene.old, store).add("d"), "adds")),
+    "it is opened": (a_search, removes_old, acts(opens_what_was_read, "opens")),
+    "it is forked": (a_search, removes_old, acts(lambda _, store: forked(store), "forks")),
+    "it is deleted twice": (a_search, removes_old, acts(lambda _, store: removed(store, "old", "2"), "removes too")),
+    "its fork is deleted": (a_fork, removes_old, removes_new),
+    "its fork saves": (a_fork, removes_new, acts(lambda scene, store: on(_new(scene), store).step("b"), "saves")),
+    "its fork is made whole": (a_fork_that_was_cut_short, removes_new, acts(lambda _, store: forked(store), "forks")),
+    "its origin saves": (a_fork, removes_new, acts(lambda scene, store: on(scene.old, store).step("b"), "saves")),
+}
+"""What happens to an experiment while it is deleted."""
+WITHOUT_TRACE = {"its trial saves", "it gets another trial", "its fork saves"}
+"""Those who know that they go on after something, and so begin nothing in a place that is empty."""
+
+
+def _new(scene: Scene) -> SmallSearch:
+    assert scene.new is not None
+    return scene.new
+
+
+# ----------------------------------------------------------------------------------------- what always holds
+
+
+def promises_broken(scene: Scene, *, begun_anew: bool = False) -> list[str]:
+    """Whoever is there is whole, and everything can be deleted: first what others need nothing of."""
+    broken = [each for name in ("old", "new") for each in _of_experiment(scene.store, name)]
+    for name in ("old", "new") if begun_anew else ():
+        if f"removes {name}" not in scene.done:
+            continue
+        left = (path for path in scene.store.objects if path.startswith(f"{name}/") and "/journal/" in path)
+        broken += [f"there is still {path}" for path in left]
+    for name in ("new", "old"):
+        try:
+            removed(scene.store, name, f"the last of {name}")
+        except TuneError as error:
+            broken.append(f"{name} cannot be deleted: {type(error).__name__}: {error}")
+    return [*broken, *(f"left behind: {path}" for path in scene.store.objects)]
+
+
+def _of_experiment(store: MemoryStore, name: str) -> list[str]:
+    """Nothing is promised of one that is being deleted, or is not there, or is none yet."""
+    try:
+        found = load(store, name, side_by_side=map)
+    except TuneError:
+        return []
+    if not found.number or found.is_removed or not found.is_whole:
+        return []
+    begun = [each.trial for each in found.trials.values() if store.list(f"{name}/trials/{each.trial}/journal")]
+    try:
+        trials = {trial: own_state(store, name, trial) for trial in begun}
+    except (TuneError, KeyError) as error:
+        return [f"{name} has lost a trial: {error!r}"]
+    return unreadable(store, name, trials)
+
+
+@cache
+def begun(before: Callable[[], Scene]) -> Scene:
+    return before()
+
+
+# ------------------------------------------------------------------------------------------------- how they meet
+
+
+def at_writes(method: str, path: str) -> bool:
+    del path
+    return method in {"create", "put", "delete"}
+
+
+def at_looks(method: str, path: str) -> bool:
+    """Nothing comes between an owner's look at the entry before its own, and its own entry."""
+    return method == "delete" or (method == "size" and "/journal/" in path)
+
+
+def everywhere(method: str, path: str) -> bool:
+    del method, path
+    return True
+
+
+def after(turns: int, first: int) -> Choice:
+    """One goes first for so many turns; then the other does all it does, and then the first the rest."""
+    taken = 0
+
+    def choose(running: Sequence[int]) -> int:
+        nonlocal taken
+        taken += 1
+        wanted = first if taken <= turns else 1 - first
+        return wanted if wanted in running else running[0]
+
+    return choose
+
+
+def meet(name: str, choose: Choice, is_point: IsPoint) -> list[str]:
+    before, *both = MEETINGS[name]
+    return _met(begun(before).again(), both, choose, is_point, name)
+
+
+def _met(scene: Scene, both: Sequence[Act], choose: Choice, is_point: IsPoint, name: str) -> list[str]:
+    died = in_turns(scene.store, [_process(scene, act) for act in both], choose, is_point)
+    begun_anew = is_point is at_looks and name in WITHOUT_TRACE
+    return [*died, *promises_broken(scene, begun_anew=begun_anew)]
+
+
+def _process(scene: Scene, act: Act) -> Callable[[ObjectStore], None]:
+    return lambda store: act(scene, store)
+
+
+def one_within_the_other(name: str, is_point: IsPoint, *, every: int = 1, enough: int | None = None) -> Explored:
+    """Each of the two does all it does before each, or `every` so manieth, point of the other, and after it."""
+    explored = Explored()
+    for first in (0, 1):
+        for turns in range(0, 10_000, every):
+            seen = _Seen(after(turns, first))
+            explored.points += 1
+            found = meet(name, seen.choose, is_point)
+            explored.broken += [f"{turns} of process {first}, then the other: {each}" for each in found]
+            if enough is not None and len(explored.broken) >= enough:
+                return explored
+            if seen.count <= turns:
+                break
+    return explored
+
+
+def in_drawn_orders(name: str, seeds: Iterable[int]) -> Explored:
+    explored = Explored()
+    for seed in seeds:
+        explored.points += 1
+        explored.broken += [f"seed {seed}: {each}" for each in meet(name, drawn(seed), everywhere)]
+    return explored
+
+
+@dataclass
+class _Seen:
+    """Counts how often there were two to choose from."""
+
+    inner: Choice
+    count: int = 0
+
+    def choose(self, running: Sequence[int]) -> int:
+        self.count += len(running) > 1
+        return self.inner(running)
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_whatever_is_done_within_a_deletion_or_around_it_breaks_no_promise(name: str, record_property: Record) -> None:
+    explored = one_within_the_other(name, at_writes, every=3)
+    explored.tell(record_property, "orders of deletions and others")
+    assert explored.broken == []
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_in_drawn_orders_of_everything_they_break_no_promise(name: str, record_property: Record) -> None:
+    explored = in_drawn_orders(name, range(8))
+    explored.tell(record_property, "orders of deletions and others")
+    assert explored.broken == []
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_TRACE))
+def test_whoever_goes_on_after_something_leaves_nothing_where_it_was_deleted(
+    name: str, record_property: Record
+) -> None:
+    explored = one_within_the_other(name, at_looks)
+    explored.tell(record_property, "orders of deletions and others")
+    assert explored.broken == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", MEETINGS)
+def test_in_many_orders_they_break_no_promise(name: str, record_property: Record) -> None:
+    explored = one_within_the_other(name, everywhere)
+    explored.add(in_drawn_orders(name, range(1000, 1300)))
+    explored.tell(record_property, "orders of deletions and others")
+    assert explored.broken == []
+
+
+# --------------------------------------------------------------------------------------------- the suite itself
+
+
+@dataclass(frozen=True)
+class Mutant:
+    where: str
+    breaks: Mapping[Callable[..., object], dict[str, str]]
+
+
+MUTANTS: Mapping[str, Mutant] = {
+    "nobody looks for claims again": Mutant(
+        "it is forked", {delete_experiment.remove: {"    _require_unneeded(removal, sealed)\n": "    pass\n"}}
+    ),
+    "clone what is being deleted": Mutant(
+        "it is forked",
+        {
+            cloning._claimed: {"if state.is_removed:": "if False:"},
+            forking._require_stays: {"if now.is_removed or": "if 0 and"},
+        },
+    ),
+    "a trial's journal is not opened": Mutant(
+        "it is forked", {delete_experiment._sealed: {"for each in own if": "for each in own if 0 and"}}
+    ),
+    "a fork does not look back": Mutant("it is forked", {forking._require_stays: {"if now.is_removed or": "if 0 and"}}),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> None:
+    mutant = MUTANTS[name]
+    for function, lines in mutant.breaks.items():
+        assert isinstance(function, FunctionType)
+        break_lines(monkeypatch, function, lines)
+    found = one_within_the_other(mutant.where, at_writes, enough=1).broken
+    print(name, "->", found[:1])
+    assert found
+    record_property("figure: mutants of the package, each noticed", 1)

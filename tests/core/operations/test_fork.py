@@ -1,0 +1,307 @@
+"""A fork is its origin as of one entry, costs no bytes, and needs nobody's leave; the origin never notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import product
+
+import pytest
+
+from prefect_tune.core.errors import IllegalTransition, InvalidInput, Superseded
+from prefect_tune.core.events.experiment_events import ForkBegun, Owner, StopAsked
+from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal.journal import as_of, load
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.fork import Fork, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.storage.layout import JournalKey
+from tests.core.driver import retried
+from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
+from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.memory_store import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+OWNER = Owner(name="who forks", host="here", pid=2)
+Record = Callable[[str, object], None]
+
+
+def forked(store: object, number: int | None = None, name: str = "new", write_id: str = "f") -> Fork:
+    """As the task does it, retries included."""
+    stamp = Stamp(write_id=write_id, at="2026-11-21T09:00:00Z")
+
+    def act() -> Fork:
+        past = past_of(store, "old", number, side_by_side=map)
+        into = begin_fork(store, name, past.origin, OWNER, stamp, side_by_side=map)
+        return fork(store, past, into, stamp, side_by_side=map)
+
+    return retried(act)
+
+
+def known(trial: Trial) -> dict[str, object]:
+    """What is known of a trial that does not say where its bytes lie."""
+    elsewhere = {"checkpoints", "absorbed", "collected_up_to", "started_from", "claims", "quarantined"}
+    checkpoints = [(each.step, each.metrics, each.pinned) for each in trial.checkpoints]
+    running = {"status": Status.PENDING} if trial.status is Status.RUNNING else {}
+    return {**trial.model_dump(exclude=elsewhere), "checkpoints": checkpoints, **running}
+
+
+def what_is_known(experiment: Experiment) -> list[dict[str, object]]:
+    return [known(trial) for trial in experiment.trials.values()]
+
+
+def test_a_fork_of_every_entry_is_the_origin_as_of_that_entry() -> None:
+    store = MemoryStore()
+    last = search_of_three(store).state.number
+    for number in range(1, last + 1):
+        then, _ = as_of(store, "old", number, side_by_side=map)
+        made = forked(store, number, f"new-{number}")
+        assert load(store, f"new-{number}", side_by_side=map) == made.experiment
+        assert made.experiment.happened == then.happened
+        assert made.experiment.settings == then.settings
+        lost = {trial: {each.step for each in refs} for trial, refs in made.lost.items()}
+        for before, now in zip(then.trials.values(), made.experiment.trials.values(), strict=True):
+            left = [each for each in before.checkpoints if each.step not in lost.get(before.trial, ())]
+            assert known(now) == known(before.model_copy(update={"checkpoints": tuple(left)}))
+        assert unreadable(store, f"new-{number}", made.experiment.trials) == []
+
+
+def test_of_a_trial_that_goes_on_a_fork_has_what_had_been_absorbed() -> None:
+    store = MemoryStore()
+    search_of_three(store)
+    trials = forked(store).experiment.trials
+    assert [(each.trial, each.status, each.step) for each in trials.values()] == [
+        ("a", Status.FINISHED, 3),
+        ("b", Status.PENDING, 2),
+        ("c", Status.PENDING, 0),
+    ]
+    assert own_state(store, "old", "b").step == 3
+    assert own_state(store, "new", "b").step == 2
+
+
+def test_no_byte_of_a_checkpoint_is_copied() -> None:
+    store = MemoryStore()
+    search_of_three(store)
+    forked(store)
+    assert not [path for path in store.objects if path.startswith("new/") and "/blobs/" in path]
+
+
+def test_a_fork_and_its_running_origin_go_on_side_by_side_and_keep_each_others_bytes() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    forked(store)
+    for _ in range(4):
+        old.step("b")  # retires, and deletes, everything that the fork has of it
+    new = SmallSearch(store, "new")
+    assert unreadable(store, "new", new.state.trials) == []
+    for _ in range(4):
+        new.begin("b")
+        new.step("b")
+    new.absorb("b")
+    old.finish("b")
+    assert unreadable(store, "new", new.state.trials) == unreadable(store, "old", old.state.trials) == []
+    assert new.state.trial("b").step == 6
+    held = own_state(store, "old", "b").claims
+    assert held == ()  # the clones are retired, and the bytes that only they needed deleted
+    left = [path for path in store.objects if path.startswith("old/trials/b/") and path.endswith("manifest.json")]
+    assert len(left) == 2
+
+
+def test_what_the_origin_has_deleted_since_is_said_and_the_newest_that_is_left_is_used() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    number = old.state.number
+    old.step("b")
+    gone = deleted_since(store, past_of(store, "old", number, side_by_side=map), side_by_side=map)
+    made = forked(store, number)
+    assert {trial: [each.step for each in refs] for trial, refs in gone.items()} == {"b": [1]}
+    assert made.lost == gone
+    assert [each.step for each in made.experiment.trial("b").checkpoints] == [2]
+
+
+def test_a_trial_of_which_nothing_is_left_begins_anew_and_that_is_legal() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    number = old.state.number
+    for _ in range(3):
+        old.step("b")
+    assert [each.step for each in forked(store, number).lost["b"]] == [1, 2]
+    new = SmallSearch(store, "new")
+    new.begin("b")
+    new.step("b")
+    new.absorb("b")
+    assert (new.state.trial("b").step, new.state.trial("b").wasted_steps) == (1, 2)
+
+
+def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    old.write(StopAsked(trial="b", reason="no good", request="r"), StopAsked(reason="enough"))
+    made = forked(store).experiment
+    assert (old.state.heard, old.state.stops, old.state.ends) == (("r",), {"b": "no good"}, "enough")
+    assert (made.heard, made.stops, made.ends) == ((), {}, "")
+
+
+def test_a_pinned_checkpoint_is_pinned_in_the_fork_and_claims_of_others_are_the_origins() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    forked(store, name="first", write_id="first")
+    old.pin("b", step=2)
+    old.absorb("b")
+    assert old.state.trial("b").claims
+    made = forked(store).experiment.trial("b")
+    assert [(each.step, each.pinned) for each in made.checkpoints] == [(1, False), (2, True)]
+    assert (made.claims, own_state(store, "new", "b").claims) == ((), ())
+
+
+def test_what_is_something_already_does_not_become_a_fork() -> None:
+    store = MemoryStore()
+    old = search_of_three(store)
+    origin = past_of(store, "old", 2, side_by_side=map).origin
+    for state in (old.state, forked(store).experiment):
+        with pytest.raises(IllegalTransition, match="it has trials or an origin already"):
+            after_event(state, ForkBegun(origin=origin), state.number + 1)
+
+
+def test_a_fork_can_be_forked() -> None:
+    store = MemoryStore()
+    search_of_three(store)
+    forked(store)
+    new = SmallSearch(store, "new")
+    new.begin("b")
+    new.step("b")
+    new.absorb("b")
+
+    past = past_of(store, "new", None, side_by_side=map)
+    stamp = Stamp(write_id="g", at="")
+    into = begin_fork(store, "third", past.origin, OWNER, stamp, side_by_side=map)
+    third = fork(store, past, into, stamp, side_by_side=map).experiment
+    assert what_is_known(third) == what_is_known(new.state)
+    assert unreadable(store, "third", third.trials) == []
+    again = SmallSearch(store, "third")
+    again.begin("b")
+    again.step("b")
+    again.absorb("b")
+    assert again.state.trial("b").step == 4
+
+
+def test_a_fork_that_is_there_already_stays_as_it_is() -> None:
+    store = MemoryStore()
+    number = search_of_three(store).state.number
+    forked(store, number)
+    new = SmallSearch(store, "new")
+    new.begin("b")
+    new.step("b")
+    new.absorb("b")
+    again = forked(store, number, write_id="again").experiment
+    assert again.trial("b").step == 3
+    assert again.trials == new.state.trials
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "said"),
+    [
+        (0, "new", "expected an entry from 1 to"),
+        (99, "new", "expected an entry from 1 to .*, found 99"),
+        (2, "old", "found no fork"),
+        (3, "taken", "found a fork of experiment 'old' as of entry 2"),
+    ],
+)
+def test_a_fork_that_cannot_be_is_refused_before_anything_is_written(number: int, name: str, said: str) -> None:
+    store = MemoryStore()
+    search_of_three(store)
+    forked(store, 2, "taken")
+    before = dict(store.objects)
+    with pytest.raises(InvalidInput, match=said):
+        forked(store, number, name, "other")
+    assert store.objects == before
+
+
+def test_what_is_left_of_another_experiment_is_not_taken_for_the_forks() -> None:
+    store = MemoryStore()
+    search_of_three(store)
+    path = JournalKey(experiment="new", trial="a").entry_path(1)
+    other = SmallSearch(store, "new")
+    other.add("a")
+    other.begin("a")
+    entries = {each: store.objects[each] for each in store.objects if each.startswith("new/trials/a/")}
+    for each in [each for each in store.objects if each.startswith("new/")]:
+        del store.objects[each]
+    store.objects.update(entries)
+    assert path in store.objects
+    with pytest.raises(InvalidInput, match="new/trials/a: holds remains of another experiment"):
+        forked(store)
+
+
+def test_of_two_who_make_the_same_fork_one_owns_it() -> None:
+    store = MemoryStore()
+    search_of_three(store)
+    past = past_of(store, "old", None, side_by_side=map)
+    one, other = Stamp(write_id="one", at=""), Stamp(write_id="other", at="")
+    first = begin_fork(store, "new", past.origin, OWNER, one, side_by_side=map)
+    second = begin_fork(store, "new", past.origin, OWNER, other, side_by_side=map)
+    with pytest.raises(Superseded):
+        fork(store, past, first, one, side_by_side=map)
+    assert fork(store, past, second, other, side_by_side=map).experiment.is_whole
+    assert unreadable(store, "new", load(store, "new", side_by_side=map).trials) == []
+
+
+def test_a_fork_that_is_cut_short_is_not_forked() -> None:
+    store = MemoryStore()
+    search_of_three(store)
+    past = past_of(store, "old", None, side_by_side=map)
+    begin_fork(store, "new", past.origin, OWNER, Stamp(write_id="w", at=""), side_by_side=map)
+    with pytest.raises(InvalidInput, match="an incomplete fork"):
+        past_of(store, "new", None, side_by_side=map)
+
+
+def _objects_of_the_origin(store: MemoryStore) -> dict[str, bytes]:
+    return {path: data for path, data in store.objects.items() if path.startswith("old/")}
+
+
+def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_on_every: int) -> int:
+    world = MemoryStore()
+    number = search_of_three(world).state.number
+    begun = dict(world.objects)
+    origin = load(world, "old", side_by_side=map)
+    counting = DyingStore(world, 0, only=only)
+    expected = what_is_known(forked(counting, number).experiment)
+    for nth, way in product(range(1, counting.total + 1), ways):
+        store = MemoryStore()
+        store.objects.update(begun)
+        with suppress(Crash):
+            forked(DyingStore(store, nth, way, only=only), number)
+        assert load(store, "old", side_by_side=map) == origin
+        made = forked(store, number, write_id="the next").experiment
+        assert what_is_known(made) == expected, (nth, way)
+        assert unreadable(store, "new", made.trials) == [], (nth, way)
+        assert begun.items() <= _objects_of_the_origin(store).items()
+        if nth % goes_on_every == 0:
+            _both_go_on(store)
+    return counting.total * len(ways)
+
+
+def test_a_fork_that_dies_at_any_write_leaves_the_origin_as_it_was_and_is_made_by_the_next(
+    record_property: Record,
+) -> None:
+    points = _dies_everywhere(WRITES, (Way.CRASH_AFTER, Way.REPLY_LOST), goes_on_every=10)
+    record_property("figure: points at which a fork died", points)
+    assert points > 30
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_nor_does_any_other_operation_matter(record_property: Record) -> None:
+    record_property("figure: points at which a fork died", _dies_everywhere(None, tuple(Way), goes_on_every=5))
+
+
+def _both_go_on(store: MemoryStore) -> None:
+    """Nobody's bytes are missing, and what was claimed in vain is let go when it is retired."""
+    old, new = SmallSearch(store, "old"), SmallSearch(store, "new")
+    for search in (old, new, new, old):
+        for _ in range(3):
+            search.begin("b")
+            search.step("b")
+        search.absorb("b")
+    assert unreadable(store, "new", new.state.trials) == unreadable(store, "old", old.state.trials) == []

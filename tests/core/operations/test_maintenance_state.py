@@ -1,0 +1,173 @@
+"""What a round of maintenance leaves to the next, whoever dies, is late, or does the same at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from prefect_tune.core.errors import StoreUnavailable
+from prefect_tune.core.events.experiment_events import Adopted, Owner
+from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal.tolerant_read import Unreadable
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.maintenance_state import (
+    Remembered,
+    Round,
+    Untold,
+    amended,
+    last_round,
+    leave_round,
+    next_round,
+    reported,
+    told_before,
+)
+from prefect_tune.core.operations.scrub import Inspected, Inspection
+from prefect_tune.core.storage.documents import seal
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, maintenance_path
+from tests.fakes.memory_store import MemoryStore
+
+NAME = "e"
+FOLDER = TrialKey(experiment=NAME, trial="t")
+BAD, WORSE = (CheckpointKey(trial=FOLDER, step=step, sequence=step) for step in (3, 7))
+
+
+def stamp(name: str = "m") -> Stamp:
+    return Stamp(write_id=name, at="2026-11-21T08:00:00Z")
+
+
+def untold(key: CheckpointKey) -> Untold:
+    return Untold(trial="t", step=key.step, folder=key.folder, damage="torn")
+
+
+def found(*damaged: CheckpointKey, **also: object) -> Inspection:
+    seen = tuple(Inspected(key, damage="torn") for key in damaged)
+    return Inspection(live=(BAD, WORSE), inspected=seen, **also)  # type: ignore[arg-type]  # as the caller says
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """With an experiment on it."""
+    store = MemoryStore()
+    opened = take_over(store, NAME, Owner(name="o", host="h", pid=1), stamp("o"), side_by_side=map)
+    append(store, opened, [Adopted()], stamp("a"))
+    return store
+
+
+def rounds_on(store: MemoryStore) -> list[str]:
+    return [path for path in store.objects if "/maintenance/" in path]
+
+
+def test_what_a_round_leaves_the_next_one_finds_and_earlier_ones_are_deleted(store: MemoryStore) -> None:
+    known = last_round(store, NAME)
+    assert known == Remembered(0, None)
+    for number in (1, 2, 3):
+        left = Round(write_id=f"w{number}", at="now", begins_at=number)
+        known = leave_round(store, NAME, known, lambda _, left=left: left)
+        assert known == last_round(store, NAME) == Remembered(number, left)
+    assert rounds_on(store) == [maintenance_path(NAME, 3)]
+
+
+def test_of_two_at_the_same_time_neither_loses_what_it_has_to_tell(store: MemoryStore) -> None:
+    known = last_round(store, NAME)
+    for name, key in (("first", BAD), ("second", WORSE)):
+        leave_round(store, NAME, known, partial(amended, stamp=stamp(name), untold=[untold(key)]))
+    last = last_round(store, NAME).last
+    assert last
+    assert last.untold == (untold(BAD), untold(WORSE))
+
+
+def test_who_comes_so_late_that_its_number_is_free_again_writes_after_the_last(store: MemoryStore) -> None:
+    late = last_round(store, NAME)
+    for key in (BAD, WORSE):
+        leave_round(store, NAME, last_round(store, NAME), partial(amended, stamp=stamp(), untold=[untold(key)]))
+    assert rounds_on(store) == [maintenance_path(NAME, 2)]
+    left = leave_round(store, NAME, late, partial(amended, stamp=stamp("late"), told=["e/journal"]))
+    assert (left.number, rounds_on(store)) == (3, [maintenance_path(NAME, 3)])
+    assert left.last
+    assert (left.last.told, left.last.untold) == (("e/journal",), (untold(BAD), untold(WORSE)))
+
+
+def test_who_is_never_fast_enough_says_so(store: MemoryStore) -> None:
+    def faster(last: Round | None) -> Round:
+        number = last_round(store, NAME).number + 1
+        store.objects[maintenance_path(NAME, number)] = seal(Round(write_id=f"w{number}", at="now"))
+        return amended(last, stamp())
+
+    with pytest.raises(StoreUnavailable, match="faster"):
+        leave_round(store, NAME, Remembered(), faster)
+
+
+def test_a_round_that_cannot_be_read_is_none_and_its_number_is_taken(store: MemoryStore) -> None:
+    store.objects[maintenance_path(NAME, 7)] = b"torn"
+    assert last_round(store, NAME) == Remembered(7, None)
+
+
+@pytest.mark.parametrize(("times", "expected"), [(1, 4), (99, 3)])
+def test_a_round_that_a_later_one_deletes_meanwhile_is_looked_for_again(times: int, expected: int) -> None:
+    last = Round(write_id="last", at="now")
+    vanishing = _Vanishing(times, lambda: vanishing.objects.update({maintenance_path(NAME, 4): seal(last)}))
+    vanishing.objects[maintenance_path(NAME, 3)] = seal(last)
+    assert last_round(vanishing, NAME) == Remembered(expected, last if expected == 4 else None)
+
+
+class _Vanishing(MemoryStore):
+    """What is read is gone by then, the first so many times; then something happens."""
+
+    def __init__(self, times: int, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._left = times
+        self._then = then
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._then()
+            return super().read("nothing/there")
+        return super().read(path, offset=offset, length=length)
+
+
+def test_nothing_is_left_beside_an_experiment_that_is_gone() -> None:
+    store = MemoryStore()
+    assert leave_round(store, NAME, Remembered(), partial(amended, stamp=stamp())) == Remembered()
+    assert store.objects == {}
+
+
+# --------------------------------------------------------------------------------------------- what is known
+
+
+def test_damage_that_was_told_of_is_known_until_it_is_mended_or_put_aside() -> None:
+    first = next_round(None, stamp(), found(BAD, WORSE), [WORSE])
+    assert told_before(first) == {BAD.folder}
+    assert told_before(None) == frozenset()
+    assert told_before(next_round(first, stamp(), found(), ())) == {BAD.folder}
+    whole = Inspection(live=(BAD,), inspected=(Inspected(BAD),))
+    assert told_before(next_round(first, stamp(), whole, ())) == frozenset()
+
+
+def test_what_is_untold_stays_so_until_it_is_reported_whatever_becomes_of_it() -> None:
+    before = amended(Round(write_id="w", at="then", begins_at=5), stamp(), untold=[untold(WORSE)])
+    assert (before.begins_at, before.untold, told_before(before)) == (5, (untold(WORSE),), frozenset())
+    after = next_round(before, stamp(), found(BAD, WORSE, ends_at=9), [WORSE], [untold(BAD)])
+    assert (after.begins_at, after.told) == (9, (BAD.folder,))
+    assert after.untold == (untold(WORSE), untold(BAD))
+    assert told_before(after) == frozenset()
+    told = reported(after, stamp(), [WORSE.folder, BAD.folder])
+    assert (told.begins_at, told.untold) == (9, ())
+    assert told_before(told) == {BAD.folder}
+
+
+def test_a_damaged_journal_is_known_until_it_is_read_again() -> None:
+    own, whole = JournalKey(experiment=NAME, trial="t").entries, JournalKey(experiment=NAME).entries
+    bad = Unreadable(own, "torn", "t", is_damage=True)
+    first = next_round(None, stamp(), found(unreadable=(bad, Unreadable(BAD.folder, "away"))), ())
+    assert told_before(first) == {own}
+    second = next_round(first, stamp(), found(journals=(whole,)), ())
+    assert told_before(second) == {own}
+    assert told_before(next_round(second, stamp(), found(journals=(whole, own)), ())) == frozenset()
+
+
+def test_a_round_with_nothing_untold_is_written_as_before_anything_could_be() -> None:
+    assert b"untold" not in seal(amended(None, stamp()))

@@ -1,0 +1,227 @@
+"""What an owner or a reader misses because others deleted it is never called damage; what is damaged is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, StoreRefused, Superseded
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.experiment.trial_transitions import newest_key
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.operations.scrub import inspect_one
+from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from tests.core.driver import KEY, NAME, Session
+from tests.core.invariants import violations
+from tests.core.meetings import Scene, saves, with_a_clone_that_is_over, without_a_clone
+from tests.core.owners import old_owner
+from tests.core.population import Member, own
+from tests.core.turns import Choice, in_turns
+from tests.fakes.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.memory_files import restored
+from tests.fakes.memory_store import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("tiny_blobs")
+
+STAMP = Stamp(write_id="removal", at="2026-11-23T08:00:00Z")
+OPERATIONS = 40
+"""More than the reader of any test here does before it ends."""
+
+
+def second_after(operations: int) -> Choice:
+    """Have the first process do so many operations, then the second one all of its own, then the first its rest."""
+    left = [operations]
+
+    def choose(running: Sequence[int]) -> int:
+        left[0] -= 1
+        return 0 if 0 in running and (left[0] >= 0 or 1 not in running) else 1
+
+    return choose
+
+
+def removed_up_to(store: MemoryStore, experiment: str, nth: int, way: Way, last: Sequence[CheckpointKey] = ()) -> bool:
+    """Delete the experiment and die at write `nth`; of what is deleted at once, `last` goes last. Return if it died."""
+    kept = {key.manifest_path: store.objects[key.manifest_path] for key in last}
+    dying = DyingStore(store, nth, way, only=WRITES)
+    with suppress(Crash):
+        owner = Owner(name="remover", host="here", pid=1)
+        remove(dying, experiment, owner, STAMP, side_by_side=map)
+    store.objects.update(kept)
+    return dying.dead
+
+
+def ends_of_a_removal(scene: Scene) -> Iterator[Scene]:
+    """The scene after each write at which a deletion of its source's experiment may die."""
+    for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Way.CRASH_AFTER, Way.TORN)):
+        found = scene.again()
+        if not removed_up_to(found.store, scene.members["s"].key.experiment, nth, way, found.doomed):
+            return
+        yield found
+
+
+def superseded_owner() -> Session:
+    """An owner that has still to delete what it retired, when its successor has deleted all that it did not retire."""
+    old = old_owner(3)
+    successor = Session(old.store, old.witness, owner="successor", clearing="none")
+    successor.open()
+    successor.start()
+    for _ in range(3):
+        successor.train()
+        successor.save()
+    return old
+
+
+# ------------------------------------------------------------------------------------------------- owners
+
+
+def test_an_owner_that_was_superseded_deletes_late_without_calling_what_its_successor_deleted_damaged() -> None:
+    old = superseded_owner()
+    old.collect(old.doomed)
+    last = Session(old.store, old.witness, owner="last")
+    last.open()
+    assert violations(old.store, old.witness, last.experiment) == []
+
+
+def test_a_manifest_that_the_journal_needs_and_that_is_missing_is_damage_for_a_superseded_owner_too() -> None:
+    old = superseded_owner()
+    last = Session(old.store, old.witness, owner="last", clearing="none")
+    last.open()
+    needed = newest_key(KEY, last.trial)
+    assert needed
+    assert isinstance(old.store, MemoryStore)
+    del old.store.objects[needed.manifest_path]
+    with pytest.raises(CheckpointCorrupt, match=needed.name):
+        old.collect(old.doomed)
+
+
+def test_an_owner_whose_experiment_is_being_deleted_is_superseded_wherever_the_deletion_has_come_to() -> None:
+    superseded = 0
+    for nth in range(1, 12):
+        old = old_owner(3)
+        assert isinstance(old.store, MemoryStore)
+        removed_up_to(old.store, NAME, nth, Way.TORN, old.doomed)
+        try:
+            old.collect(old.doomed)
+        except Superseded:
+            superseded += 1
+    assert superseded
+
+
+def test_an_owner_whose_search_is_being_deleted_is_superseded_wherever_the_deletion_has_come_to() -> None:
+    superseded = 0
+    for scene in ends_of_a_removal(without_a_clone(own("e", "s"), own("e", "c"))):
+        try:
+            scene.members["s"].clear(scene.doomed)
+        except Superseded:
+            superseded += 1
+    assert superseded
+
+
+def test_the_owner_of_a_clone_lives_on_while_the_experiment_of_its_origin_is_being_deleted() -> None:
+    for scene in ends_of_a_removal(with_a_clone_that_is_over(own("e", "s"), own("f", "c"))):
+        member = scene.members["c"]
+        retired = [
+            CheckpointKey.from_manifest_path(member.key, each.path) for each in scene.store.list(member.key.checkpoints)
+        ]
+        member.clear([key for key in retired if key])
+        member.save()
+
+
+# ------------------------------------------------------------------------------------------------- readers
+
+
+def at_each_operation(read: Callable[[Scene, ObjectStore], None]) -> Iterator[list[str]]:
+    """A trial that retires and deletes all that it has, between any two operations of a reader."""
+    begun = without_a_clone(own("e", "s"), own("e", "c"))
+    for operations in range(OPERATIONS):
+        scene = begun.again()
+        reader, owner = partial(read, scene), partial(saves("s", times=3), scene)
+        yield in_turns(scene.store, [reader, owner], second_after(operations), lambda _method, _path: True)
+
+
+def newest(member: Member) -> CheckpointKey:
+    key = newest_key(member.key, member.trial)
+    assert key
+    return key
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["look_for_garbage", "collect_from"])
+def test_what_an_owner_retires_while_its_garbage_is_looked_for_is_no_damage(*, changes: bool) -> None:
+    found: list[Collected] = []
+
+    def look(scene: Scene, store: ObjectStore) -> None:
+        key = scene.members["s"].key
+        if changes:
+            found.append(collect_from(store, key, STAMP, side_by_side=map))
+        else:
+            found.append(look_for_garbage(store, key, side_by_side=map))
+
+    assert [died for died in at_each_operation(look) if died] == []
+    assert {each.damage for each in found} == {None}
+
+
+def test_a_checkpoint_that_is_retired_while_it_is_restored_is_whole_or_not_found() -> None:
+    outcomes = set()
+
+    def read(scene: Scene, store: ObjectStore) -> None:
+        key = newest(scene.members["s"])
+        try:
+            found = restored(store, read_manifest(store, key))
+            outcomes.add(found == scene.chronicle.saved[key.folder])
+        except CheckpointNotFound:
+            outcomes.add("not found")
+
+    assert [died for died in at_each_operation(read) if died] == []
+    assert outcomes == {True, "not found"}
+
+
+def test_a_checkpoint_that_is_deleted_with_its_experiment_while_it_is_restored_is_not_found() -> None:
+    whole = without_a_clone(own("e", "s"), own("e", "c"))
+    manifest = read_manifest(whole.store, newest(whole.members["s"]))
+    for scene in ends_of_a_removal(whole):
+        with suppress(CheckpointNotFound):
+            restored(scene.store, manifest)
+
+
+def test_a_checkpoint_that_is_retired_while_it_is_inspected_is_not_damaged() -> None:
+    damage: list[str | None] = []
+
+    def look(scene: Scene, store: ObjectStore) -> None:
+        found = inspect_one(store, newest(scene.members["s"]), side_by_side=map)
+        damage.extend(each.damage for each in found)
+
+    assert [died for died in at_each_operation(look) if died] == []
+    assert set(damage) == {None}
+
+
+def test_an_altered_blob_of_a_live_checkpoint_is_damage() -> None:
+    scene = without_a_clone(own("e", "s"), own("e", "c"))
+    manifest = read_manifest(scene.store, newest(scene.members["s"]))
+    path = manifest.blob_path(0)
+    scene.store.objects[path] = bytes(len(scene.store.objects[path]))
+    with pytest.raises(CheckpointCorrupt, match="expected blake3"):
+        restored(scene.store, manifest)
+
+
+def test_who_may_read_a_checkpoint_and_not_its_journal_is_told_what_is_wrong_with_it() -> None:
+    class WithoutJournals(MemoryStore):
+        def size(self, path: str) -> int | None:
+            if "/journal/" in path:
+                raise StoreRefused("AccessDenied")
+            return super().size(path)
+
+    scene = without_a_clone(own("e", "s"), own("e", "c"))
+    manifest = read_manifest(scene.store, newest(scene.members["s"]))
+    store = WithoutJournals()
+    store.objects = dict(scene.store.objects)
+    del store.objects[manifest.blob_path(0)]
+    with pytest.raises(CheckpointCorrupt, match="no such blob"):
+        restored(store, manifest)

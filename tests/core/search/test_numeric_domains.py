@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from statistics import NormalDist, fmean, pstdev
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from prefect_tune.core import seeded_random
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.search.domains import (
+    lograndint,
+    loguniform,
+    qlograndint,
+    qloguniform,
+    qrandint,
+    qrandn,
+    quniform,
+    randint,
+    randn,
+    uniform,
+)
+from prefect_tune.core.search.numeric_domains import Float, Integer, Normal, Range
+from tests.fakes.spaces import QUANTILES, floats, integers, normals, ranges
+
+ALMOST_ONE = 1 - 2**-53
+COUNT = 2000
+
+
+def drawn(domain: Range) -> list[float]:
+    return [domain.at(seeded_random.uniform(7, "a test", number)) for number in range(COUNT)]
+
+
+def farthest_from(distribution: Callable[[float], float], values: list[float]) -> float:
+    """The distance of Kolmogorov and Smirnov, times the root of the count: above 1.95 once in a thousand."""
+    ranked = enumerate(sorted(values))
+    gaps = [max((rank + 1) / COUNT - distribution(value), distribution(value) - rank / COUNT) for rank, value in ranked]
+    return max(gaps) * math.sqrt(COUNT)
+
+
+@pytest.mark.parametrize(
+    ("domain", "distribution"),
+    [
+        (uniform(-2, 6), lambda value: (value + 2) / 8),
+        (loguniform(1e-5, 1e-1), lambda value: math.log(value / 1e-5) / math.log(1e4)),
+        (randn(3, 2), NormalDist(3, 2).cdf),
+        (randint(0, 10**9), lambda value: value / 10**9),
+        (lograndint(1000, 10**9), lambda value: math.log(value / 1000) / math.log(10**6)),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, Range) else "",
+)
+def test_draws_have_the_distribution_that_the_name_says(domain: Range, distribution: Callable[[float], float]) -> None:
+    assert farthest_from(distribution, drawn(domain)) < 1.95
+
+
+@pytest.mark.parametrize(
+    ("domain", "values"),
+    [
+        (quniform(0, 1, 0.25), [0.0, 0.25, 0.5, 0.75, 1.0]),
+        (randint(-1, 3), [-1, 0, 1, 2]),
+        (qrandint(5, 20, 5), [5, 10, 15, 20]),
+    ],
+    ids=repr,
+)
+def test_every_value_is_as_likely_as_the_others_the_ends_too(domain: Range, values: list[float]) -> None:
+    found = Counter(drawn(domain))
+    assert sorted(found) == values
+    expected = COUNT / len(values)
+    assert sum((each - expected) ** 2 / expected for each in found.values()) < 18  # chi squared: p > 0.001
+
+
+@pytest.mark.parametrize("domain", [qloguniform(2, 16, 2), qlograndint(2, 16, 2)], ids=repr)
+def test_a_rounded_log_draw_is_as_likely_as_the_numbers_that_round_to_it(domain: Range) -> None:
+    found = Counter(drawn(domain))
+    assert sorted(found) == [2, 4, 6, 8, 10, 12, 14, 16]
+    for value, times in found.items():
+        share = math.log((value + 1) / (value - 1)) / math.log(17)
+        assert abs(times / COUNT - share) < 3.3 * math.sqrt(share * (1 - share) / COUNT)
+
+
+def test_a_rounded_normal_draw_is_centred_and_spread_as_the_normal_one() -> None:
+    values = drawn(qrandn(10, 2, 0.5))
+    assert {value % 0.5 for value in values} == {0.0}
+    assert abs(fmean(values) - 10) < 0.15
+    assert abs(pstdev(values) - 2) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("domain", "first", "last"),
+    [
+        (uniform(0, 1), 0.0, math.nextafter(1, 0)),
+        (uniform(1, math.nextafter(1, 2)), 1.0, 1.0),
+        (uniform(-1e308, 1e308), -1e308, math.nextafter(1e308, 0)),
+        (loguniform(1, 10), 1.0, math.nextafter(10, 0)),
+        (quniform(0, 0.3, 0.1), 0.0, 0.3),
+        (quniform(0.1, 0.1 * 3, 0.1), 0.1, 0.3),
+        (qloguniform(1, 4, 1), 1.0, 4.0),
+        (randint(0, 3), 0, 2),
+        (randint(-(2**64), 2**64), -(2**64), 2**64 - 2**12),
+        (qrandint(0, 3), 0, 3),
+        (lograndint(1, 8), 1, 7),
+        (lograndint(3, 4), 3, 3),
+        (qlograndint(4, 12, 4), 4, 12),
+        (randn(), NormalDist().inv_cdf(2**-54), NormalDist().inv_cdf(ALMOST_ONE)),
+    ],
+    ids=repr,
+)
+def test_the_ends_are_inclusive_where_the_name_says_so(domain: Range, first: float, last: float) -> None:
+    assert domain.at(0.0) == first
+    assert last * (1 - 1e-15) <= domain.at(ALMOST_ONE) <= last
+
+
+@given(floats() | integers(), QUANTILES)
+def test_a_draw_never_leaves_its_bounds(domain: Float | Integer, quantile: float) -> None:
+    value = domain.at(quantile)
+    assert domain.low <= value <= domain.high
+    assert domain.q is not None or value < domain.high
+    assert isinstance(value, int if isinstance(domain, Integer) else float)
+
+
+@given(ranges(), QUANTILES)
+def test_what_is_drawn_belongs_to_the_domain_and_rounds_to_itself(domain: Range, quantile: float) -> None:
+    value = domain.at(quantile)
+    assert domain.contains(value)
+    assert domain.nearest(value) == value
+
+
+@given(ranges(), QUANTILES, QUANTILES)
+def test_a_higher_quantile_never_gives_a_lower_value(domain: Range, one: float, other: float) -> None:
+    assert domain.at(min(one, other)) <= domain.at(max(one, other))
+
+
+@given(integers(), QUANTILES)
+def test_a_whole_number_with_a_step_is_a_multiple_of_it(domain: Integer, quantile: float) -> None:
+    assert domain.at(quantile) % domain.step == 0
+
+
+@given(normals(), QUANTILES)
+def test_a_normal_draw_is_a_number_and_at_the_middle_the_mean(domain: Normal, quantile: float) -> None:
+    assert math.isfinite(domain.at(quantile))
+    assert math.isclose(domain.at(0.5), domain.nearest(domain.mean), abs_tol=domain.q or 1e-9 * domain.sd)
+
+
+@pytest.mark.parametrize(
+    ("domain", "value", "nearest"),
+    [
+        (uniform(0, 1), 7, 1.0),
+        (uniform(0, 1), -7, 0.0),
+        (uniform(0, 1), 0.4, 0.4),
+        (quniform(0, 1, 0.1), 0.34, 0.3),
+        (randint(0, 10), 10, 9),
+        (randint(0, 10), 3.6, 4),
+        (qrandint(0, 8, 4), 1.9, 0),
+        (qrandint(0, 8, 4), 2.1, 4),
+        (qrandn(0, 1, 0.5), 1.3, 1.5),
+        (randn(), 1.3, 1.3),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, Range) else "",
+)
+def test_the_nearest_value_is_within_the_ends_and_on_a_step(domain: Range, value: float, nearest: float) -> None:
+    assert domain.nearest(value) == nearest
+
+
+@pytest.mark.parametrize(
+    ("domain", "inside", "outside"),
+    [
+        (uniform(0, 1), [0, 0.5, 1.0], [-1e-9, 1.1, "0.5", True, None, math.nan]),
+        (quniform(0, 1, 0.1), [0.1 * 3, 0, 1], [0.35, 1.1]),
+        (randint(0, 3), [0, 2, 2.0], [3, 1.5, False, "1", math.inf]),
+        (qrandint(0, 4, 2), [4], [1, 6]),
+        (randn(), [1e300], [math.inf, True, "1"]),
+        (qrandn(0, 1, 0.5), [1e300, 0.5], [0.3, "1"]),
+    ],
+)
+def test_a_domain_knows_what_a_configuration_may_have(
+    domain: Range, inside: list[object], outside: list[object]
+) -> None:
+    assert [value for value in inside if not domain.contains(value)] == []
+    assert [value for value in outside if domain.contains(value)] == []
+
+
+def test_steps_are_as_they_are_written_and_not_sums_of_rounded_ones() -> None:
+    domain = quniform(0, 1, 0.1)
+    assert sorted({domain.at(number / 100) for number in range(100)}) == [
+        0,
+        0.1,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        0.6,
+        0.7,
+        0.8,
+        0.9,
+        1,
+    ]
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    assert uniform(np.float32(0.5), np.int64(2)) == uniform(0.5, 2.0)
+    assert type(randint(np.int64(1), np.int64(3)).low) is int
+    assert type(uniform(0, 1).high) is float
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        uniform(0, 1),
+        quniform(0, 1, 0.5),
+        loguniform(0.5, 1),
+        qloguniform(1, 2, 0.5),
+        randint(0, 2),
+        qrandint(0, 4, 2),
+        lograndint(1, 3),
+        qlograndint(2, 4, 2),
+        randn(),
+        qrandn(0, 1, 0.5),
+    ],
+    ids=repr,
+)
+def test_a_domain_shows_the_call_that_makes_it(domain: Range) -> None:
+    name, arguments = domain.call
+    assert repr(domain) == f"{name}({', '.join(map(repr, arguments))})"
+    assert eval(repr(domain)) == domain
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: uniform(1, 1), r"uniform\(1.0, 1.0\): expected low < high, since high is exclusive"),
+        (lambda: uniform(2, 1), "expected low < high"),
+        (lambda: quniform(2, 1, 0.5), "expected low <= high, found 2.0 and 1.0"),
+        (lambda: uniform("1e-4", 1), "expected a finite number for low, found '1e-4'; YAML reads 1e-4 as text"),
+        (lambda: uniform(0, math.inf), "expected a finite number for high, found inf$"),
+        (lambda: uniform(0, True), "expected a finite number for high, found True"),
+        (lambda: loguniform(0, 1), "expected low > 0, which has a logarithm, found 0.0"),
+        (lambda: lograndint(0, 5), "expected low > 0"),
+        (lambda: quniform(0, 1, 0.3), "expected multiples of q=0.3 for low and high"),
+        (lambda: quniform(0.2, 0.9, 0.3), "expected multiples of q=0.3"),
+        (lambda: quniform(0, 1, 0), "expected q > 0, found 0.0"),
+        (lambda: quniform(0, 1, -1), "expected q > 0"),
+        (lambda: quniform(0, 1, "x"), "expected a finite number for q"),
+        (lambda: quniform(0, 1, 1e-17), r"expected at most 2\^53 steps"),
+        (lambda: quniform(0, 1, None), "quniform: expected a step q > 0, found None"),
+        (lambda: randint(0, 1.5), "expected a whole number for high, found 1.5"),
+        (lambda: randint(0, True), "expected a whole number for high, found True"),
+        (lambda: randint(3, 3), "expected low < high"),
+        (lambda: randint(0, 2**64 + 1), r"expected at most 2\^64 for high"),
+        (lambda: qrandint(0, 5, 2), "expected multiples of q=2"),
+        (lambda: qrandint(1, 4, 2), "expected multiples of q=2"),
+        (lambda: qrandint(0, 4, 0), "expected q > 0"),
+        (lambda: qrandint(0, 4, 0.5), "expected a whole number for q"),
+        (lambda: randn(0, 0), "expected sd > 0, found 0.0"),
+        (lambda: randn(0, 1e308), "found some beyond 1e308"),
+        (lambda: randn("0"), "expected a finite number for mean"),
+        (lambda: qrandn(0, 1, 0), "expected q > 0"),
+        (lambda: qrandn(0, 1, 1e-17), r"expected at most 2\^53 steps"),
+    ],
+)
+def test_a_domain_that_cannot_be_is_refused_with_what_is_wrong(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        make()

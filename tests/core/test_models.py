@@ -1,0 +1,227 @@
+"""Names, digests, JSON, and documents that carry their own digest."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import re
+from typing import Literal
+
+import pytest
+from pydantic import ValidationError
+
+from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, UnknownVersion
+from prefect_tune.core.events.experiment_events import Owner
+from prefect_tune.core.models import Stamp, canonical_json, digest_of, metric_in, parse, shown_size, valid_name
+from prefect_tune.core.storage.documents import Document, as_read_back, seal, unseal
+from prefect_tune.core.storage.layout import (
+    CheckpointKey,
+    TrialKey,
+    below,
+    blob_sequence,
+    number_in,
+    numbered,
+)
+from tests.core.driver import JOURNAL, KEY
+
+STAMP = Stamp(write_id="w", at="now")
+
+
+class _Note(Document):
+    format: Literal["test/note"] = "test/note"
+    version: Literal[1] = 1
+    at: str
+
+
+class _Other(Document):
+    format: Literal["test/other"] = "test/other"
+    version: Literal[1] = 1
+    at: str
+
+
+NOTE = _Note(at="now")
+
+
+@pytest.mark.parametrize(
+    ("root", "uri"),
+    [
+        ("s3://bucket", "s3://bucket/a/b"),
+        ("s3://bucket/runs/", "s3://bucket/runs/a/b"),
+        ("s3://bucket/runs?region=eu&anonymous=true", "s3://bucket/runs/a/b?region=eu&anonymous=true"),
+        ("memory://", "memory://a/b"),
+    ],
+)
+def test_what_lies_below_a_uri_stands_before_its_options(root: str, uri: str) -> None:
+    assert below(root, "a/b") == uri
+
+
+@pytest.mark.parametrize("name", ["a", "resnet-50_lr=0.1", "2026.11", "x" * 128, "A" + "." + "b"])
+def test_a_name_that_can_be_a_folder_everywhere_is_taken(name: str) -> None:
+    assert valid_name(name) == name
+    assert TrialKey(experiment=name, trial=name).folder == f"{name}/trials/{name}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", ".hidden", "-x", "a/b", "a\\b", "a..b", "a b", "é", "a\n", "a\0", "x" * 129, "../../etc", "C:"],
+)
+def test_a_name_that_could_lead_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match="becomes a folder"):
+        valid_name(name)
+    for path in (TrialKey(experiment=name, trial="t"), TrialKey(experiment="e", trial=name)):
+        with pytest.raises(InvalidInput):
+            _ = path.blobs
+
+
+def test_equal_values_have_equal_bytes() -> None:
+    assert canonical_json({"b": 1, "a": [1.5, None, "é"]}) == b'{"a":[1.5,null,"\\u00e9"],"b":1}'
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_canonical_json_says_no_infinity(value: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json({"x": value})
+
+
+def test_a_digest_is_blake3() -> None:
+    assert digest_of(b"") == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [(0, "0 B"), (1023, "1.02e+03 B"), (1536, "1.5 KiB"), (3 << 20, "3 MiB"), (5 << 30, "5 GiB")]
+)
+def test_sizes_are_shown_in_binary_units(size: int, shown: str) -> None:
+    assert shown_size(size) == shown
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [(b"[]", "the document"), (b'{"write_id":"w"}', "at: Field required"), (b'{"write_id":1,"at":"x"}', "write_id")],
+)
+def test_what_does_not_fit_is_named(data: bytes, problem: str) -> None:
+    with pytest.raises(CheckpointCorrupt, match=f"here: {problem}"):
+        parse(Stamp, data, CheckpointCorrupt, "here")
+
+
+def test_a_value_refuses_fields_that_it_does_not_know() -> None:
+    with pytest.raises(ValidationError):
+        Stamp.model_validate({"write_id": "w", "at": "now", "att": "now"})
+
+
+# --------------------------------------------------------------------------------------------- sealed
+
+
+def test_a_sealed_value_reads_back() -> None:
+    assert unseal(_Note, seal(NOTE), "here", CheckpointCorrupt) == NOTE
+    assert as_read_back(NOTE) == NOTE
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"not JSON", id="not JSON"),
+        pytest.param(b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00", id="a pickle"),
+        pytest.param(b"[1,2]", id="a list"),
+        pytest.param(b"null", id="null"),
+        pytest.param(b'{"at":"now","write_id":"w"}', id="no digest"),
+        pytest.param(seal(NOTE).replace(b'"now"', b'"noww"'), id="altered"),
+        pytest.param(seal(NOTE) + b" ", id="a space too many"),
+        pytest.param(seal(NOTE)[:-1], id="torn"),
+        pytest.param(b"\xef\xbb\xbf" + seal(NOTE), id="a byte order mark"),
+        pytest.param(seal(NOTE).decode().encode("utf-16"), id="another encoding"),
+        pytest.param(seal(NOTE).replace(b'{"at"', b'{"at":"then","at"'), id="a key twice"),
+        pytest.param(b'{"x":NaN}', id="a NaN"),
+        pytest.param(b'{"x":1e999}', id="an infinity"),
+        pytest.param(b'{"x":' + b"9" * 5000 + b"}", id="a number without end"),
+        *[
+            pytest.param(b'{"x":' + b"[" * depth + b"]" * depth + b"}", id=f"{depth} levels")
+            for depth in (200, 900, 990, 1000, 10_000, 1_000_000)
+        ],
+    ],
+)
+def test_nothing_is_believed_that_was_not_written_so(data: bytes) -> None:
+    with pytest.raises(CheckpointCorrupt, match="here: "):
+        unseal(_Note, data, "here", CheckpointCorrupt)
+
+
+def test_what_another_model_wrote_is_not_taken_for_this_one() -> None:
+    with pytest.raises(CheckpointCorrupt):
+        unseal(_Note, seal(_Other(at="now")), "here", CheckpointCorrupt)
+
+
+@pytest.mark.parametrize("version", [b"2", b"3.0", b"999999999999999999999"])
+def test_a_newer_version_is_refused_loudly_and_told_apart_from_damage(version: bytes) -> None:
+    document = b'{"anything":"else","version":' + version + b"}"
+    expected = CheckpointCorrupt if b"." in version else UnknownVersion
+    with pytest.raises(expected, match="here: "):
+        unseal(_Note, document, "here", CheckpointCorrupt)
+
+
+def test_a_value_that_json_cannot_say_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="cannot be stored as JSON"):
+        seal(_Note.model_construct(at=object()))
+
+
+# --------------------------------------------------------------------------------------------- layout
+
+
+def test_every_path_can_be_read_back() -> None:
+    key = CheckpointKey(trial=KEY, step=12, sequence=345)
+
+    assert key.manifest_path == "e/trials/t/checkpoints/0000000012-0000000345/manifest.json"
+    assert CheckpointKey.from_manifest_path(KEY, key.manifest_path) == key
+    assert number_in("e/journal", JOURNAL.entry_path(7)) == 7
+    assert number_in("e/segments", JOURNAL.segment_path(640), "jsonl") == 640
+    assert numbered("e/results/trials", 7, "parquet") == "e/results/trials/0000000007.parquet"
+    assert number_in("e/results/trials", "e/results/trials/0000000007.parquet", "parquet") == 7
+    assert blob_sequence(KEY.blob_path(digest_of(b""), 345)) == 345
+    assert KEY.artifacts == "e/trials/t/artifacts"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "e/trials/t/checkpoints/0000000012-0000000345/other.json",
+        "e/trials/t/checkpoints/0000000012-0000000345/deeper/manifest.json",
+        "e/trials/t/checkpoints/12-345/manifest.json",
+        "e/trials/t/checkpoints/0000000012/manifest.json",
+        "e/trials/t/checkpoints/٠٠٠٠٠٠٠٠١٢-0000000345/manifest.json",
+        "e/trials/other/checkpoints/0000000012-0000000345/manifest.json",
+        "manifest.json",
+    ],
+)
+def test_a_foreign_file_is_no_manifest(path: str) -> None:
+    assert CheckpointKey.from_manifest_path(KEY, path) is None
+
+
+@pytest.mark.parametrize("path", ["e/trials/t/blobs/README", "e/trials/t/blobs/abc-١٢", "e/trials/t/blobs/abc-"])
+def test_a_foreign_file_is_a_blob_older_than_everything(path: str) -> None:
+    assert blob_sequence(path) == -1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("loss", 1), ("eval/loss", 2), ("eval/deep/er", 3), ("a/b", 4), ("eval", {"loss": 2, "deep": {"er": 3}})],
+)
+def test_a_nested_metric_is_named_by_its_way(name: str, value: object) -> None:
+    assert metric_in({"loss": 1, "eval": {"loss": 2, "deep": {"er": 3}}, "a/b": 4}, name) == value
+
+
+@pytest.mark.parametrize("name", ["", "/", "lost", "loss/x", "eval/lost", "eval/loss/x"])
+def test_what_was_not_reported_is_none(name: str) -> None:
+    assert metric_in({"loss": 1, "eval": {"loss": 2}}, name) is None
+
+
+def test_an_owner_says_who_it_is() -> None:
+    assert re.fullmatch(r"n \(pid 1 on h\)", str(Owner(name="n", host="h", pid=1)))
+    assert "flow run brave-otter" in str(Owner(name="n", host="h", pid=1, flow_run="brave-otter"))
+
+
+def test_all_values_of_a_class_share_the_names_of_their_fields() -> None:
+    given = Stamp(write_id="w", at="now")
+    assert given.__pydantic_fields_set__ is given.model_copy(update={"at": "later"}).__pydantic_fields_set__
+    assert given.model_fields_set == {"write_id", "at"}
+    assert given.model_copy(update={"at": "later"}) == Stamp(write_id="w", at="later")
+    assert given.model_copy() == given == copy.deepcopy(given) == pickle.loads(pickle.dumps(given))

@@ -1,0 +1,256 @@
+"""What a deployment is given is checked before anything is written, and nothing secret is in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.utilities.collections import visit_collection
+from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
+from prefect.utilities.schema_tools.validation import validate
+from pydantic import TypeAdapter
+
+import prefect_tune as pt
+from prefect_tune.deploy.deployment_parameters import checked
+from prefect_tune.executors.trial_parameters import TrialParameters, orders_as_parameters, orders_from
+from prefect_tune.flows.train_trial import train_trial
+from prefect_tune.parameters.form_schema import form_of
+from prefect_tune.supervisor.trial_spec import Orders
+from tests.fakes.far_attempts import plan_at
+
+SECRET = "never-shown-to-anybody"
+TUNE, RESUME = form_of(pt.tune), form_of(pt.resume)
+GIVEN = {"trainable": "my_project.train:Net", "target": "s3-target/prod"}
+
+
+class Shelf:
+    """The blocks that are saved, by id."""
+
+    def slug(self, document: str) -> str | None:
+        saved = {"1f0e": "s3-target/prod", "2f0e": "sync-config/slow"}
+        return saved.get(document) or (document if document in saved.values() else None)
+
+
+def given(schema: Mapping[str, Any] = TUNE, *, complete: bool = False, **parameters: Any) -> Mapping[str, Any]:
+    return checked(parameters, schema, Shelf(), complete=complete)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "s3-target/prod",
+        {"$ref": {"block_document_slug": "s3-target/prod"}},
+        {"$ref": {"block_document_id": "1f0e"}},
+        {"$ref": "1f0e"},
+        "{{ prefect.blocks.s3-target.prod }}",
+    ],
+)
+def test_however_a_saved_block_is_meant_its_name_is_stored_and_nothing_of_it(target: object) -> None:
+    assert given(target=target) == {"target": "s3-target/prod"}
+    stored = given(sync={"upload_dir": target, "commit": "async"})
+    assert stored == {"sync": {"upload_dir": "s3-target/prod", "commit": "async"}}
+
+
+def test_a_saved_way_to_sync_is_stored_as_a_reference() -> None:
+    assert given(sync={"$ref": {"block_document_id": "2f0e"}}) == {
+        "sync": {"$ref": {"block_document_slug": "sync-config/slow"}}
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            {"bucket": "b", "access_key_id": "id", "secret_access_key": SECRET},
+            "found a block's fields, whose credentials",
+        ),
+        (
+            pt.S3Target(bucket="bucket", access_key_id="id", secret_access_key=SECRET),
+            "save the block and pass its slug",
+        ),
+        (f"sftp://me:{SECRET}@host/runs", "no credentials in a URI"),
+        (f"s3://me:{SECRET}@bucket/runs", "no credentials in a URI"),
+        ("s3-target/gone", "no block 's3-target/gone' is saved"),
+        ({"$ref": {"block_document_id": "9f0e"}}, "no block '9f0e' is saved"),
+        ("runs/first", "'runs' is not a type of target block"),
+        (3, "expected a URI or the type/name of a saved block, found int"),
+    ],
+)
+@pytest.mark.parametrize("place", ["target", "sync"])
+def test_what_would_tell_a_secret_or_is_not_there_is_refused_and_not_repeated(
+    target: object, said: str, place: str
+) -> None:
+    parameters = {"target": target} if place == "target" else {"sync": {"upload_dir": target}}
+    with pytest.raises(pt.InvalidInput, match=said) as refused:
+        given(**parameters)
+    assert SECRET not in str(refused.value)
+
+
+def test_a_folder_is_stored_so_that_it_means_the_same_elsewhere() -> None:
+    assert given(target="/runs") == {"target": "file:///runs"}
+    assert given(target="s3://bucket/runs") == {"target": "s3://bucket/runs"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"num_sample": 3}, r"no parameter 'num_sample': did you mean 'num_samples'\?"),
+        ({"num_samples": "many"}, "num_samples"),
+        ({"num_samples": 3, "samples_per_run": 3}, "give one of them"),
+        ({"samples_per_run": 0}, "expected 1 or more, found 0"),
+        ({"space": {"lr": {"uniform": [2, 1]}}}, "lr"),
+        ({"scheduler": {"ASHA": {"maxt": 3}}}, "scheduler: ASHA"),
+        ({"search": "OptunaSerch"}, r"did you mean 'OptunaSearch'\?"),
+        ({"stop": {"MaxFailure": {"failures": 3}}}, r"did you mean 'MaxFailures'\?"),
+        ({"experiment": "../up"}, "becomes a folder"),
+        ({"metric": ["a", "b"], "mode": ["min"]}, "mode"),
+        ({"resume": "perhaps"}, "resume='perhaps'"),
+        ({"trials": "somewhere"}, "trials: expected one of 'tasks', 'deployment'"),
+        ({"num_samples": 0}, "num_samples: expected 1 or more"),
+        ({"max_concurrent_trials": 0}, "max_concurrent_trials: expected 1 or more, found 0"),
+        ({"resources_per_trial": {"gpus": 1}}, r"did you mean 'gpu'\?"),
+        ({"stop": "step=100"}, r"expected \{'step': 100\}"),
+        ({"stop": "my_project.stops:"}, "stop 'my_project.stops:': expected 'package.module:Name'"),
+        ({"trainable": "x"}, "trainable 'x': expected 'package.module:Name'"),
+        ({"callbacks": ["x"]}, "callback 'x': expected 'package.module:Name'"),
+        ({"warm_start": ["first/"]}, "becomes a folder"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_before_there_is_one(parameters: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(pt.InvalidInput, match=said):
+        given(**{**GIVEN, **parameters})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"search": "OptunaSearch", "metric": "loss"}, "expected num_samples"),
+        ({"search": "OptunaSearch", "num_samples": 3}, "expected a metric"),
+        ({"scheduler": {"ASHA": {"max_t": 81}}}, "compares trials by a metric"),
+    ],
+)
+def test_what_only_a_person_could_add_is_missed_where_a_schedule_asks_nobody(
+    parameters: Mapping[str, Any], said: str
+) -> None:
+    assert given(**GIVEN, **parameters)
+    with pytest.raises(pt.InvalidInput, match=said):
+        given(complete=True, **GIVEN, **parameters)
+    assert given(complete=True, **{**GIVEN, **parameters, "metric": "loss", "samples_per_run": 3, "num_samples": None})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"warm_start": [f"ftp://u:{SECRET}@host/x/exp"]},
+        {"warm_start": [f"s3://key:{SECRET}@bucket/exp"]},
+        {"warm_start": [f"ftp://u:{SECRET}@host"]},
+        {"warm_start": [{"secret_access_key": SECRET}]},
+        {"sync": {"upload_dri": {"secret_access_key": SECRET}}},
+        {"sync": [SECRET]},
+        {"sync": {"commit": SECRET}},
+        {"checkpoint": {"every": SECRET}},
+        {"checkpoint": SECRET},
+        {"num_samples": SECRET},
+        {"target": f"https://host/runs?token={SECRET}"},
+        {"target": f"ftp://host/runs?password={SECRET}"},
+        {"target": f"htps://host/runs?token={SECRET}"},
+        {"target": f"s3://bucket/runs?endpoint_url=https://host?token={SECRET}"},
+    ],
+)
+def test_a_secret_in_any_place_is_refused_and_not_repeated(parameters: Mapping[str, Any]) -> None:
+    with pytest.raises(pt.InvalidInput) as refused:
+        given(**{**GIVEN, **parameters})
+    assert SECRET not in str(refused.value)
+
+
+def test_what_nobody_will_be_asked_for_must_be_there() -> None:
+    assert given(target="s3-target/prod") == {"target": "s3-target/prod"}
+    with pytest.raises(pt.InvalidInput, match=r"'trainable' missing: a scheduled run shows no form"):
+        given(target="s3-target/prod", complete=True)
+    assert given(RESUME, complete=True, experiment="digits", target="/runs", samples_per_run=5)
+
+
+def test_all_that_a_form_offers_is_accepted() -> None:
+    full: dict[str, Any] = {
+        **GIVEN,
+        "space": {"lr": {"loguniform": [1e-4, 0.1]}, "layers": {"choice": [1, 2]}, "batch": 32},
+        "experiment": "nightly",
+        "metric": "loss",
+        "mode": "min",
+        "samples_per_run": 20,
+        "stop": {"step": 100, "MaxFailures": {"failures": 5}},
+        "scheduler": {"ASHA": {"max_t": 81}},
+        "search": {"OptunaSearch": {"num_samples": 40}},
+        "max_concurrent_trials": 4,
+        "resources_per_trial": {"cpu": 2, "gpu": 0.5},
+        "warm_start": ["first", "s3-target/prod/second", "s3://bucket/runs/third"],
+        "trials": "deployment",
+        "trial_job_variables": {"env": {"WANDB_API_KEY": "{{ prefect.blocks.secret.wandb }}"}},
+        "checkpoint": {"every_steps": 5},
+        "retention": {"last": 2},
+        "failures": {"max_failures": 1},
+        "resume": True,
+        "rerun_errored": "only",
+        "sync": {"commit": "async", "sync_period_seconds": 30},
+        "callbacks": ["my_project.hear:Me"],
+    }
+    assert given(complete=True, **full) == full
+    assert given(scheduler="FIFO", resume="auto+errored", stop="my_project.stops:enough", rerun_errored=True)
+
+
+def test_a_deployment_names_the_packages_that_it_trusts() -> None:
+    trusting = {"trusted_packages": ["my_project", "other.package"], "trial_job_variables": {"image": "mine"}}
+    assert given(RESUME, **trusting) == trusting
+    with pytest.raises(pt.InvalidInput, match="trusted_packages: expected names of packages"):
+        given(RESUME, trusted_packages=["my_project", "*"])
+
+
+def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
+    plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
+    said = TrialParameters.of(plan).model_dump(mode="json")
+    parameters = {"parameters": said, "orders": orders_as_parameters(Orders()), "attempt": 1}
+    assert said["cadence"]["every_steps"] is None
+    validate(parameters, form_of(train_trial), raise_on_error=True)
+
+
+def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration() -> None:
+    block = {"$ref": {"block_document_slug": "secret/prod"}}
+    template = {"__prefect_kind": "jinja", "template": "{{ 7 * 7 }}"}
+    orders = Orders(config={"block": block, "template": template}, answers={"why": {"text": template}})
+    context = HydrationContext(render_jinja=True, render_workspace_variables=True)
+    sent = hydrate(
+        {"parameters": {}, "orders": orders_as_parameters(orders), "attempt": 1}, context
+    )  # as the server does
+    found: list[object] = []
+    visit_collection(sent, found.append, return_data=False)  # as a flow run looks for blocks
+    assert not [each for each in found if isinstance(each, dict) and "$ref" in each]
+    assert orders_from(sent["orders"]) == orders
+
+
+def test_orders_of_an_earlier_version_are_read() -> None:
+    orders = Orders(epoch=3, attempt=2, config={"x": 1.0}, exploit=None, saves_first=True)
+    before = TypeAdapter(Orders).dump_python(orders, mode="json")
+    assert orders_from(before) == orders_from(orders_as_parameters(orders)) == orders
+
+
+def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:
+    fields = {name: None for name, each in TUNE["properties"].items() if "default" not in each and name not in GIVEN}
+    validate({**GIVEN, **fields}, TUNE, raise_on_error=True)
+
+
+def test_a_form_begins_no_description_by_capitalising_what_is_typed_as_it_is() -> None:
+    said = {name: each["description"] for name, each in RESUME["properties"].items()}
+    assert said["trainable"].startswith("package.module:Name; required")
+    assert said["fork"].startswith("Name of a new experiment: continue")
+    sections = TUNE["definitions"]
+    assert sections["FailurePolicy"]["description"].endswith("by the kind of failure.")
+    assert all("Args:" not in each.get("description", "") for each in sections.values())
+
+
+@pytest.mark.parametrize("kind", [pt.FailurePolicy, pt.Retention, pt.Cadence])
+def test_the_help_of_a_policy_says_what_its_fields_mean(kind: type[pt.Cadence]) -> None:
+    said = kind.__doc__ or ""
+    assert re.findall(r"^        (\w+): ", said, re.MULTILINE) == list(kind.model_fields)

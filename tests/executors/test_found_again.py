@@ -1,0 +1,164 @@
+"""Attempts that have outlived their search: the next one finds them, answers what they ask, and can stop them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events.experiment_events import Finished
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Decision, Exploit, Schedule, Scheduler, TrialReport
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.executors.remote_executor import RemoteCrew
+from prefect_tune.parameters.limits import Limits
+from tests.fakes.far_attempts import FarAttempt
+from tests.fakes.far_searches import Death, FarSearch
+
+TRIAL = "00000"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> LocalTarget:
+    return LocalTarget(path=str(tmp_path / "target"))
+
+
+@pytest.fixture
+def attempt(target: LocalTarget) -> FarAttempt:
+    return FarAttempt(target)
+
+
+def nothing() -> None:
+    """Let a moment pass."""
+
+
+def test_one_that_has_reported_nothing_yet_is_told_to_stop_when_it_is_to(
+    target: LocalTarget, attempt: FarAttempt
+) -> None:
+    FarSearch(target).live(nothing, attempt.starts, nothing)
+    resumed = FarSearch(target)
+    resumed.live(nothing, lambda: resumed.stop(TRIAL), nothing)
+    assert resumed.machines.started == [(TRIAL, 1, None)]
+    assert attempt.told() == Leave(reason="enough", save=True, for_good=True)
+
+
+def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_itself(
+    target: LocalTarget, attempt: FarAttempt
+) -> None:
+    FarSearch(target).live(nothing, attempt.starts, lambda: attempt.reports(1), nothing)
+    resumed = FarSearch(target)
+    resumed.stop(TRIAL)
+    running = resumed.live(nothing, lambda: attempt.reports(2), nothing)
+    assert attempt.told() == Leave(reason="enough", save=True, for_good=True)
+    assert (running.trial(TRIAL).status, running.trial(TRIAL).step) == (Status.RUNNING, 2)
+
+
+def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_are_now(target: LocalTarget) -> None:
+    attempts = [FarAttempt(target, trial) for trial in ("00000", "00001")]
+    FarSearch(target, samples=2).live(nothing, *(each.starts for each in attempts), nothing)
+    resumed = FarSearch(target, samples=2, limits=Limits(max_concurrent_trials=1))
+    resumed.live(nothing, resumed.stop, nothing)
+    assert [each.told() for each in attempts] == [StopAndSave()] * 2
+    assert resumed.machines.is_withdrawn
+
+
+# ------------------------------------------------------------------------------- resumed as another search
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "reports", "answer", "decided"),
+    [
+        (ASHA(27, grace_period=3), FIFO(), [2, 3], GoOn(milestone=None), []),
+        (ASHA(27, grace_period=3), ASHA(27, grace_period=5), [2, 3], GoOn(milestone=5), []),
+        (ASHA(27, grace_period=5), ASHA(27, grace_period=3), [2, 3, 4, 5], GoOn(milestone=9), [5]),
+    ],
+    ids=["asked-no-more", "asked-later", "asked-earlier"],
+)
+def test_one_that_asks_where_an_earlier_owner_wanted_it_to_is_answered_by_todays_scheduler(
+    target: LocalTarget,
+    attempt: FarAttempt,
+    before: Scheduler,
+    now: Scheduler,
+    reports: list[int],
+    answer: GoOn,
+    decided: list[int],
+) -> None:
+    FarSearch(target, before).live(nothing, attempt.starts, lambda: attempt.reports(1), nothing)
+    resumed = FarSearch(target, now)
+    state = resumed.live(nothing, lambda: attempt.reports(*reports, asks=True), nothing, nothing)
+    assert attempt.told(reports[-1]) == answer
+    assert [each.report.step for each in state.trial(TRIAL).past if each.report] == decided
+
+
+class Exploiting(Scheduler):
+    """Has a trial exploit another at step 2."""
+
+    def begin(self, objective: Objective, seed: int) -> Schedule:
+        del objective, seed
+        return _ExploitingSchedule()
+
+
+class _ExploitingSchedule(Schedule):
+    saves_first = True
+
+    def added(self, trial: str, config: Mapping[str, object]) -> None:
+        del trial, config
+
+    def milestone(self, trial: str, step: int) -> int | None:
+        del trial
+        return step + 2
+
+    def decide(self, report: TrialReport) -> Decision:
+        del report
+        return Exploit(source="00001", config={}, reason="better")
+
+    def ended(self, trial: str) -> None:
+        del trial
+
+
+def test_one_that_was_to_exploit_another_and_was_not_told_leaves_for_it(
+    target: LocalTarget, attempt: FarAttempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: object) -> None:
+        raise Death
+
+    monkeypatch.setattr(RemoteCrew, "answer", dies)
+    died = FarSearch(target, Exploiting()).live(nothing, attempt.starts, lambda: attempt.saves(2, asks=True), nothing)
+    assert (died.trial(TRIAL).exploits is not None, attempt.told(2)) == (True, None)
+    monkeypatch.undo()
+    FarSearch(target, Exploiting()).live(nothing, nothing)
+    assert attempt.told(2) == Leave(reason="better", save=False, for_good=False)
+
+
+def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_today(
+    target: LocalTarget, attempt: FarAttempt
+) -> None:
+    FarSearch(target).live(nothing, attempt.starts, lambda: attempt.saves(1), nothing)
+    limits = Limits(max_concurrent_trials=2, has_had_enough=lambda trial: trial.step >= 4)
+    resumed = FarSearch(target, limits=limits)
+
+    def ends() -> None:
+        attempt.saves(2)
+        attempt.writes(Finished(trial=TRIAL, reason="2 steps are done"))
+        resumed.machines.end(TRIAL)
+
+    state = resumed.live(nothing, ends, nothing, nothing)
+    assert resumed.machines.started == [(TRIAL, 1, None), (TRIAL, 2, None)]
+    assert (state.trial(TRIAL).status, state.trial(TRIAL).step) == (Status.PENDING, 2)
+
+
+def test_one_that_had_not_begun_when_its_search_was_stopped_is_stopped_no_more_when_that_goes_on(
+    target: LocalTarget, attempt: FarAttempt
+) -> None:
+    search = FarSearch(target)
+    search.live(nothing, search.stop, nothing)
+    assert attempt.told(attempt=1) == StopAndSave()
+    resumed = FarSearch(target)
+    resumed.live(nothing)
+    assert resumed.machines.started == [(TRIAL, 1, None)]
+    assert attempt.told(attempt=1) is None

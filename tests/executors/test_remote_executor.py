@@ -1,0 +1,194 @@
+"""Attempts elsewhere, heard by their journals: what they ask is heard, and answered where they look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.executors import remote_executor
+from prefect_tune.executors.remote_executor import RemoteCrew
+from prefect_tune.executors.trial_executor import Began, Message
+from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.supervisor.search_link import Told
+from prefect_tune.supervisor.trial_spec import Orders
+from tests.fakes.far_attempts import FarAttempt, FarMachines, plan_at
+from tests.fakes.far_searches import FarSearch
+
+NOW = timedelta(0)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> LocalTarget:
+    return LocalTarget(path=str(tmp_path / "target"))
+
+
+@pytest.fixture
+def crew(target: LocalTarget) -> RemoteCrew:
+    """One attempt is under way in it, to be asked about at step 2."""
+    crew = RemoteCrew(target, FarMachines(), look_every=NOW)
+    crew.start(plan_at(target), Orders(milestone=2), 1, absorbed=0)
+    return crew
+
+
+def told(heard: list[Message]) -> list[tuple[int, bool]]:
+    return [(each.report.step, each.asks) for each in heard if isinstance(each, Told)]
+
+
+def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
+    target: LocalTarget, crew: RemoteCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = FarAttempt(target)
+    attempt.starts()
+    attempt.reports(1, 2, asks=True)
+    read, first_absent = PosixStore.read, f"{attempt.written + 1:010d}.json"
+
+    def fails_once(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if path.endswith(first_absent):
+            monkeypatch.undo()
+            raise StoreUnavailable("503")
+        return read(store, path, offset=offset, length=length)
+
+    monkeypatch.setattr(PosixStore, "read", fails_once)
+    heard = [*crew.hear(NOW), *crew.hear(NOW)]
+    assert told(heard) == [(1, False), (2, True)]
+
+
+def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
+    target: LocalTarget, crew: RemoteCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = FarAttempt(target)
+    attempt.starts()
+
+    def refuses(*_: object) -> None:
+        raise StoreRefused("403")
+
+    monkeypatch.setattr(PosixStore, "create", refuses)
+    with pytest.raises(StoreRefused):
+        crew.stop()
+    monkeypatch.undo()
+    crew.stop()
+    assert attempt.told(0) == StopAndSave()
+
+
+def nothing() -> None:
+    """Let a moment pass."""
+
+
+class RunAgain:
+    """A worker has died, and its task runner has another one run the same task."""
+
+    attempt: FarAttempt
+
+    def __init__(self, target: LocalTarget, reports: Sequence[int] = ()) -> None:
+        self._target = target
+        self._reports = reports
+
+    def __call__(self) -> None:
+        self.attempt = FarAttempt(self._target)
+        self.attempt.starts()
+        self.attempt.reports(*self._reports, asks=True)
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_an_attempt_that_is_run_again_with_its_old_orders_asks_again_and_is_told_what_was_decided(
+    target: LocalTarget, *, asks_first: bool
+) -> None:
+    search, attempt = FarSearch(target, ASHA(27, grace_period=3), outlives=False), FarAttempt(target)
+    saved_at = 3 if asks_first else 2
+
+    def goes_on() -> None:
+        attempt.saves(saved_at, asks=asks_first)
+        if not asks_first:
+            attempt.reports(3, asks=True)
+
+    again = RunAgain(target, reports=() if asks_first else (3,))
+    state = search.live(nothing, attempt.starts, goes_on, nothing, again, nothing, nothing)
+    assert attempt.told(3) == GoOn(milestone=9)
+    assert (again.attempt.trial.attempt, again.attempt.told(3)) == (2, GoOn(milestone=9))
+    decided = [each.report.step for each in state.trial("00000").past if each.what == "decided" and each.report]
+    assert decided == [3]
+
+
+def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(target: LocalTarget) -> None:
+    search, attempt = FarSearch(target, ASHA(27, grace_period=3), outlives=False), FarAttempt(target)
+    again = RunAgain(target)
+    search.live(nothing, attempt.starts, lambda: attempt.saves(4), again, nothing, nothing)
+    assert again.attempt.told(4) == GoOn(milestone=9)
+
+
+def test_an_attempt_that_finds_a_checkpoint_where_it_is_to_ask_is_heard_though_it_writes_no_report(
+    target: LocalTarget,
+) -> None:
+    attempt, crew = FarAttempt(target), RemoteCrew(target, FarMachines(), look_every=NOW)
+    attempt.starts()
+    attempt.saves(2)
+    again = FarAttempt(target)
+    crew.start(plan_at(target), Orders(milestone=2), 2, absorbed=again.written)
+    again.starts()
+    assert Began("00000") in crew.hear(NOW)
+
+
+def test_an_attempt_that_is_run_again_is_told_again_to_stop(target: LocalTarget) -> None:
+    search, attempt = FarSearch(target, samples=2, outlives=False), FarAttempt(target)
+    again = RunAgain(target)
+    search.live(nothing, attempt.starts, lambda: search.stop("00000"), nothing, again, nothing, nothing)
+    leave = Leave(reason="enough", save=True, for_good=True)
+    assert (attempt.told(attempt=1), again.attempt.told()) == (leave, leave)
+
+
+def test_an_attempt_that_is_run_again_while_all_save_and_end_does_so_too(target: LocalTarget) -> None:
+    search, attempt = FarSearch(target, outlives=False), FarAttempt(target)
+    again = RunAgain(target)
+    search.live(nothing, attempt.starts, search.stop, nothing, again, nothing, nothing)
+    assert (attempt.told(attempt=1), again.attempt.told()) == (StopAndSave(), StopAndSave())
+
+
+def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
+    target: LocalTarget,
+) -> None:
+    def orders_of(search: FarSearch) -> Orders:
+        search.live(nothing)
+        return search.machines.orders[0]
+
+    first, resumed = orders_of(FarSearch(target)), orders_of(FarSearch(target))
+    with target.open(timeout=timedelta(seconds=9)) as store:
+        remove(store, "e", this_owner(), new_stamp(), side_by_side=map)
+    again = orders_of(FarSearch(target))
+    assert first.experiment_id
+    assert resumed.experiment_id == first.experiment_id != again.experiment_id
+
+
+@pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable])
+def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_told_of_once(
+    target: LocalTarget,
+    crew: RemoteCrew,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[Exception],
+) -> None:
+    attempt = FarAttempt(target)
+    attempt.starts()
+    attempt.reports(1, 2, asks=True)
+
+    def refuses(*_: object, **__: object) -> bytes:
+        raise kind("the credentials have expired")
+
+    with monkeypatch.context() as expired:
+        expired.setattr(PosixStore, "read", refuses)
+        assert [*crew.hear(NOW), *crew.hear(NOW)] == []
+        assert caplog.text.count("are read later: the credentials have expired") == 1
+    assert told(crew.hear(NOW)) == [(1, False), (2, True)]
+    with monkeypatch.context() as expired:
+        expired.setattr(PosixStore, "read", refuses)
+        expired.setattr(remote_executor, "_UNREAD", timedelta(0))
+        with pytest.raises(kind, match="expired"):
+            crew.hear(NOW)

@@ -1,0 +1,100 @@
+"""What a trial elsewhere is told by way of the target, whatever the target does meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import StoreRefused
+from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
+from prefect_tune.core.messages.trial_replies import UNASKED, answer
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.executors import remote_link
+from prefect_tune.executors.remote_link import StoreLine
+from prefect_tune.stores.posix.posix_store import PosixStore
+from prefect_tune.supervisor.search_link import Answer
+
+TRIAL = TrialKey(experiment="e", trial="00000")
+GO_ON = GoOn(milestone=9)
+LEAVE = Leave(reason="enough", save=True, for_good=True)
+
+
+class Ends:
+    """Both ends of a line: what is said on the target, and what the trial hears."""
+
+    def __init__(self, target: LocalTarget) -> None:
+        self.target = target
+        self.line = StoreLine(target, TRIAL, attempt=1)
+        self.heard: list[Answer] = []
+        self.line.connect(self.heard.append)
+
+    def say(self, said: GoOn | Leave | StopAndSave, step: int = UNASKED) -> None:
+        with self.target.open(timeout=timedelta(seconds=9)) as store:
+            answer(store, TRIAL, 1, step, said)
+
+    def ask(self, step: int) -> None:
+        self.line.told(StepReport(step=step, metrics={}), asks=True)
+
+
+@pytest.fixture
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(remote_link, "_UNASKED_SECONDS", 0.02)
+    made = Ends(LocalTarget(path=str(tmp_path)))
+    yield made
+    made.line.close()
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_who_is_refused_for_a_while_hears_the_answer_when_it_may_and_warns_once(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, refusals = PosixStore.read, [StoreRefused("AccessDenied")] * 5
+
+    def refuses(store: PosixStore, path: str) -> bytes:
+        if refusals:
+            raise refusals.pop()
+        return read(store, path)
+
+    with caplog.at_level(logging.WARNING, logger="prefect_tune"):
+        monkeypatch.setattr(PosixStore, "read", refuses)
+        ends.ask(3)
+        until(lambda: not refusals)
+        ends.say(GO_ON, 3)
+        until(lambda: ends.heard)
+    assert ends.heard == [GO_ON]
+    assert [each.getMessage() for each in caplog.records if each.name == "prefect_tune"] == [
+        "trial 00000 cannot read its answers on the target: StoreRefused: AccessDenied"
+    ]
+
+
+@pytest.mark.parametrize("damaged", [b"junk", b'{"version":2}'])
+def test_who_is_told_what_nobody_can_read_saves_and_ends(ends: Ends, damaged: bytes) -> None:
+    path = Path(ends.target.path) / TRIAL.answer_path(1, 3)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(damaged)
+    ends.ask(3)
+    until(ends.line.stop.is_set)
+    assert ends.heard == []
+
+
+def test_what_a_trial_did_not_ask_for_it_is_told_once(ends: Ends) -> None:
+    ends.say(LEAVE)
+    until(lambda: ends.heard)
+    ends.ask(3)
+    time.sleep(0.2)
+    ends.say(GO_ON, 3)
+    until(lambda: GO_ON in ends.heard)
+    assert ends.heard == [LEAVE, GO_ON]

@@ -1,0 +1,295 @@
+"""Who listens to a search: what it is told, in which order, how often, and that it can hold up nobody."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, CheckpointRef, Finished, GaveUp, Started
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal.journal import load
+from prefect_tune.core.models import StepReport
+from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.fakes.experiments import write_experiment
+from tests.trainables.moody import Moody
+
+LOG = logging.getLogger("prefect_tune.tests.callbacks")
+PATIENCE = timedelta(seconds=60)
+
+
+class Diary(pt.Callback):
+    """Writes down what it is told; what it has of it in its state is how many steps."""
+
+    def __init__(self, name: str = "diary") -> None:
+        self._name = name
+        self.told: list[tuple[Any, ...]] = []
+        self.steps = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def setup(self, search: pt.SearchInfo) -> None:
+        self.told.append(("setup", search))
+
+    def on_trial_start(self, trial: Trial, started: Started) -> None:
+        self.told.append(("start", trial.trial, started.from_step))
+
+    def on_trial_restore(self, trial: Trial, started: Started) -> None:
+        self.told.append(("restore", trial.trial, started.from_step))
+
+    def on_trial_result(self, trial: Trial, report: StepReport) -> None:
+        self.steps += 1
+        self.told.append(("result", trial.trial, report.step, report.metrics))
+
+    def on_trial_save(self, trial: Trial, checkpoint: CheckpointRef) -> None:
+        self.told.append(("save", trial.trial, checkpoint.step))
+
+    def on_checkpoint(self, trial: Trial, checkpoint: CheckpointRef) -> None:
+        self.told.append(("checkpoint", trial.trial, checkpoint.step))
+
+    def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
+        self.told.append(("recover", trial.trial, ended.cause))
+
+    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+        self.told.append(("complete", trial.trial, finished.reason))
+
+    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+        self.told.append(("error", trial.trial, gave_up.cause))
+
+    def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
+        self.told.append(("end", {name: str(each.status) for name, each in trials.items()}))
+
+    def get_state(self) -> Mapping[str, object]:
+        return {"steps": self.steps}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+    def of(self, trial: str) -> list[tuple[Any, ...]]:
+        return [(each[0], *each[2:3]) for each in self.told if each[1] == trial]
+
+
+class Raises(Diary):
+    """Fails in every hook."""
+
+    def on_trial_result(self, trial: Trial, report: StepReport) -> None:
+        super().on_trial_result(trial, report)
+        raise ValueError("a callback's own")
+
+    def on_trial_start(self, trial: Trial, started: Started) -> None:
+        super().on_trial_start(trial, started)
+        raise SystemExit
+
+
+FIRST_STEP = [("result", 1), ("save", 1), ("checkpoint", 1)]
+SECOND_STEP = [("result", 2), ("save", 2), ("checkpoint", 2)]
+STATUSES = {"00000": "finished", "00001": "errored", "00002": "finished"}
+
+
+@pytest.fixture(scope="module")
+def told(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Diary]:
+    """Three trials: one that trains, one that raises at step 2, one that is killed there once; then a resume."""
+    assert prefect_server
+    folder = tmp_path_factory.mktemp("callbacks")
+    diaries = {name: Diary(name) for name in ("first", "second", "late")}
+    diaries |= {"same": Diary("first"), "raises": Raises("raises")}
+
+    def search(*names: str) -> None:
+        space = {"fails": pt.grid_search(["not", "raise", "kill"]), "until": str(folder / "killed")}
+        pt.tune(
+            Moody,
+            space,
+            target=str(folder / "target"),
+            experiment="e",
+            metric="loss",
+            stop={"step": 2},
+            num_samples=1,
+            checkpoint=pt.Cadence(every_steps=1),
+            max_concurrent_trials=1,
+            callbacks=[diaries[name] for name in names],
+        )
+
+    search("first", "raises")
+    search("same", "late")
+    return diaries
+
+
+class TestInASearch:
+    """What each of the diaries holds."""
+
+    def test_it_is_set_up_first_and_told_of_the_end_last(self, told: Mapping[str, Diary]) -> None:
+        (what, search), *_, end = told["first"].told
+        assert what == "setup"
+        assert (search.experiment, search.objective.metrics, search.objective.modes) == ("e", ("loss",), ("min",))
+        assert search.target_uri.startswith("file://")
+        assert end == ("end", STATUSES)
+
+    def test_a_trial_that_trains_is_told_step_by_step(self, told: Mapping[str, Diary]) -> None:
+        diary = told["first"]
+        *begun, (ended, reason) = diary.of("00000")
+        assert begun == [("start", 0), *FIRST_STEP, *SECOND_STEP]
+        assert ended == "complete"
+        assert "step" in reason
+        assert [each[3] for each in diary.told if each[:2] == ("result", "00000")] == [{"loss": 1.0}, {"loss": 0.5}]
+
+    def test_a_trial_that_raises_is_told_to_have_errored(self, told: Mapping[str, Diary]) -> None:
+        assert told["first"].of("00001") == [
+            ("start", 0),
+            *FIRST_STEP,
+            ("recover", Cause.USER),
+            ("error", Cause.USER),
+        ]
+
+    def test_a_trial_that_is_killed_is_told_to_recover_and_to_go_on_from_its_checkpoint(
+        self, told: Mapping[str, Diary]
+    ) -> None:
+        assert told["first"].of("00002")[:-1] == [
+            ("start", 0),
+            *FIRST_STEP,
+            ("recover", Cause.MACHINE),
+            ("restore", 1),
+            ("start", 1),
+            *SECOND_STEP,
+        ]
+
+    def test_one_that_raises_disturbs_neither_the_search_nor_the_others(self, told: Mapping[str, Diary]) -> None:
+        assert told["raises"].told == told["first"].told
+
+    def test_on_a_resume_nothing_is_told_twice_and_its_state_is_there(self, told: Mapping[str, Diary]) -> None:
+        again = told["same"]
+        assert [each[0] for each in again.told] == ["setup", "end"]
+        assert again.steps == told["first"].steps == 5
+
+    def test_who_joins_later_is_told_everything_from_the_beginning(self, told: Mapping[str, Diary]) -> None:
+        for trial in STATUSES:
+            assert sorted(told["late"].of(trial), key=str) == sorted(told["first"].of(trial), key=str)
+        assert told["late"].told[-1] == ("end", STATUSES)
+
+
+# ------------------------------------------------------------------------------------------ without a search
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> LocalTarget:
+    """Where an experiment of one trial with two steps has ended."""
+    write_experiment(tmp_path / "target", "e", [1, 2])
+    return LocalTarget(path=str(tmp_path / "target"))
+
+
+def state_at(target: LocalTarget) -> Experiment:
+    return load(PosixStore(Path(target.path)), "e", side_by_side=map)
+
+
+def tell(target: LocalTarget, *callbacks: pt.Callback, patience: timedelta = PATIENCE) -> None:
+    """Tell them of the experiment as it stands, as a run of a search does that finds nothing to do."""
+    listener = Callbacks(callbacks, target, pt.SearchInfo("e", target.uri, None), LOG)
+    listener.start(state_at(target))
+    listener.end(state_at(target), patience)
+
+
+def hooks(diary: Diary) -> list[str]:
+    return [each[0] for each in diary.told]
+
+
+WHOLE = ["start", "result", "save", "checkpoint", "result", "save", "checkpoint", "complete"]
+
+
+def test_what_is_in_the_journal_is_told_once_over_all_runs(target: LocalTarget) -> None:
+    first, again = Diary(), Diary()
+    tell(target, first)
+    tell(target, again)
+    assert hooks(first) == ["setup", *WHOLE, "end"]
+    assert hooks(again) == ["setup", "end"]
+    assert (first.steps, again.steps) == (2, 2)
+
+
+def test_who_cannot_use_its_state_is_told_everything_again(target: LocalTarget) -> None:
+    class OnAnotherMachine(Diary):
+        def set_state(self, state: Mapping[str, Any]) -> bool:  # type: ignore[override]  # False is its answer
+            del state
+            return False
+
+    tell(target, Diary())
+    again = OnAnotherMachine()
+    tell(target, again)
+    assert hooks(again) == ["setup", *WHOLE, "end"]
+
+
+def test_two_of_one_name_have_a_state_each(target: LocalTarget) -> None:
+    tell(target, Diary(), Diary())
+    assert {path.parent.name for path in Path(target.path).glob("e/callbacks/*/*.json")} == {"diary", "diary-2"}
+
+
+def test_a_hook_that_hangs_is_left_behind_and_told_in_the_next_run(target: LocalTarget) -> None:
+    class Hangs(Diary):
+        def on_trial_result(self, trial: Trial, report: StepReport) -> None:
+            super().on_trial_result(trial, report)
+            if report.step == 1:
+                free.wait(30)
+
+    free, hung, next_one = threading.Event(), Hangs(), Diary()
+    tell(target, hung, patience=timedelta(seconds=0.5))
+    tell(target, next_one)
+    free.set()
+    assert "complete" not in hooks(hung)
+    assert hooks(next_one) == ["setup", *WHOLE, "end"]
+
+
+def test_one_that_cannot_be_set_up_is_told_nothing_and_says_why(
+    target: LocalTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unready(Diary):
+        def setup(self, search: pt.SearchInfo) -> None:
+            raise OSError(f"no room for {search.experiment}")
+
+    unready, other = Unready("unready"), Diary()
+    tell(target, unready, other)
+    assert unready.told == []
+    assert hooks(other) == ["setup", *WHOLE, "end"]
+    assert "callback unready: setup failed" in caplog.text
+    assert "no room for e" in caplog.text
+
+
+def test_what_a_hook_raises_is_logged_with_its_trace(target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
+    tell(target, Raises("raises"))
+    assert "callback raises failed" in caplog.text
+    assert "a callback's own" in caplog.text
+
+
+def test_a_callback_is_given_as_an_object_a_class_or_a_name() -> None:
+    given = [Diary(), Diary, "tests.monitoring.test_callback_runner:Diary", pt.CSVLogger]
+    assert [type(each).__name__ for each in callbacks_for(given)] == ["Diary", "Diary", "Diary", "CSVLogger"]
+    assert callbacks_for(None) == []
+
+
+def test_a_hook_that_nobody_calls_is_warned_of_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+    class Misspelt(pt.Callback):
+        def on_trial_finish(self, trial: Trial) -> None: ...
+
+        def on_trial_complete(self, trial: Trial, finished: Finished) -> None: ...
+
+    heard = logging.getLogger("prefect.prefect_tune")
+    heard.addHandler(caplog.handler)
+    try:
+        callbacks_for([Misspelt(), Diary(), pt.CSVLogger("logs"), pt.JSONLogger("logs")])
+    finally:
+        heard.removeHandler(caplog.handler)
+    (said,) = {each.getMessage() for each in caplog.records}
+    assert said.startswith("callback Misspelt: on_trial_finish is not a hook: did you mean 'on_trial_")
+
+
+@pytest.mark.parametrize("nonsense", [3, "CSVLogger", object, "tests.monitoring.test_callback_runner:WHOLE"])
+def test_what_is_no_callback_is_refused(nonsense: object) -> None:
+    with pytest.raises(pt.InvalidInput, match=r"expected a pt\.Callback"):
+        callbacks_for([nonsense])

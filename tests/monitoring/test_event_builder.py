@@ -1,0 +1,357 @@
+"""Which events follow from what happens to an experiment, and how many at most; assets and what they are made from."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import timedelta
+from uuid import UUID
+
+import pytest
+
+from prefect_tune.core.errors import Superseded
+from prefect_tune.core.events.experiment_events import (
+    Absorbed,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Cloned,
+    Committed,
+    Event,
+    Finished,
+    ForkBegun,
+    ForkOrigin,
+    Learned,
+    Paused,
+    Reported,
+    Requeued,
+    Started,
+    StopAsked,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment_stoppers import TimeBudget, TrialBudget
+from prefect_tune.core.experiment.trial_stoppers import MaxSteps
+from prefect_tune.core.models import Digest, StepReport
+from prefect_tune.core.notifications.health import Budget
+from prefect_tune.core.search.objective import objective_of
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.monitoring import event_emitter as heralds
+from prefect_tune.monitoring.assets import Notice, Place, asset_of
+from prefect_tune.monitoring.event_builder import Dispatches, Subject, budgets_of
+from prefect_tune.monitoring.event_emitter import Herald, heralded
+from prefect_tune.supervisor.search_link import Told
+
+LOG = logging.getLogger("prefect_tune.tests.dispatches")
+PLACE = Place("s3://bucket/runs", "first")
+RUN = UUID(int=7)
+SUBJECT = Subject(PLACE, objective_of("loss", "min"), run=RUN)
+
+
+def entry(trial: str, number: int, *events: Event) -> Absorbed:
+    return Absorbed(trial=trial, number=number, events=events)
+
+
+def step(trial: str, number: int, loss: float, *, at: int) -> Absorbed:
+    """An entry that reports and commits a step."""
+    report = Reported(trial=trial, report=StepReport(step=at, metrics={"loss": loss}))
+    ref = CheckpointRef(step=at, sequence=number, metrics={"loss": loss}, size_bytes=10)
+    return entry(trial, number, report, Committed(trial=trial, checkpoint=ref))
+
+
+def begun(trial: str) -> list[Event]:
+    return [
+        TrialAdded(trial=trial, config={}, apart=True),
+        entry(trial, 1, Started(trial=trial, attempt=1, from_step=0)),
+    ]
+
+
+class Story:
+    """An experiment as it goes, and what is told of it."""
+
+    def __init__(self, subject: Subject = SUBJECT, state: Experiment | None = None) -> None:
+        self.state = state or nothing_yet("first")
+        self.dispatches = Dispatches(subject, self.state, 0.0)
+        self.told: list[Notice] = []
+        self.now = 0.0
+
+    def goes(self, *events: Event) -> list[Notice]:
+        """Let these happen; return what is told of them."""
+        told: list[Notice] = []
+        for event in events:
+            before, self.state = self.state, after_event(self.state, event, 1)
+            told += self.dispatches.heard(event, before, self.state, self.now)
+        self.told += told
+        return told
+
+    def ends(self, reason: str = "") -> list[Notice]:
+        return list(self.dispatches.over(None, self.state, reason))
+
+
+def names(notices: list[Notice]) -> list[str]:
+    return [each.event.removeprefix("prefect-tune.") for each in notices]
+
+
+def upstream(notice: Notice) -> list[str]:
+    return [each["prefect.resource.id"] for each in notice.related if each["prefect.resource.role"] == "asset"]
+
+
+# ------------------------------------------------------------------------------------------------- names and assets
+
+
+@pytest.mark.parametrize(
+    ("uri", "named"),
+    [
+        ("s3://bucket/runs/", "s3://bucket/runs/first"),
+        ("s3://bucket/runs?endpoint_override=host&secret_key=s3cret", "s3://bucket/runs/first"),
+        ("sftp://anna:s3cret@host/runs#part", "sftp://anna@host/runs/first"),
+        (
+            "abfss://container@account.dfs.core.windows.net/runs",
+            "abfss://container@account.dfs.core.windows.net/runs/first",
+        ),
+        ("file:///data/runs", "file:///data/runs/first"),
+        ("file:///", "file:///first"),
+        ("memory://", "memory://first"),
+    ],
+)
+def test_an_experiment_is_named_by_its_place_without_secrets(uri: str, named: str) -> None:
+    place = Place(uri, "first")
+    assert place.uri == named
+    assert place.resource["prefect.resource.id"] == f"prefect-tune.experiment.{named}"
+    assert "s3cret" not in str([place.target, place.checkpoints("00000"), place.best, place.related])
+
+
+def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_same() -> None:
+    story = Story(Subject(Place("file:///my%20runs", "first"), objective_of("loss", "min")))
+    assert asset_of(Place("file:///my%20runs", "first").best) is None
+    told = names(story.goes(*begun("00000"), step("00000", 2, 0.5, at=1)))
+    assert told == ["trial.started", "checkpoint.committed", "experiment.best-improved"]
+
+
+def test_a_commit_materializes_the_asset_of_its_trial_and_a_better_one_that_of_the_best_model() -> None:
+    saved, made, best, known, model = Story().goes(*begun("00000"), step("00000", 2, 0.5, at=1))[1:]
+    key = "s3://bucket/runs/first/trials/00000/checkpoints"
+    assert (saved.event, upstream(saved)) == ("prefect-tune.checkpoint.committed", [key])
+    assert (made.event, made.resource["prefect.resource.id"]) == ("prefect.asset.materialization.succeeded", key)
+    assert made.payload["metrics"] == {"loss": 0.5}
+    assert made.payload["manifest"] == "first/trials/00000/checkpoints/0000000001-0000000002/manifest.json"
+    assert made.related[-1] == {"prefect.resource.id": "prefect-tune", "prefect.resource.role": "asset-materialized-by"}
+    assert (best.event, best.resource) == ("prefect-tune.experiment.best-improved", PLACE.resource)
+    assert (known.event, known.resource["prefect.resource.id"]) == ("prefect.asset.referenced", key)
+    assert (model.resource["prefect.resource.id"], upstream(model)) == ("s3://bucket/runs/first/best", [key])
+
+
+def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for_what_it_becomes() -> None:
+    story = Story()
+    story.goes(*begun("00000"), *begun("00001"), step("00000", 2, 0.5, at=1))
+    source = CheckpointKey(trial=TrialKey(experiment="first", trial="00000"), step=1, sequence=2)
+    ended = entry("00001", 2, Paused(trial="00001", reason="worse"))
+    copy = CheckpointRef(step=1, sequence=9, metrics={"loss": 0.5})
+    clone = Cloned(trial="00001", checkpoint=copy, source=source, config={}, reason="worse")
+    told = story.goes(ended, entry("00001", 3, clone))
+    of_00000 = "s3://bucket/runs/first/trials/00000/checkpoints"
+    assert names(told) == ["trial.paused", "trial.exploited", "prefect.asset.materialization.succeeded"]
+    assert (upstream(told[-1]), told[-1].payload["exploited"]) == ([of_00000], "00000")
+    again = Started(trial="00001", attempt=2, from_step=1, from_sequence=9)
+    made = story.goes(entry("00001", 4, again), step("00001", 10, 0.9, at=2).model_copy(update={"number": 5}))
+    assert upstream(made[-1]) == [of_00000]
+
+
+def test_the_best_model_is_made_from_what_its_search_learned_from_and_was_forked_from() -> None:
+    state = nothing_yet("first")
+    origin = ForkOrigin(experiment="old", number=3, digest=Digest("d"))
+    places = ["s3://bucket/runs/earlier", "gs://other/place/theirs"]
+    named = ("earlier", "gcs-target/prod/theirs", "gs://other/place/theirs")
+    learned = [Learned(source=each, place=at, lessons=()) for each, at in zip(named, [*places, places[1]], strict=True)]
+    for event in (ForkBegun(origin=origin), *learned):
+        state = after_event(state, event, 1)
+    model = Story(state=state).goes(*begun("00000"), step("00000", 2, 0.5, at=1))[-1]
+    assert upstream(model)[1:] == [
+        "s3://bucket/runs/old/best",
+        "s3://bucket/runs/earlier/best",
+        "gs://other/place/theirs/best",
+    ]
+    assert (model.payload["warm_start"], model.payload["forked_from"]) == (places, "old")
+
+
+# --------------------------------------------------------------------------------------------------- how many
+
+
+def test_a_better_model_is_told_at_most_every_half_minute_and_the_last_one_at_the_end() -> None:
+    story = Story()
+    story.goes(*begun("00000"), step("00000", 2, 0.5, at=1))
+    told = story.goes(step("00000", 3, 0.4, at=2), step("00000", 4, 0.3, at=3))
+    assert "experiment.best-improved" not in names(told)
+    assert list(story.dispatches.looked(29.0)) == []
+    better, *_ = story.dispatches.looked(30.0)
+    assert better.payload["step"] == 3
+    story.goes(step("00000", 5, 0.2, at=4))
+    last, *_, finished = story.ends()
+    assert (last.event, last.payload["step"]) == ("prefect-tune.experiment.best-improved", 4)
+    assert (finished.payload["best"], finished.payload["trials"]) == ("00000", {"running": 1})
+
+
+def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_not() -> None:
+    story = Story(Subject(PLACE))
+    for number in range(300):
+        story.goes(*begun(f"{number:05d}"))
+    assert len(story.told) == 100
+    died = AttemptEnded(trial="00000", cause=Cause.USER, message="no")
+    assert names(story.goes(entry("00000", 2, died))) == ["trial.attempt-ended"]
+    story.now = 1.0
+    told = [each for number in range(300, 320) for each in story.goes(*begun(f"{number:05d}"))]
+    assert len(told) == 5
+    assert story.ends()[-1].payload["untold"] == 215
+
+
+def test_what_a_run_tells_again_since_it_was_killed_is_the_same_event_and_another_runs_is_not() -> None:
+    events = [*begun("00000"), step("00000", 2, 0.5, at=1)]
+    first, again = (Story().goes(*events) for _ in range(2))
+    other = Story(Subject(PLACE, run=UUID(int=8))).goes(*events)
+    own = [each.identity for each in first if each.event.startswith("prefect-tune.trial")]
+    assert None not in own
+    assert own == [each.identity for each in again if each.event.startswith("prefect-tune.trial")]
+    assert not {each.identity for each in other} & set(own)
+
+
+def test_what_goes_on_for_too_long_is_told_of() -> None:
+    story = Story(Subject(PLACE, budgets=[Budget("time", 46 * 60.0)], sync_period=timedelta(seconds=60)))
+    story.goes(*begun("00000"))
+    assert names(list(story.dispatches.looked(31 * 60.0))) == ["trial.stale"]
+    story.dispatches.lookout.reported("00000", 1, 32 * 60.0)
+    assert names(list(story.dispatches.looked(36 * 60.0))) == ["experiment.lag"]
+    story.goes(step("00000", 2, 0.5, at=1), entry("00000", 3, Finished(trial="00000", reason="done")))
+    assert names(list(story.dispatches.looked(37 * 60.0))) == ["experiment.budget"]
+    story.goes(Requeued(trial="00000", reason="more"))
+    assert story.dispatches._ended == 0
+
+
+def test_an_attempt_that_outlived_its_search_is_looked_after() -> None:
+    earlier = Story()
+    earlier.goes(*begun("00000"))
+    assert names(list(Story(state=earlier.state).dispatches.looked(31 * 60.0))) == ["trial.stale"]
+
+
+def test_the_budgets_are_those_of_the_run_and_of_its_stoppers() -> None:
+    stop = MaxSteps(3) | TimeBudget(timedelta(hours=1)) | TrialBudget(5)
+    found = budgets_of(stop, time=timedelta(minutes=1), trial_count=9)
+    assert found == [Budget("training-time", 3600), Budget("time", 60), Budget("trials", 5)]
+    assert budgets_of(MaxSteps(3), time=None, trial_count=None) == []
+
+
+# ----------------------------------------------------------------------------------------------------- the herald
+
+
+@pytest.fixture
+def emitted() -> list[Notice]:
+    return []
+
+
+@pytest.fixture
+def herald(emitted: list[Notice]) -> Herald:
+    return Herald(SUBJECT, nothing_yet("first"), LOG, emitted.append)
+
+
+def play(herald: Herald, *events: Event) -> None:
+    for event in events:
+        herald.happened(event, after_event(herald.experiment, event, 1))
+
+
+def test_a_run_that_ends_in_order_has_finished(herald: Herald, emitted: list[Notice]) -> None:
+    with heralded(herald, threading.Event()):
+        play(herald, *begun("00000"))
+        herald.told(Told("00000", StepReport(step=1, metrics={}), asks=False), herald.experiment)
+        herald.wrote(herald.experiment)
+    assert names(emitted) == ["experiment.started", "trial.started", "experiment.finished"]
+
+
+@pytest.mark.parametrize(
+    ("stops", "reason"), [([StopAsked(reason="enough money")], "enough money"), ([], "asked to stop")]
+)
+def test_a_run_that_is_asked_to_end_says_why(
+    herald: Herald, emitted: list[Notice], stops: list[Event], reason: str
+) -> None:
+    stop = threading.Event()
+    stop.set()
+    with heralded(herald, stop):
+        play(herald, *stops)
+    assert (emitted[-1].event, emitted[-1].payload["reason"]) == ("prefect-tune.experiment.stopped", reason)
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [(Superseded("by another"), "superseded"), (ValueError("a bug"), "failed"), (KeyboardInterrupt(), "failed")],
+)
+def test_a_run_that_dies_of_an_error_says_so_and_the_error_goes_on(
+    herald: Herald, emitted: list[Notice], error: BaseException, name: str
+) -> None:
+    with pytest.raises(type(error)), heralded(herald, threading.Event()):
+        raise error
+    assert names(emitted)[-1] == f"experiment.{name}"
+    assert str(error) in str(emitted[-1].payload["message"])
+
+
+def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emitted: list[Notice]) -> None:
+    found = Story()
+    found.goes(*begun("00000"), *begun("00001"))
+    herald = Herald(SUBJECT, found.state, LOG, emitted.append)
+    ended = AttemptEnded(trial="00000", cause=Cause.MACHINE, message="its owner died")
+    herald.opened(after_event(found.state, ended, 2))
+    with heralded(herald, threading.Event()):
+        pass
+    assert names(emitted) == ["experiment.started", "trial.attempt-ended", "experiment.finished"]
+    assert emitted[1].payload["message"] == "its owner died"
+
+
+def test_who_cannot_be_told_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heralds, "_PATIENCE", timedelta(seconds=0.2))
+    released = threading.Event()
+    herald = Herald(SUBJECT, nothing_yet("first"), LOG, lambda _: bool(released.wait(30)) and None)
+    began = time.monotonic()
+    with heralded(herald, threading.Event()):
+        play(herald, *begun("00000"))
+    took = time.monotonic() - began
+    released.set()
+    assert took < 10
+
+
+def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(
+    caplog: pytest.LogCaptureFixture, emitted: list[Notice]
+) -> None:
+    def emit(notice: Notice) -> None:
+        if notice.event.endswith("trial.started"):
+            raise ValueError("too large")
+        emitted.append(notice)
+
+    herald = Herald(SUBJECT, nothing_yet("first"), LOG, emit)
+    with caplog.at_level("ERROR"), heralded(herald, threading.Event()):
+        play(herald, *begun("00000"), step("00000", 2, 0.5, at=1))
+    assert "could not be emitted" in caplog.text
+    assert "checkpoint.committed" in names(emitted)
+
+
+def test_a_search_that_says_more_than_can_be_told_is_not_held_up_by_it(
+    monkeypatch: pytest.MonkeyPatch, emitted: list[Notice]
+) -> None:
+    monkeypatch.setattr(heralds, "_MOST_WAITING", 10)
+    herald = Herald(SUBJECT, nothing_yet("first"), LOG, emitted.append)
+    for number in range(50):
+        play(herald, *begun(f"{number:05d}"))
+    with heralded(herald, threading.Event()):
+        pass
+    assert 2 < len(emitted) < 15
+
+
+def test_the_herald_looks_while_nothing_happens(monkeypatch: pytest.MonkeyPatch, emitted: list[Notice]) -> None:
+    monkeypatch.setattr(heralds, "_LOOK_EVERY", timedelta(seconds=0.05))
+    looked = threading.Event()
+
+    def emit(notice: Notice) -> None:
+        emitted.append(notice)
+        if notice.event.endswith("budget"):
+            looked.set()
+
+    subject = Subject(PLACE, budgets=[Budget("time", 0.2)])
+    with heralded(Herald(subject, nothing_yet("first"), LOG, emit), threading.Event()):
+        assert looked.wait(20)

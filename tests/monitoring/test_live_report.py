@@ -1,0 +1,264 @@
+"""What the Prefect UI is given to show of an experiment, on a real server."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.objects import Artifact
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+import prefect_tune as pt
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events.experiment_events import Owner, TrialAdded
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import StepReport
+from prefect_tune.monitoring import artifact_publisher, live_report
+from prefect_tune.monitoring.artifact_publisher import Bulletin, Sheet, artifact_key
+from prefect_tune.terminal.progress_state import Outlook
+from tests.fakes.tcp_proxy import TcpProxy
+from tests.fakes.told_searches import Telling
+from tests.flows.driver import until
+from tests.trainables.digits_table import DigitsTable
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+LOG = logging.getLogger("a flow run")
+PATIENCE = timedelta(seconds=20)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that follow each other as fast as they can."""
+    monkeypatch.setattr(artifact_publisher, "_FIRST", timedelta(0))
+    monkeypatch.setattr(artifact_publisher, "_PERIOD", timedelta(seconds=0.05))
+    monkeypatch.setattr(artifact_publisher, "_SHARE", 1)
+
+
+def artifacts(key: str) -> Sequence[Artifact]:
+    """All of this key, the newest last."""
+    only = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
+    with get_client(sync_client=True) as client:
+        return sorted(client.read_artifacts(artifact_filter=only), key=lambda each: str(each.created))
+
+
+def page(key: str) -> str:
+    return str(artifacts(key)[-1].data)
+
+
+def searched(folder: Path, name: str, **options: Any) -> pt.Results:
+    common: dict[str, Any] = {
+        "space": {"row": pt.randint(0, 159)},
+        "target": str(folder / "target"),
+        "experiment": name,
+        "metric": "error",
+        "num_samples": 4,
+        "stop": {"step": 9},
+        "scheduler": pt.ASHA(max_t=9),
+        "checkpoint": pt.Cadence(every_steps=3),
+        "max_concurrent_trials": 2,
+        "isolation": "thread",
+    }
+    return pt.tune("tests.trainables.digits_table:DigitsTable", **{**common, **options})
+
+
+def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
+    results = searched(tmp_path, "reported")
+    (report,) = artifacts("report-reported")
+    said = str(report.data)
+    assert report.flow_run_id is not None
+    assert (
+        f"**Best error: {results.best.metrics['error']:.6g} (trial {results.best.trial}) · 4 of 4 trials done" in said
+    )
+    assert said.count("](data:image/svg+xml;base64,") >= 3
+    assert said.count("/runs/task-run/") >= 4
+    (progress,) = artifacts("progress-reported")
+    assert (progress.type, progress.data) == ("progress", 100.0)
+    assert progress.description == "Experiment reported: 4 of 4 trials done"
+
+
+def test_after_a_resume_the_report_tells_of_both_runs(tmp_path: Path) -> None:
+    searched(tmp_path, "twice")
+    pt.resume("twice", target=str(tmp_path / "target"), num_samples=5)
+    first, second = artifacts("report-twice")
+    assert "5 of 5 trials done" in str(second.data)
+    assert "## Runs" in str(second.data)
+    assert "## Runs" not in str(first.data)
+    assert first.flow_run_id != second.flow_run_id
+    with get_client(sync_client=True) as client:
+        shown = client.read_latest_artifacts(artifact_filter=None)
+    assert [each.latest_id for each in shown if each.key == "report-twice"] == [second.id]
+
+
+class Looks(pt.Callback):
+    """Looks at the UI while the trial trains."""
+
+    name = "looks"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float]] = []
+
+    def on_trial_result(self, trial: Trial, report: StepReport) -> None:
+        if trial.trial != "00000" or report.step < 3:
+            return
+        if all(map(artifacts, ("report-watched", "progress-watched-00000"))):
+            self.seen.append((page("report-watched"), float(page("progress-watched-00000"))))
+
+
+@pytest.mark.usefixtures("often")
+def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp_path: Path) -> None:
+    looks = Looks()
+    options = {"space": {"row": 3, "step_seconds": 0.3}, "num_samples": 2, "max_concurrent_trials": 1}
+    searched(tmp_path, "watched", **options, scheduler=None, callbacks=[looks])
+    pages = [report for report, _ in looks.seen]
+    assert "🏃 1 running" in pages[0]
+    assert "🏃 1 running" not in page("report-watched")
+    shares = [share for _, share in looks.seen]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 100
+    assert [artifacts(key)[0].data for key in ("progress-watched", "progress-watched-00000")] == [100.0, 100.0]
+    assert [len(artifacts(key)) for key in ("report-watched", "progress-watched", "progress-watched-00000")] == [1] * 3
+    assert artifacts("progress-watched-00000")[0].task_run_id is not None
+
+
+def test_one_training_has_the_same_report(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "alone", "isolation": "thread"}
+    for steps in (4, 6):
+        pt.durable_trainable(DigitsTable, {"row": 1}, stop={"step": steps}, **options)
+    assert "**✅ finished at step 6" in page("report-alone")
+    assert "2 attempts" in page("report-alone")
+    assert "## Runs" in page("report-alone")
+    assert artifacts("progress-alone")[-1].description == "Experiment alone: step 6 of 6, finished"
+
+
+def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
+    told = Telling(name="endless")
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), told.state, Outlook("endless"), LOG)
+    added = TrialAdded(trial="0", config={"x": 1})
+    told.tell(added)
+    seen.happened(added, told.state)
+    seen.close(PATIENCE)
+    assert "1 pending" in page("report-endless")
+    assert artifacts("progress-endless") == []
+
+
+# ------------------------------------------------------------------------------------------------- the bulletin
+
+
+@pytest.fixture
+def proxy(prefect_server: str) -> Iterator[TcpProxy]:
+    port = urlsplit(prefect_server).port
+    assert port is not None
+    with TcpProxy(port) as passing, temporary_settings({PREFECT_API_URL: f"{passing.url}/api"}):
+        yield passing
+
+
+def sheets(key: str, data: Callable[[], str]) -> Callable[[], Sequence[Sheet]]:
+    return lambda: [Sheet(key, "markdown", data(), "a page")]
+
+
+@pytest.mark.usefixtures("often")
+def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProxy, prefect_server: str) -> None:
+    said = ["first"]
+    shown = Bulletin(sheets("report-outage", lambda: said[-1]), LOG)
+    with temporary_settings({PREFECT_API_URL: prefect_server}):
+        shown.stir()
+        until(lambda: artifacts("report-outage"), seconds=60, what=lambda: "nothing is shown")
+        proxy.refuse()
+        for each in ("second", "third"):
+            said.append(each)
+            shown.stir()
+            time.sleep(0.2)
+        assert page("report-outage") == "first"
+        proxy.restore()
+        until(lambda: page("report-outage") == "third", seconds=60, what=lambda: page("report-outage"))
+        shown.close(PATIENCE)
+        assert len(artifacts("report-outage")) == 1
+
+
+def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
+    proxy.swallow()
+    shown = Bulletin(sheets("report-nobody", lambda: "a page"), LOG)
+    began = time.monotonic()
+    shown.close(timedelta(seconds=0.5))
+    assert time.monotonic() - began < 5
+
+
+def test_what_is_short_is_shown_once_in_the_end() -> None:
+    numbers = count(1)
+    shown = Bulletin(sheets("report-short", lambda: f"drawn {next(numbers)}"), LOG)
+    shown.stir()
+    shown.close(PATIENCE)
+    assert [each.data for each in artifacts("report-short")] == ["drawn 1"]
+    assert next(numbers) == 2
+
+
+def test_what_is_somebody_elses_now_is_left_alone() -> None:
+    shown = Bulletin(sheets("report-left", lambda: "old"), LOG)
+    shown.stir()
+    shown.leave()
+    shown.close(PATIENCE)
+    assert artifacts("report-left") == []
+
+
+@pytest.mark.usefixtures("often")
+def test_an_artifact_that_somebody_deleted_is_made_again() -> None:
+    said = ["first"]
+    shown = Bulletin(sheets("report-deleted", lambda: said[-1]), LOG)
+    shown.stir()
+    until(lambda: artifacts("report-deleted"), seconds=60, what=lambda: "nothing is shown")
+    with get_client(sync_client=True) as client:
+        client.delete_artifact(artifacts("report-deleted")[0].id)
+    said.append("second")
+    shown.stir()
+    shown.close(PATIENCE)
+    assert page("report-deleted") == "second"
+
+
+@pytest.mark.usefixtures("often")
+def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    results = iter([ZeroDivisionError, "drawn"])
+
+    def draws() -> str:
+        found = next(results, "drawn")
+        if found is ZeroDivisionError:
+            raise ZeroDivisionError
+        return str(found)
+
+    shown = Bulletin(sheets("report-broken", draws), LOG)
+    shown.stir()
+    until(lambda: "the report could not be rendered" in caplog.text, seconds=60, what=lambda: caplog.text)
+    shown.stir()
+    shown.close(PATIENCE)
+    assert page("report-broken") == "drawn"
+
+
+def test_a_key_tells_apart_names_that_look_alike() -> None:
+    assert artifact_key("report", "rates-2") == "report-rates-2"
+    assert len({artifact_key("report", name) for name in ("a.b", "a_b", "A.b", "a-b")}) == 4
+
+
+def test_a_history_that_is_too_long_to_be_read_is_said_to_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched(tmp_path, "long")
+    monkeypatch.setattr(live_report, "_LONGEST_HISTORY", 2)
+    pt.resume("long", target=str(tmp_path / "target"), num_samples=5)
+    assert "are of this run only" in page("report-long")
+    assert "5 of 5 trials done" in page("report-long")
+
+
+def test_a_run_is_linked_to_as_narrowly_as_it_is_known() -> None:
+    task, flow = "1b7e3c1e-0000-4000-8000-000000000001", "1b7e3c1e-0000-4000-8000-000000000002"
+    known = Owner(name="n", host="h", pid=1, flow_run=flow)
+    assert str(live_report.link_to(known)).endswith(f"/runs/flow-run/{flow}")
+    assert str(live_report.link_to(known.model_copy(update={"task_run": task}))).endswith(f"/runs/task-run/{task}")
+    assert live_report.link_to(Owner(name="a script", host="h", pid=1)) is None

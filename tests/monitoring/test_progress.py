@@ -1,0 +1,160 @@
+"""What whoever started a search sees of it while it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.events.experiment_events import Cause, GaveUp, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.models import StepReport
+from prefect_tune.monitoring.progress import Progress, progress
+from prefect_tune.supervisor.search_link import Told
+from prefect_tune.terminal.progress_state import Outlook, Watch
+from tests.trainables.moody import train
+
+LOG = logging.getLogger("a flow run")
+
+
+@pytest.fixture(autouse=True)
+def _says_all(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=LOG.name)
+
+
+def running() -> tuple[Progress, Callable[[int], None]]:
+    """A search of one trial, and how it reports a step."""
+    state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
+    state = after_event(state, Started(trial="0", attempt=1, from_step=0), 2)
+    seen = Progress(Watch(state, Outlook("e"), 0.0), LOG, log_period=timedelta(0))
+    return seen, lambda step: seen.told(Told("0", StepReport(step=step, metrics={}), asks=False), state)
+
+
+def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    seen, report = running()
+    report(1)
+    assert caplog.messages[0].startswith("e: 1 running after ")
+    seen.is_seen = True
+    report(2)
+    assert len(caplog.messages) == 1
+
+
+def test_no_line_comes_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    state = nothing_yet("e")
+    seen = Progress(Watch(state, Outlook("e"), 0.0), LOG)
+    for step in range(1, 100):
+        seen.told(Told("0", StepReport(step=step, metrics={}), asks=False), state)
+    assert caplog.messages == []
+
+
+def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.LogCaptureFixture) -> None:
+    seen, report = running()
+    seen.is_seen = True
+    seen.broke(OSError("hung up"))
+    report(1)
+    assert caplog.messages[0] == "the live table ends, and the search continues: OSError: hung up"
+    assert len(caplog.messages) == 2
+
+
+def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.LogCaptureFixture) -> None:
+    with progress(nothing_yet("e"), Outlook("e", trial_count=3), LOG, in_terminal=True):
+        pass
+    assert caplog.messages == ["e: none of 3 after 0 s"]
+    with pytest.raises(ZeroDivisionError), progress(nothing_yet("e"), Outlook("e"), LOG, in_terminal=True):
+        raise ZeroDivisionError
+    assert len(caplog.messages) == 1
+
+
+def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
+    state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
+    state = after_event(state, GaveUp(trial="0", cause=Cause.USER, message="no"), 2)
+    with progress(state, Outlook("e", trial_count=1), LOG, in_terminal=True):
+        pass
+    (last,) = caplog.records
+    assert last.levelname == "WARNING"
+    assert last.message == "e: 1 errored of 1 after 0 s; why: results.errors, or prefect-tune show TARGET e"
+
+
+def test_a_search_that_is_not_in_a_terminal_prints_nothing(
+    prefect_server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert prefect_server
+    pt.tune(train, {"x": 1}, target=str(tmp_path), experiment="e", metric="loss", num_samples=1)
+    assert capfd.readouterr().out == ""
+
+
+_SEARCH = """
+import sys, prefect_tune as pt
+from tests.trainables.digits_table import DigitsTable
+print("begun", flush=True)
+results = pt.tune(
+    DigitsTable, {"row": pt.grid_search([1, 2, 3]), "step_seconds": 0.4}, target=sys.argv[1], experiment="digits",
+    metric="error", num_samples=1, stop={"step": 9}, scheduler=pt.ASHA(max_t=9), max_concurrent_trials=2,
+)
+print("best", results.best.trial, flush=True)
+"""
+
+
+def test_a_search_in_a_terminal_is_a_table_that_is_gone_in_the_end(prefect_server: str, tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SEARCH, str(tmp_path)],
+        env={**os.environ, "PREFECT_API_URL": prefect_server, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2],
+    )
+    os.close(slave)
+    shown = _all_of(master)
+    assert process.wait(120) == 0
+    assert "digits" in shown
+    assert "2 running" in shown
+    assert "at step 1" in shown
+    assert shown.rstrip().endswith(f"best {pt.load_results(tmp_path, 'digits', metric='error').best.trial}")
+
+
+@pytest.mark.deep  # tests/terminal/test_live_display.py shows the same without a search
+@pytest.mark.parametrize("how", ["hangs up", "takes nothing"])
+def test_whatever_becomes_of_the_terminal_the_search_ends_as_it_would(
+    prefect_server: str, tmp_path: Path, how: str
+) -> None:
+    master, slave = pty.openpty()
+    code = _SEARCH.replace('print("best"', 'sys.stdout = open(sys.argv[1] + "/best", "w"); print("best"')
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PREFECT_API_URL": prefect_server, "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2],
+    )
+    os.close(slave)
+    assert os.read(master, 5) == b"begun"
+    if how == "hangs up":
+        os.close(master)
+    try:
+        process.wait(120)
+    finally:
+        if how == "takes nothing":
+            os.close(master)
+    assert (tmp_path / "best").read_text().startswith("best 0000")
+
+
+def _all_of(master: int) -> str:
+    shown = bytearray()
+    try:
+        while data := os.read(master, 65536):
+            shown += data
+    except OSError:  # the last one has closed it
+        pass
+    os.close(master)
+    return shown.decode()

@@ -1,0 +1,23 @@
+"""The parameters of a search are written in three places, which say the same."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from inspect import Parameter, signature
+
+from prefect_tune.flows.resume import resume
+from prefect_tune.flows.tune import tune
+from prefect_tune.parameters.search_request import OF_THE_RUN, Asked
+
+KEPT = {each.name: Parameter.empty if each.default is MISSING else each.default for each in fields(Asked)}
+
+
+def test_what_the_journal_leaves_out_as_a_default_is_the_default_of_a_search() -> None:
+    assert {name: each.default for name, each in signature(tune.fn).parameters.items()} == KEPT
+
+
+def test_whatever_a_resume_is_given_says_which_experiment_what_is_trusted_or_how_its_search_goes_on() -> None:
+    which = {"experiment", "target", "fork", "at", "strict_fork", "trusted_packages"}
+    given = {name: each.default for name, each in signature(resume.fn).parameters.items() if name not in which}
+    assert given.keys() <= KEPT.keys()
+    assert given == {name: KEPT[name] if name in OF_THE_RUN else None for name in given}

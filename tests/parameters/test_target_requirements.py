@@ -1,0 +1,71 @@
+"""What a search is refused on a target that serves one runner only, before anything of it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.task_runners import ProcessPoolTaskRunner
+
+import prefect_tune as pt
+from prefect_tune.blocks import FsspecTarget
+from prefect_tune.executors.launchers import OnDeployment
+from tests.flows.test_tune import searched, statuses
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+PBT = pt.PBT(perturbation_interval=1, hyperparam_mutations={"x": pt.uniform(0, 1)})
+SPACE = {"x": pt.uniform(0, 1)}
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> FsspecTarget:
+    return FsspecTarget(location=f"memory://{tmp_path.name}")
+
+
+def _exploits(folder: Path, target: FsspecTarget) -> None:
+    searched(folder, target=target, scheduler=PBT, space=SPACE)
+
+
+def _trains_in_deployments(folder: Path, target: FsspecTarget) -> None:
+    searched(folder, "tests.trainables.moody:Moody", target=target, trials="deployment")
+
+
+def _trains_on_other_processes(_: Path, target: FsspecTarget) -> None:
+    runner: Any = ProcessPoolTaskRunner(max_workers=1)
+    pt.tune.with_options(task_runner=runner)(
+        "tests.trainables.moody:Moody", target=target, experiment="e", metric="loss", num_samples=1
+    )
+
+
+REFUSED = {
+    "PBT": (_exploits, "scheduler: PBT"),
+    "deployments": (_trains_in_deployments, "trials='deployment'"),
+    "another task runner": (_trains_on_other_processes, "task runner: ProcessPoolTaskRunner"),
+}
+
+
+@pytest.mark.parametrize(("search", "said"), REFUSED.values(), ids=REFUSED)
+def test_who_would_have_two_write_one_journal_is_refused_and_nothing_is_there(
+    search: Callable[[Path, FsspecTarget], None],
+    said: str,
+    tmp_path: Path,
+    target: FsspecTarget,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OnDeployment, "require", lambda *_: None)  # there is one
+    with pytest.raises(pt.InvalidInput, match=rf"{said}.*{target.uri}.*create-if-absent.*Nothing was started"):
+        search(tmp_path, target)
+    with target.open(timeout=timedelta(seconds=10)) as store:
+        assert [each.path for each in store.list("")] == []
+
+
+def test_others_are_not(tmp_path: Path, target: FsspecTarget) -> None:
+    assert statuses(searched(tmp_path, target=target, scheduler=pt.ASHA(max_t=3), space=SPACE)) == ["finished"]
+
+
+def test_where_two_may_write_they_may_exploit(tmp_path: Path) -> None:
+    assert statuses(searched(tmp_path, scheduler=PBT, space=SPACE)) == ["finished"]

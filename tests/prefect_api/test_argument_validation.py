@@ -1,0 +1,195 @@
+"""What a call of a flow says of arguments that Prefect would refuse, before a server or a run is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow, task
+
+import prefect_tune as pt
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.prefect_api import flow_with_server
+from prefect_tune.prefect_api.argument_validation import require_valid
+
+GOOD: Mapping[str, Any] = {"trainable": print, "target": "./runs", "metric": "loss"}
+
+
+# What is wrong: the arguments that are; the line that says so.
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("mode", {"mode": "minimise"}, "mode: expected 'min' or 'max' or a list, found 'minimise'"),
+    ("one mode", {"mode": ["min", "mx"]}, "mode[1]: expected 'min' or 'max', found 'mx'"),
+    (
+        "one callback",
+        {"callbacks": pt.CSVLogger("x")},
+        "callbacks: expected a list, found a CSVLogger; write callbacks=[pt.CSVLogger()]",
+    ),
+    (
+        "its class",
+        {"callbacks": pt.CSVLogger},
+        "callbacks: expected a list, found the class CSVLogger; write callbacks=[pt.CSVLogger()]",
+    ),
+    (
+        "failures",
+        {"failures": 2},
+        "failures: expected a FailurePolicy, found 2; write failures=pt.FailurePolicy(max_failures=2)",
+    ),
+    (
+        "checkpoint",
+        {"checkpoint": 5},
+        "checkpoint: expected a Cadence, found 5; write checkpoint=pt.Cadence(every_steps=5)",
+    ),
+    (
+        "a field of it",
+        {"checkpoint": {"every_steps": "often"}},
+        "checkpoint.every_steps: expected a whole number, found 'often'",
+    ),
+    ("no field of it", {"checkpoint": {"evry_steps": 1}}, "checkpoint.evry_steps: there is no such field"),
+    (
+        "warm start",
+        {"warm_start": "x"},
+        "warm_start: expected a list, found 'x'; write warm_start=['earlier-experiment']",
+    ),
+    ("seed", {"seed": "abc"}, "seed: expected a whole number, found 'abc'"),
+    ("space", {"space": [1, 2]}, "space: expected a dict, found a list"),
+    (
+        "no target",
+        {"target": None},
+        (
+            "target: expected a StorageTarget or text, found None; write target='s3://bucket/runs', or a folder, or "
+            "the type/name of a saved block"
+        ),
+    ),
+    ("Ray's name", {"local_dir": "x"}, "local_dir: pt.tune has no such parameter; did you mean 'target'?"),
+    ("a misspelt one", {"metrics": "x"}, "metrics: pt.tune has no such parameter; did you mean 'metric'?"),
+    (
+        "a class",
+        {"scheduler": pt.ASHA},
+        "scheduler: expected an object, found the class ASHA; write pt.ASHA(max_t=...)",
+    ),
+    (
+        "a class that needs something",
+        {"stop": pt.MaxSteps},
+        "stop: expected an object, found the class MaxSteps; write pt.MaxSteps(steps=...)",
+    ),
+    ("two", {"seed": "a", "space": 1}, "space: expected a dict, found 1\nseed: expected a whole number, found 'a'"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # where `./runs` is, should one of these calls go through
+
+    def started(_settings: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(flow_with_server, "_have_server", started)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [pytest.param(*row[1:], id=row[0]) for row in WRONG])
+def test_an_argument_that_does_not_fit_is_told_in_one_line_before_a_server_is_started(
+    arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        pt.tune(**{**GOOD, **arguments})
+    assert str(raised.value) == said
+
+
+def test_what_is_missing_and_what_is_too_much_is_told() -> None:
+    with pytest.raises(InvalidInput, match=r"target: missing; pt\.tune needs it; write target="):
+        pt.tune(print)
+    with pytest.raises(InvalidInput, match=r"at most 2 positional arguments \(trainable, space\), found 3"):
+        pt.tune(print, {}, "./runs")
+    with pytest.raises(InvalidInput, match=r"space: pt\.tune got it twice"):
+        pt.tune(print, {}, space={}, target="./runs")
+
+
+def test_a_secret_that_stands_in_the_wrong_place_is_not_repeated() -> None:
+    with pytest.raises(InvalidInput) as raised:
+        pt.tune(print, target="./runs", sync="s3://key:secret@bucket")
+    assert "secret" not in str(raised.value)
+
+
+def test_parameters_that_are_more_than_prefect_stores_are_measured_first() -> None:
+    with pytest.raises(InvalidInput) as raised:
+        pt.tune(print, {"lr": pt.uniform(0, 1), "blob": "x" * 3_000_000}, target="./runs")
+    assert str(raised.value).startswith("space: 3,000,0")
+    assert "bytes as JSON, and Prefect takes 524,288 for all parameters; 'blob' is the largest: pass a path" in str(
+        raised.value
+    )
+
+
+def test_a_class_that_prefect_cannot_store_is_named() -> None:
+    @dataclass
+    class Model(pt.Trainable):
+        depth: int = 1
+
+    with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a dataclass type"):
+        pt.tune(Model, target="./runs")
+
+
+def test_a_class_within_a_trainable_that_prefect_cannot_store_is_found() -> None:
+    class Model(pt.Trainable):
+        @dataclass
+        class Config:
+            depth: int = 1
+
+    with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a dataclass type"):
+        pt.tune(Model, target="./runs")
+
+
+def test_what_only_prefect_knows_the_length_of_is_measured_by_it() -> None:
+    class Model(pt.Trainable):
+        TABLE = tuple(range(200_000))
+
+    with pytest.raises(InvalidInput, match=r"trainable: 1,\d+,\d+ bytes as JSON"):
+        pt.tune(Model, target="./runs")
+
+
+def test_what_is_small_is_not_measured_twice() -> None:
+    """Prefect's own way imports FastAPI, and a server's start would wait for it."""
+    code = """
+import sys
+import prefect_tune as pt
+from prefect_tune.prefect_api.argument_validation import require_valid
+space = {"lr": pt.loguniform(1e-4, 0.1), "of": pt.choice([1, "two"]), "n": 3}
+asked = {"target": "./runs", "scheduler": pt.ASHA(max_t=81), "sync": pt.SyncConfig()}
+require_valid(pt.tune, (lambda config: None, space), asked)
+assert "fastapi" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_prefect_takes_for_itself_and_what_fits_is_let_through() -> None:
+    require_valid(pt.tune, (print,), {"target": "./runs", "return_state": True, "wait_for": []})
+    require_valid(pt.tune, (print,), {"target": "./runs", "checkpoint": {"every_steps": 3}, "seed": "7"})
+    require_valid(pt.tune, (pt.Trainable,), {"target": {"$ref": {"block_document_slug": "s3-target/prod"}}})
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_futures_are_left_to_prefect() -> None:
+    @task
+    def seed() -> int:
+        return 7
+
+    @flow
+    def around() -> None:
+        require_valid(pt.tune, (print,), {"target": "./runs", "seed": seed.submit()})
+        require_valid(pt.tune, (print,), {"target": "./runs", "warm_start": [seed.submit()]})
+        require_valid(pt.tune, (print,), {"target": "./runs", "seed": seed(return_state=True)})
+
+    around()
+
+
+def test_it_takes_no_time() -> None:
+    require_valid(pt.tune, (print, {"lr": pt.uniform(0, 1)}), {"target": "./runs"})
+    began = time.perf_counter()
+    for _ in range(20):
+        require_valid(pt.tune, (print, {"lr": pt.uniform(0, 1)}), {"target": "./runs", "seed": 3, "num_samples": 4})
+    assert (time.perf_counter() - began) / 20 < 0.05

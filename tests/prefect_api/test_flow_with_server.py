@@ -1,0 +1,140 @@
+"""What a flow does where no Prefect server is set up: it brings one, for as long as its process lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from prefect.settings import get_current_settings
+
+import prefect_tune as pt
+
+SCRIPT = """
+import json, os, sys
+import prefect_tune as pt
+
+def train(config):
+    pt.report({"loss": 1.0})
+
+space = {"x": pt.grid_search([1, 2, 3])}
+results = pt.tune(train, space, target=sys.argv[1], experiment="e", metric="loss", num_samples=1)
+print(json.dumps({
+    "url": os.environ["PREFECT_API_URL"],
+    "whole server loaded here": "prefect.server.api.server" in sys.modules,
+    "statuses": [str(each.status) for each in results.trials.values()],
+}))
+"""
+
+
+def without_server(home: Path, database: Path) -> dict[str, str]:
+    """Return the environment of somebody who has set up nothing; the database spares the test all migrations."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return given | {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def copy_of_the_database(destination: Path) -> Path:
+    """Copy the session's, that has its tables."""
+    url = get_current_settings().server.database.connection_url
+    assert url is not None
+    source = url.get_secret_value().partition(":///")[2]
+    with closing(sqlite3.connect(source)) as reading, closing(sqlite3.connect(destination)) as writing:
+        reading.backup(writing)
+    return destination
+
+
+def trained(database: Path) -> set[tuple[str, str]]:
+    """Return id and name of each task run that is recorded to have trained to its end."""
+    query = "select id, name from task_run where state_type = 'COMPLETED' and name like 'train %'"
+    with closing(sqlite3.connect(database)) as reading:
+        return set(reading.execute(query).fetchall())
+
+
+def heartbeats(database: Path) -> int:
+    """Return how many are recorded: they would have each flow end up to a second later."""
+    with closing(sqlite3.connect(database)) as reading:
+        (count,) = reading.execute("select count(*) from events where event = 'prefect.flow-run.heartbeat'").fetchone()
+    return int(count)
+
+
+def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_it(
+    tmp_path: Path, prefect_server: str
+) -> None:
+    assert prefect_server
+    database = copy_of_the_database(tmp_path / "prefect.db")
+    before, heard = trained(database), heartbeats(database)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "target")],
+        env=without_server(tmp_path / "home", database),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["statuses"] == ["finished"] * 3
+    assert said["whole server loaded here"] is False
+    assert sorted(name for _, name in trained(database) - before) == ["train 00000", "train 00001", "train 00002"]
+    assert heartbeats(database) == heard
+    port = int(said["url"].rpartition(":")[2].partition("/")[0])
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_where_a_server_is_set_up_none_is_started(prefect_server: str, tmp_path: Path) -> None:
+    before = dict(os.environ)
+    pt.tune(lambda config: {"loss": config["x"]}, {"x": 1.0}, target=str(tmp_path), experiment="e", num_samples=1)
+    assert dict(os.environ) == before
+    assert str(get_current_settings().api.url) == prefect_server
+
+
+def test_a_flow_with_other_options_still_brings_its_server() -> None:
+    assert type(pt.tune.with_options(name="other")) is type(pt.tune)
+
+
+CUT_SHORT = """
+import os
+import prefect_tune as pt
+from prefect_tune.prefect_api import flow_with_server as own_server
+
+class NeverReady:
+    url, has_ended = "http://127.0.0.1:9/api", False
+
+    def answers(self):
+        assert os.environ["PREFECT_API_URL"] == self.url
+        raise KeyboardInterrupt
+
+    def end(self):
+        self.has_ended = True
+
+server = NeverReady()
+own_server.start_prefect_server = lambda surroundings: server
+try:
+    pt.tune(print, target="./runs", metric="loss")
+except KeyboardInterrupt:
+    print(server.has_ended, "PREFECT_API_URL" in os.environ, own_server.get_current_settings().api.url)
+"""
+
+
+def test_a_start_that_is_cut_short_leaves_nothing_set_up(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT],
+        cwd=tmp_path,
+        env=without_server(tmp_path / "home", tmp_path / "prefect.db"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "True False None\n", done.stderr

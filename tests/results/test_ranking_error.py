@@ -1,0 +1,58 @@
+"""Why no trial can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.events.experiment_events import Cause, Event, GaveUp, Reported, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.results.ranking_error import why_none
+from tests.fakes.experiments import write_search
+
+LOSS = Objective(metrics=("loss",), modes=("min",))
+
+
+def trial(*reports: Mapping[str, object], error: str = "") -> Trial:
+    """A trial that reported so, and then errored if it has an error."""
+    events: list[Event] = [TrialAdded(trial="00000", config={}), Started(trial="00000", attempt=1, from_step=0)]
+    told = [StepReport(step=step, metrics=metrics) for step, metrics in enumerate(reports, 1)]
+    events += [Reported(trial="00000", report=each) for each in told]
+    state = nothing_yet("e")
+    for number, event in enumerate(events + [GaveUp(trial="00000", cause=Cause.USER, message=error)] * bool(error), 1):
+        state = after_event(state, event, number)
+    return state.trial("00000")
+
+
+def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:
+    return why_none(trials, LOSS, scope, lambda: {"00000": curves})
+
+
+def test_where_all_errored_the_first_error_is_said() -> None:
+    broken = trial(error="KeyError: 'learning_rate'\nTraceback")
+    said = "all 2 errored, the first because KeyError: 'learning_rate'; see results.errors"
+    assert why(broken, trial(error="another")) == said
+    assert why(broken, trial()) == "nothing was reported"
+
+
+def test_a_number_that_was_reported_as_text_is_said_to_be_text() -> None:
+    assert why(trial({"loss": "0.5"})) == "trial 00000 reported ['loss'] as text: '0.5'"
+
+
+def test_a_metric_that_only_the_last_reports_lack_is_found_by_another_scope() -> None:
+    reports: list[Mapping[str, object]] = [{"loss": 1.0}, {"accuracy": 0.5}]
+    said = "the last reports have ['accuracy']; scope='best' looks at all reports"
+    assert why(trial(*reports), curves=reports) == said
+    assert why(trial(*reports), scope="avg") == "their reports have ['accuracy']"
+
+
+def test_whoever_asks_for_another_metric_hears_which_there_are(tmp_path: Path) -> None:
+    write_search(tmp_path / "target", "e", {"00000": 0.5})
+    with pytest.raises(pt.InvalidInput, match=r"none of its 1 trials has reported los: their reports have \['loss'\]"):
+        pt.load_results(tmp_path / "target", "e", metric="los").best_trial()

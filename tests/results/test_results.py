@@ -1,0 +1,195 @@
+"""What a search leaves behind, for whoever asks: in the run that made it, later, or with other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.arrow_tables import as_parquet, from_parquet
+from prefect_tune.core.experiment.summary import best_of, objective_in
+from tests.fakes.experiments import write_experiment
+from tests.fakes.told_searches import Telling
+from tests.trainables.scripted import Scripted
+
+LOSSES = [[1.0, 9.0, 9.0], [8.0, 8.0, 2.0], [5.0, 4.0, 4.0], []]
+A, B, C, BROKEN = "00000", "00001", "00002", "00003"
+
+
+@pytest.fixture(scope="module")
+def target(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a search over four scripts, the last of which is broken, has ended."""
+    assert prefect_server
+    folder = tmp_path_factory.mktemp("results") / "target"
+    results = pt.tune(
+        Scripted,
+        {"losses": pt.grid_search(LOSSES), "model": {"depth": 2}},
+        target=str(folder),
+        experiment="e",
+        metric="loss",
+        num_samples=1,
+        checkpoint=pt.Cadence(every_steps=1),
+        max_concurrent_trials=2,
+    )
+    assert [str(each.status) for each in results.trials.values()] == ["finished"] * 3 + ["errored"]
+    return folder
+
+
+@pytest.fixture
+def results(target: Path) -> pt.Results:
+    return pt.load_results(target, "e", metric="loss")
+
+
+@pytest.mark.parametrize(
+    ("scope", "best"), [("last", B), ("best", A), ("all", A), ("avg", C), ("last-2-avg", C), ("last-1-avg", B)]
+)
+def test_which_trial_is_the_best_depends_on_the_scope(scope: str, best: str, results: pt.Results) -> None:
+    assert results.best_trial(scope=scope).trial == best
+
+
+def test_any_metric_and_mode_can_be_asked_for(results: pt.Results) -> None:
+    assert results.best.config == {"losses": [8.0, 8.0, 2.0], "model": {"depth": 2}}
+    assert results.best_trial("loss", "max").trial == A
+    with pytest.raises(pt.InvalidInput, match="none of its 4 trials has reported accuracy"):
+        results.best_trial("accuracy")
+    with pytest.raises(pt.InvalidInput, match="scope 'first'"):
+        results.best_trial(scope="first")
+
+
+@pytest.mark.parametrize("scope", ["last", "best", "last-2-avg"])
+def test_a_nested_metric_is_named_by_its_way(scope: str, results: pt.Results) -> None:
+    assert results.best_trial("eval/size", "max", scope=scope).trial == A
+    best = results.best_checkpoint(A, "eval/size", "max")
+    assert best is not None
+    with best.as_directory() as directory:
+        assert Path(directory, "count").read_text() == "3"
+    best = results.best_checkpoint(C, ["loss", "eval/size"], ["min", "min"])  # losses 5, 4, 4
+    assert best is not None
+    with best.as_directory() as directory:
+        assert Path(directory, "count").read_text() == "2"
+    with pytest.raises(pt.InvalidInput, match="none of its 4 trials has reported eval/lost"):
+        results.best_trial("eval/lost", scope=scope)
+
+
+def test_the_report_draws_a_nested_metric() -> None:
+    told = Telling(metrics=("eval/loss",), settings={"metric": "eval/loss", "mode": "min"})
+    for name, loss in (("a", 0.25), ("b", 0.125)):
+        told.adds(name, {})
+        told.starts(name)
+        told.trains(name, 1, {"eval": {"loss": 1.0}})
+        told.trains(name, 2, {"eval": {"loss": loss}})
+    shown = told.material()
+    assert shown.ranking[0].trial == "b"
+    assert list(shown.story.curves["b"]["eval/loss"]) == [(1, 1.0), (2, 0.125)]
+
+
+def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> None:
+    told = Telling(metrics=("loss", "size"), settings={"metric": ["loss", "size"], "mode": "min"})
+    for name, size in (("a", 10), ("b", 5), ("c", 5)):
+        told.adds(name, {})
+        told.starts(name)
+        told.trains(name, 1, {"loss": 1.0, "size": size})
+    results = pt.Results(told.state, pt.LocalTarget(path=str(tmp_path)), objective_in(told.state.settings))
+    assert [each.trial for each in results.best_trials] == ["b", "c"]
+    assert results.best is results.best_trials[0]
+    assert results.best is best_of(told.state)  # what `ls` and `export` name
+    assert results.best.trial == told.material().ranking[0].trial  # what the report names
+
+
+def test_what_the_search_was_for_is_known_from_its_journal(target: Path, tmp_path: Path) -> None:
+    assert pt.load_results(target, "e").best.trial == B
+    assert pt.load_results(target, "e", metric="loss", mode="max").best.trial == A
+    write_experiment(tmp_path / "target", "of-no-search", [1])
+    with pytest.raises(pt.InvalidInput, match="Name a metric"):
+        _ = pt.load_results(tmp_path / "target", "of-no-search").best
+
+
+def test_errors_say_which_trial_and_why(results: pt.Results) -> None:
+    assert list(results.errors) == [BROKEN]
+    assert "ValueError: no losses" in results.errors[BROKEN]
+
+
+def test_every_checkpoint_of_every_trial_can_be_had(results: pt.Results) -> None:
+    for trial, steps in ((A, "3"), (results.trials[B], "3")):
+        checkpoint = results.checkpoint(trial)
+        assert checkpoint is not None
+        with checkpoint.as_directory() as directory:
+            assert Path(directory, "count").read_text() == steps
+    best = results.best_checkpoint(A)
+    assert best is not None
+    with best.as_directory() as directory:
+        assert Path(directory, "count").read_text() == "1"
+    assert results.checkpoint(BROKEN) is None
+    assert results.best_checkpoint(BROKEN) is None
+    with pytest.raises(pt.InvalidInput, match="there is no trial '99999'"):
+        results.checkpoint("99999")
+
+
+def test_of_equally_good_checkpoints_the_newest_is_the_best(results: pt.Results) -> None:
+    best = results.best_checkpoint(C)
+    assert best is not None
+    with best.as_directory() as directory:
+        assert Path(directory, "count").read_text() == "3"
+
+
+def test_a_learning_curve_has_one_report_for_each_step(results: pt.Results) -> None:
+    assert [(each.step, each.metrics["loss"]) for each in results.curve(A)] == [(1, 1.0), (2, 9.0), (3, 9.0)]
+    assert list(results.curve(BROKEN)) == []
+
+
+def test_tables_have_a_row_for_each_trial_or_each_report(results: pt.Results) -> None:
+    trials = results.to_arrow().to_pylist()
+    assert [row["trial"] for row in trials] == [A, B, C, BROKEN]
+    assert [row["status"] for row in trials] == ["finished"] * 3 + ["errored"]
+    assert [row["loss"] for row in trials] == [9.0, 2.0, 4.0, None]
+    assert {"config/losses", "config/model/depth", "eval/size", "attempts", "wasted_steps", "checkpoint"} <= set(
+        trials[0]
+    )
+    reports = results.to_arrow("reports").to_pylist()
+    assert [(row["trial"], row["step"], row["loss"]) for row in reports] == [
+        (trial, step, loss)
+        for trial, losses in zip((A, B, C), LOSSES, strict=False)
+        for step, loss in enumerate(losses, 1)
+    ]
+
+
+def test_pandas_has_the_same(results: pt.Results) -> None:
+    frame = results.to_pandas()
+    assert list(frame["trial"]) == [A, B, C, BROKEN]
+    assert len(results.to_pandas("reports")) == 9
+
+
+def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, results: pt.Results) -> None:
+    import pyarrow.parquet as pq
+
+    for rows in ("trials", "reports"):
+        (path,) = target.glob(f"e/results/{rows}/*.parquet")
+        table = pq.read_table(path)
+        assert table.to_pylist() == results.to_arrow(rows).to_pylist()
+        assert (table.schema.metadata or {})[b"prefect-tune/experiment"] == b"e"
+
+
+def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_again() -> None:
+    import pyarrow as pa
+
+    def read_back(**about: str) -> pa.Table | None:
+        return from_parquet(as_parquet(pa.table({"step": [1]}), {"digest": "d", **about}), "d")
+
+    assert read_back() == read_back(version="1") == pa.table({"step": [1]})
+    assert read_back(version="2") is None
+    assert read_back(digest="of another history") is None
+
+
+def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    with pytest.raises(pt.InvalidInput, match="there is no experiment 'gone'"):
+        pt.load_results(tmp_path / "target", "gone")
+    assert list((tmp_path / "target").iterdir()) == []
+    with pytest.raises(pt.StoreUnavailable, match="the root itself does not exist"):
+        pt.load_results(tmp_path / "mistyped", "gone")
+    assert not (tmp_path / "mistyped").exists()
+
+
+def test_results_tell_at_a_glance_how_many_trials_are_how_far(results: pt.Results) -> None:
+    assert repr(results) == "Results(experiment='e', trials: 3 finished, 1 errored)"

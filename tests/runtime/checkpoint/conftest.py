@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.stores.locations.uri import open_location, read_uri
+from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, write
+
+
+@pytest.fixture(autouse=True)
+def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test has a machine of its own."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return folder
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Path:
+    return write(tmp_path / "staged", FILES)
+
+
+@pytest.fixture
+def target(tmp_path: Path, staged: Path) -> Path:
+    root = tmp_path / "target"
+    root.mkdir()
+    with open_location(read_uri(root), timeout=MINUTE) as store:
+        committed(store, staged)
+    return root
+
+
+@pytest.fixture
+def checkpoint(target: Path) -> pt.Checkpoint:
+    return pt.Checkpoint(target / KEY.folder)

@@ -1,0 +1,385 @@
+"""`pt.Checkpoint` on this machine: references, local directories, committed checkpoints, advice."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pyarrow.fs as arrow
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.local.file_lock import FileLock, Share
+from prefect_tune.stores.local.node_cache import NodeCopies, node_folder
+from prefect_tune.stores.locations.uri import open_location, read_uri
+from tests.fakes.checkpoint_user import CheckpointUser
+from tests.fakes.checkpoints import FILES, KEY, MINUTE, Opens, committed, copies, files_in
+
+# --------------------------------------------------------------------------------------------- references
+
+
+def test_making_printing_copying_and_pickling_one_opens_nothing() -> None:
+    checkpoint = pt.Checkpoint("s3://bucket/folder?endpoint_url=http://127.0.0.1:9")
+    for same in (checkpoint, copy.deepcopy(checkpoint), pickle.loads(pickle.dumps(checkpoint))):
+        assert repr(same) == "Checkpoint(filesystem=s3, path=bucket/folder)"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "path"),
+    [
+        ("/data/checkpoint", "local", "/data/checkpoint"),
+        ("file:///data/with%20space", "local", "/data/with space"),
+        ("s3://bucket/a/b/", "s3", "bucket/a/b"),
+        ("gs://bucket/a", "gs", "bucket/a"),
+        ("abfss://container@account.dfs.core.windows.net/a", "abfss", "container/a"),
+    ],
+)
+def test_path_is_what_pyarrow_wants(given: str, kind: str, path: str) -> None:
+    checkpoint = pt.Checkpoint(given)
+    assert checkpoint.path == path
+    assert f"filesystem={kind}" in repr(checkpoint)
+
+
+def test_a_relative_path_means_the_same_directory_wherever_the_checkpoint_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = pt.Checkpoint.from_directory("here")
+    monkeypatch.chdir("/")
+    assert checkpoint.path == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "a\0b", "s3://", "nosuch://bucket/a", "s3://key:secret@bucket/a", "s3://b/a?colour=1"]
+)
+def test_what_names_nothing_is_refused_at_once_and_in_one_line(bad: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        pt.Checkpoint(bad)
+    assert "\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_uri_is_no_directory_and_a_scheme_does_not_go_with_a_file_system() -> None:
+    with pytest.raises(InvalidInput, match=r"pt\.Checkpoint\(uri\)"):
+        pt.Checkpoint.from_directory("s3://bucket/a")
+    with pytest.raises(InvalidInput, match="without a scheme"):
+        pt.Checkpoint("s3://bucket/a", filesystem=arrow.LocalFileSystem())
+
+
+def test_a_checkpoint_is_no_path_and_says_what_to_do(staged: Path) -> None:
+    with pytest.raises(TypeError, match="as_directory"):
+        os.fspath(pt.Checkpoint.from_directory(staged))
+
+
+@pytest.mark.parametrize("of", [pt.Checkpoint, pt.Checkpoint("/nowhere")], ids=["class", "instance"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("from_dict", "to_dict", "from_bytes", "to_bytes", "get_internal_representation"),
+        *("from_uri", "to_uri", "uri", "get_preprocessor", "set_preprocessor"),
+    ],
+)
+def test_an_attribute_of_older_apis_is_answered_with_an_example_that_compiles(of: object, name: str) -> None:
+    with pytest.raises(AttributeError) as advice:
+        getattr(of, name)
+    why, _, example = str(advice.value).partition("\n\n")
+    assert name in why
+    compile(example, name, "exec")
+    assert not hasattr(of, name)
+
+
+def test_an_attribute_nobody_ever_had_is_a_plain_error() -> None:
+    with pytest.raises(AttributeError, match=r"^'Checkpoint' has no attribute 'colour'$"):
+        pt.Checkpoint("/nowhere").colour  # type: ignore[attr-defined]  # noqa: B018  looking is the act
+
+
+def test_importing_it_imports_neither_pyarrow_nor_prefect_nor_pydantic() -> None:
+    script = "import sys, prefect_tune.runtime.checkpoint as c; c.Checkpoint('/x'); print(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"pyarrow", "prefect", "pydantic", "obstore", "fsspec", "numpy"} & set(said)
+
+
+# -------------------------------------------------------------------------------------- a local directory
+
+
+def test_a_local_directory_is_lent_as_it_is_and_stays(staged: Path, temporary_files: Path) -> None:
+    with pt.Checkpoint.from_directory(staged).as_directory() as directory:
+        assert directory == str(staged)
+    assert files_in(staged) == FILES
+    assert copies(temporary_files) == []
+
+
+def test_a_local_directory_is_copied_where_one_wants_it(staged: Path, tmp_path: Path) -> None:
+    there = pt.Checkpoint.from_directory(staged).to_directory(tmp_path / "deep" / "copy")
+    assert there == str(tmp_path / "deep" / "copy")
+    assert files_in(there) == FILES
+
+
+def test_a_local_directory_that_is_not_there_is_no_checkpoint(tmp_path: Path) -> None:
+    absent = pt.Checkpoint.from_directory(tmp_path / "absent")
+    with pytest.raises(CheckpointNotFound, match="absent"), absent.as_directory():
+        pass
+    for act in (absent.to_directory, absent.get_metadata, lambda: absent.set_metadata({})):
+        with pytest.raises(CheckpointNotFound):
+            act()
+
+
+def test_a_link_that_leads_out_is_not_copied(staged: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    (staged / "weights").symlink_to(tmp_path / "secret")
+    with pytest.raises(InvalidInput, match="leads out"):
+        pt.Checkpoint.from_directory(staged).to_directory(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_link_to_a_file_inside_becomes_that_file(staged: Path, tmp_path: Path) -> None:
+    (staged / "last.ckpt").symlink_to("model/weights.bin")
+    copied = pt.Checkpoint.from_directory(staged).to_directory(tmp_path / "copy")
+    assert files_in(copied)["last.ckpt"] == FILES["model/weights.bin"]
+
+
+def test_the_file_system_of_a_local_directory_is_the_local_one(staged: Path) -> None:
+    checkpoint = pt.Checkpoint(str(staged), filesystem=arrow.LocalFileSystem())
+    assert checkpoint.filesystem == arrow.LocalFileSystem()
+    with checkpoint.as_directory() as directory:
+        assert directory == str(staged)
+
+
+# -------------------------------------------------------------------------------- a committed one, on disk
+
+
+@pytest.mark.parametrize("how", ["path", "uri", "given"])
+def test_a_committed_checkpoint_is_lent_whole_and_removed_afterwards(
+    how: str, target: Path, temporary_files: Path
+) -> None:
+    path = str(target / KEY.folder)
+    made = {"path": lambda: pt.Checkpoint(path), "uri": lambda: pt.Checkpoint(f"file://{path}")}
+    made["given"] = lambda: pt.Checkpoint._of(Opens(target), target.as_uri(), KEY)
+    with made[how]().as_directory() as directory:
+        assert files_in(directory) == FILES
+    assert not Path(directory).exists()
+    assert copies(temporary_files) == []
+
+
+def test_one_of_a_block_prints_and_pickles_like_any_other(target: Path) -> None:
+    checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint._of(Opens(target), "s3://bucket/runs", KEY)))
+    assert repr(checkpoint) == f"Checkpoint(filesystem=s3, path=bucket/runs/{KEY.folder})"
+    with checkpoint.as_directory() as directory:
+        assert files_in(directory) == FILES
+
+
+def test_altered_bytes_are_never_lent_and_leave_nothing_behind(
+    checkpoint: pt.Checkpoint, target: Path, temporary_files: Path, tmp_path: Path
+) -> None:
+    blob = next((target / KEY.trial.blobs).iterdir())
+    blob.write_bytes(b"\xff" + blob.read_bytes()[1:])
+    with pytest.raises(CheckpointCorrupt), checkpoint.as_directory():
+        pass
+    with pytest.raises(CheckpointCorrupt):
+        checkpoint.to_directory(tmp_path / "out")
+    assert copies(temporary_files) == []
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_one_that_was_never_committed_is_not_found(target: Path) -> None:
+    other = KEY.model_copy(update={"step": 41})
+    absent = pt.Checkpoint(f"file://{target / other.folder}")
+    with pytest.raises(CheckpointNotFound), absent.as_directory():
+        pass
+
+
+def test_the_last_of_several_readers_in_one_process_removes_the_copy(target: Path) -> None:
+    path = target / KEY.folder
+    first, second = pt.Checkpoint(path).as_directory(), pt.Checkpoint(path).as_directory()
+    one = first.__enter__()
+    assert second.__enter__() == one  # two objects, one copy
+    first.__exit__(None, None, None)
+    assert files_in(one) == FILES
+    second.__exit__(None, None, None)
+    assert not Path(one).exists()
+
+
+def test_many_threads_that_come_and_go_all_see_the_whole_checkpoint(checkpoint: pt.Checkpoint) -> None:
+    def read(_: int) -> bool:
+        with checkpoint.as_directory() as directory:
+            return files_in(directory) == FILES
+
+    with ThreadPoolExecutor(16) as readers:
+        assert all(readers.map(read, range(64)))
+
+
+def test_a_reader_that_writes_into_its_copy_spoils_nobody_elses(checkpoint: pt.Checkpoint) -> None:
+    with checkpoint.as_directory() as first:
+        Path(first, "model/config.json").write_text("mine")
+        with checkpoint.as_directory() as second:
+            assert files_in(second) == FILES
+
+
+def test_a_forked_child_that_leaves_the_block_takes_nothing_with_it(checkpoint: pt.Checkpoint) -> None:
+    with checkpoint.as_directory() as directory:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if files_in(directory) == FILES else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert files_in(directory) == FILES
+    assert not Path(directory).exists()
+
+
+def test_a_reader_that_was_killed_pins_its_copy_only_until_the_next_one_comes(
+    checkpoint: pt.Checkpoint, target: Path, staged: Path, temporary_files: Path
+) -> None:
+    with CheckpointUser(checkpoint, "borrow") as reader:
+        assert files_in(reader.told()) == FILES
+        reader.kill()
+    assert len(copies(temporary_files)) == 2  # the copy and its seal
+    other = KEY.model_copy(update={"step": 50})
+    (staged / "more").write_text("other bytes")
+    with open_location(read_uri(target), timeout=MINUTE) as store:
+        committed(store, staged, other)
+    with pt.Checkpoint(target / other.folder).as_directory():
+        assert len(copies(temporary_files)) == 2  # those of the other checkpoint
+    assert copies(temporary_files) == []
+
+
+def test_a_killed_readers_forked_child_pins_nothing(
+    checkpoint: pt.Checkpoint, target: Path, temporary_files: Path
+) -> None:
+    with CheckpointUser(checkpoint, "borrow and fork") as reader:
+        child = int(reader.told())
+        reader.kill()
+        try:
+            with pt.Checkpoint(target / KEY.folder).as_directory():
+                pass
+            assert copies(temporary_files) == []
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_what_an_earlier_boot_of_this_machine_left_is_removed_and_other_machines_keep_theirs(
+    checkpoint: pt.Checkpoint, temporary_files: Path
+) -> None:
+    folder = temporary_files / f"prefect-tune-{os.geteuid()}"
+    earlier, other = folder / f"{socket.gethostname()}.earlier" / "copies", folder / "elsewhere.now" / "copies"
+    folder.mkdir(mode=0o700)
+    earlier.mkdir(parents=True)
+    other.mkdir(parents=True)
+    with checkpoint.as_directory():
+        assert not earlier.exists()
+        assert other.exists()
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(checkpoint: pt.Checkpoint, temporary_files: Path) -> None:
+    open_to_all = temporary_files / f"prefect-tune-{os.geteuid()}"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with checkpoint.as_directory() as directory:
+        assert Path(directory).is_relative_to(temporary_files / f"{open_to_all.name}.1")
+    assert not any(open_to_all.iterdir())
+
+
+# ------------------------------------------------------------------------------------------ to_directory
+
+
+def test_without_a_path_it_is_the_same_directory_each_time_and_it_stays(checkpoint: pt.Checkpoint) -> None:
+    there = checkpoint.to_directory()
+    changed = Path(there, "model/weights.bin").stat().st_mtime_ns
+    assert pickle.loads(pickle.dumps(checkpoint)).to_directory() == there
+    assert Path(there, "model/weights.bin").stat().st_mtime_ns == changed  # not fetched again over files in use
+    with checkpoint.as_directory() as lent:
+        assert lent != there
+    assert files_in(there) == FILES
+
+
+def test_without_a_path_two_objects_have_two_directories(target: Path) -> None:
+    one, two = (pt.Checkpoint(target / KEY.folder).to_directory() for _ in range(2))
+    assert one != two
+    assert files_in(one) == files_in(two) == FILES
+
+
+def test_without_a_path_a_directory_that_its_owner_changed_is_left_to_them(checkpoint: pt.Checkpoint) -> None:
+    mine = Path(checkpoint.to_directory())
+    (mine / "model/config.json").write_text("mine")
+    assert files_in(checkpoint.to_directory()) == FILES
+    assert (mine / "model/config.json").read_text() == "mine"
+
+
+def test_an_empty_directory_is_filled_and_one_that_is_filled_is_verified_not_fetched(
+    checkpoint: pt.Checkpoint, target: Path, tmp_path: Path, temporary_files: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    there = checkpoint.to_directory(tmp_path / "out")
+    assert files_in(there) == FILES
+    for blob in (target / KEY.trial.blobs).iterdir():
+        blob.unlink()  # now nothing can be fetched
+    assert pt.Checkpoint(checkpoint.path).to_directory(there) == there
+    for note in temporary_files.rglob("*.lock"):
+        note.unlink()  # a restart of the machine: the bytes themselves are looked at
+    assert pt.Checkpoint(checkpoint.path).to_directory(there) == there
+
+
+@pytest.mark.parametrize("spoil", ["model/config.json", "stale.bin"])
+def test_a_directory_with_anything_else_in_it_is_refused_and_left_alone(
+    spoil: str, checkpoint: pt.Checkpoint, tmp_path: Path
+) -> None:
+    there = Path(checkpoint.to_directory(tmp_path / "out"))
+    (there / spoil).write_bytes(b"[]")
+    with pytest.raises(InvalidInput, match="not this checkpoint"):
+        checkpoint.to_directory(there)
+    assert (there / spoil).read_bytes() == b"[]"
+
+
+def test_a_file_and_a_mount_point_are_refused(checkpoint: pt.Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InvalidInput, match="found a file"):
+        checkpoint.to_directory(tmp_path / "file")
+    with pytest.raises(InvalidInput, match="mounted"):
+        checkpoint.to_directory("/proc")
+
+
+def test_threads_do_not_wait_for_each_other_without_end() -> None:
+    """Whoever waits for another's download gives up at its own deadline."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def fetch(destination: Path) -> None:
+        entered.set()
+        leave.wait()
+        destination.mkdir()
+
+    shared = NodeCopies(node_folder())
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(lambda: shared.reading("key", fetch, Deadline.after(MINUTE)).__enter__())
+        entered.wait()
+        with pytest.raises(pt.DeadlineExceeded), shared.reading("key", fetch, Deadline.after(timedelta(seconds=0.1))):
+            pass
+        leave.set()
+        first.result()
+
+
+def test_who_came_to_fetch_and_was_overtaken_does_not_wait_until_the_other_has_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared, try_take = NodeCopies(node_folder()), FileLock.try_take
+    in_time = Deadline.after(timedelta(seconds=10))
+    with ExitStack() as overtaking:
+
+        def overtaken(path: Path, share: Share) -> FileLock | None:
+            if share is Share.ALONE:
+                monkeypatch.setattr(FileLock, "try_take", try_take)
+                overtaking.enter_context(shared.reading("key", Path.mkdir, in_time))
+            return try_take(path, share)
+
+        monkeypatch.setattr(FileLock, "try_take", overtaken)
+        with shared.reading("key", Path.mkdir, in_time) as directory:
+            assert directory.is_dir()

@@ -1,0 +1,354 @@
+"""`pt.Checkpoint` on targets and in other people's buckets, and what processes of one machine share."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import boto3
+import fsspec
+import pyarrow.fs as arrow
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, StoreUnavailable
+from prefect_tune.core.storage.object_store import Listed
+from prefect_tune.stores.local.download import fetch_plain
+from prefect_tune.stores.locations.uri import open_location, read_uri
+from tests.fakes.checkpoint_user import CheckpointUser
+from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in, write
+from tests.fakes.memory_store import MemoryStore
+from tests.fakes.moto_server import moto_server
+from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
+
+SIZE = sum(map(len, FILES.values()))
+PLAIN = {"model.safetensors": b"weights" * 1000, "a folder/odd name?#%.txt": b"text", "empty": b""}
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+
+
+@pytest.fixture
+def sink() -> Iterator[S3Sink]:
+    with S3Sink() as sink:
+        yield sink
+
+
+@pytest.fixture
+def uri(sink: S3Sink, staged: Path) -> str:
+    """The URI of a committed checkpoint on S3."""
+    with open_location(read_uri(f"s3://bucket/runs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
+        committed(store, staged)
+    sink.reset()
+    return f"s3://bucket/runs/{KEY.folder}?endpoint_url={sink.endpoint}"
+
+
+def is_of_a_blob(request: SinkRequest) -> bool:
+    return request.method == "GET" and "/blobs/" in request.path
+
+
+class Gate:
+    """Holds back the first download of a blob until it is opened; what then becomes of it is `then`."""
+
+    def __init__(self, sink: S3Sink, then: Fault | None) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+        self._then = then
+        sink.fault = self._fault
+
+    def open(self) -> None:
+        self._open.set()
+
+    def _fault(self, request: SinkRequest) -> Fault | None:
+        if not is_of_a_blob(request) or self._open.is_set():
+            return None
+        self.reached.set()
+        self._open.wait(60)
+        return self._then
+
+
+def served(sink: S3Sink) -> int:
+    return sum(request.bytes_out for request in tuple(sink.log) if is_of_a_blob(request))
+
+
+# ------------------------------------------------------------------------------------- one download per machine
+
+
+def test_processes_with_objects_of_their_own_share_one_download_until_the_last_leaves(
+    sink: S3Sink, uri: str, temporary_files: Path
+) -> None:
+    with ExitStack() as stack:
+        users = [stack.enter_context(CheckpointUser(pt.Checkpoint(uri), "borrow")) for _ in range(3)]
+        told = {user.told() for user in users}
+        assert len(told) == 1
+        assert served(sink) == SIZE
+        (directory,) = told
+        for user in users:
+            assert files_in(directory) == FILES
+            assert user.go_on() == 0
+        assert not Path(directory).exists()
+    assert copies(temporary_files) == []
+
+
+def test_a_download_that_fails_hands_nothing_to_those_who_waited(uri: str, staged: Path, temporary_files: Path) -> None:
+    reached, proceed = threading.Event(), threading.Event()
+
+    def refuse(request: SinkRequest) -> Fault | None:
+        if not is_of_a_blob(request):
+            return None
+        reached.set()
+        proceed.wait(60)
+        return Fault.REFUSE_403
+
+    with S3Sink() as other:  # another server has the same checkpoint, and refuses to show it
+        root = f"s3://bucket/runs?endpoint_url={other.endpoint}"
+        with open_location(read_uri(root), timeout=MINUTE) as store:
+            committed(store, staged)
+        other.fault = refuse
+        with CheckpointUser(pt.Checkpoint(root.replace("/runs", f"/runs/{KEY.folder}")), "borrow") as first:
+            assert reached.wait(30)
+            with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
+                time.sleep(1)  # it waits for the first by now; if not, it would still have to be right
+                proceed.set()
+                assert first.go_on() == 1
+                assert files_in(second.told()) == FILES
+                assert second.go_on() == 0
+    assert copies(temporary_files) == []
+
+
+def test_a_download_whose_process_was_killed_is_made_by_one_who_waited(
+    sink: S3Sink, uri: str, temporary_files: Path
+) -> None:
+    gate = Gate(sink, then=Fault.RESET)
+    with CheckpointUser(pt.Checkpoint(uri), "borrow") as first:
+        assert gate.reached.wait(30)
+        with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
+            first.kill()
+            gate.open()
+            assert files_in(second.told()) == FILES
+            assert second.go_on() == 0
+    assert copies(temporary_files) == []
+
+
+def test_the_copies_of_one_object_get_one_temporary_directory_for_one_download(sink: S3Sink, uri: str) -> None:
+    checkpoint = pt.Checkpoint(uri)
+    with CheckpointUser(checkpoint, "have") as one, CheckpointUser(checkpoint, "have") as two:
+        there = one.told()
+        assert two.told() == there
+        assert served(sink) == SIZE
+        assert one.go_on() == two.go_on() == 0
+    assert files_in(there) == FILES
+    assert checkpoint.to_directory() == there
+    assert served(sink) == SIZE
+
+
+def test_processes_that_ask_for_one_directory_download_once(sink: S3Sink, uri: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    with CheckpointUser(pt.Checkpoint(uri), "have", out) as one, CheckpointUser(pt.Checkpoint(uri), "have", out) as two:
+        assert one.told() == two.told() == out
+        assert one.go_on() == two.go_on() == 0
+    assert served(sink) == SIZE
+    assert files_in(out) == FILES
+
+
+def test_a_killed_download_into_a_directory_leaves_nothing_once_it_is_done_again(
+    sink: S3Sink, uri: str, tmp_path: Path
+) -> None:
+    gate = Gate(sink, then=Fault.RESET)
+    out = tmp_path / "out"
+    with CheckpointUser(pt.Checkpoint(uri), "have", str(out)) as killed:
+        assert gate.reached.wait(30)
+        killed.kill()
+    gate.open()
+    assert not out.exists()
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]
+    pt.Checkpoint(uri).to_directory(out)
+    assert files_in(out) == FILES
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]
+
+
+def test_a_server_that_never_answers_is_given_up_at_the_timeout(sink: S3Sink, uri: str) -> None:
+    sink.fault = lambda request: Fault.STALL if is_of_a_blob(request) else None
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded), pt.Checkpoint(uri).as_directory(timeout=timedelta(seconds=1)):
+        pass
+    assert time.monotonic() - begun < 5
+
+
+def test_altered_bytes_on_the_wire_are_asked_for_again_and_altered_bytes_at_rest_are_refused(
+    sink: S3Sink, uri: str
+) -> None:
+    blob = next(name for name in sink.names() if "/blobs/" in name)
+    data = sink.bytes_of(blob)
+    connection = http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))
+    connection.request("PUT", f"/{blob}", body=b"\xff" + data[1:])
+    connection.getresponse().read()
+    with pytest.raises(CheckpointCorrupt), pt.Checkpoint(uri).as_directory():
+        pass
+
+
+# -------------------------------------------------------------------------------------- other people's directories
+
+
+@pytest.fixture
+def plain(sink: S3Sink) -> str:
+    """The URI of a directory that somebody else's tool has written, with the marks some leave for folders."""
+    connection = http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))
+    for path, data in {**PLAIN, "": b"", "a folder/": b"", "bare/": b""}.items():
+        quoted = path.replace("%", "%25").replace(" ", "%20").replace("?", "%3F").replace("#", "%23")
+        connection.request("PUT", f"/bucket/theirs/ckpt/{quoted}", body=data)
+        assert connection.getresponse().read() is not None
+    return f"s3://bucket/theirs/ckpt?endpoint_url={sink.endpoint}"
+
+
+def s3_of_pyarrow(sink: S3Sink) -> arrow.S3FileSystem:
+    return arrow.S3FileSystem(endpoint_override=sink.endpoint.partition("://")[2], scheme="http", region="us-east-1")
+
+
+@pytest.mark.parametrize("how", ["uri", "pyarrow"])
+def test_a_plain_directory_is_read_as_it_is(how: str, plain: str, sink: S3Sink, tmp_path: Path) -> None:
+    checkpoint = pt.Checkpoint(plain)
+    if how == "pyarrow":
+        checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint("bucket/theirs/ckpt", filesystem=s3_of_pyarrow(sink))))
+    with checkpoint.as_directory() as directory:
+        assert files_in(directory) == PLAIN
+    assert files_in(checkpoint.to_directory(tmp_path / "out")) == PLAIN
+    assert files_in(checkpoint.to_directory()) == PLAIN
+
+
+def test_a_plain_directory_keeps_its_metadata_file_and_gets_versions_beside_it(plain: str, sink: S3Sink) -> None:
+    checkpoint = pt.Checkpoint(plain)
+    assert checkpoint.get_metadata() == {}
+    with open_location(read_uri(f"s3://bucket/theirs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
+        store.create("ckpt/.metadata.json", b'{"theirs": 1}')
+    assert checkpoint.get_metadata() == {"theirs": 1}
+    checkpoint.update_metadata({"mine": 2})
+    assert pt.Checkpoint(plain).get_metadata() == {"theirs": 1, "mine": 2}
+    assert sink.bytes_of("bucket/theirs/ckpt/.metadata.json") == b'{"theirs": 1}'
+    with checkpoint.as_directory() as directory:
+        assert files_in(directory) == {**PLAIN, ".metadata.json": b'{"theirs": 1}'}
+
+
+def test_a_plain_directory_may_have_changed_the_next_time(plain: str, sink: S3Sink) -> None:
+    with pt.Checkpoint(plain).as_directory() as before:
+        connection = http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))
+        connection.request("PUT", "/bucket/theirs/ckpt/model.safetensors", body=b"WEIGHTS" * 1000)
+        connection.getresponse().read()
+        with pt.Checkpoint(plain).as_directory() as after:
+            assert files_in(after)["model.safetensors"] == b"WEIGHTS" * 1000
+            assert files_in(before) == PLAIN
+
+
+def test_the_file_system_of_a_plain_directory_opens_its_files(plain: str) -> None:
+    checkpoint = pt.Checkpoint(plain)
+    assert checkpoint.filesystem.type_name == "s3"
+    with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/model.safetensors") as file:
+        assert file.read() == PLAIN["model.safetensors"]
+
+
+def test_file_systems_of_fsspec_are_taken_too(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for path, data in PLAIN.items():
+        memory.pipe(f"/{tmp_path.name}/theirs/{path}", data)
+    given = pt.Checkpoint(f"/{tmp_path.name}/theirs", filesystem=memory)
+    named = pt.Checkpoint(f"memory://{tmp_path.name}/theirs")
+    for checkpoint in (given, named):
+        with checkpoint.as_directory() as directory:
+            assert files_in(directory) == PLAIN
+
+
+def test_a_file_system_that_might_hang_is_used_in_a_process_that_can_be_ended(tmp_path: Path) -> None:
+    write(tmp_path / "theirs", PLAIN)
+    unknown = fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"))
+    with pt.Checkpoint("theirs", filesystem=unknown).as_directory() as directory:
+        assert files_in(directory) == PLAIN
+
+
+@pytest.mark.parametrize("make", [pt.Checkpoint, lambda uri: pt.Checkpoint(f"{uri.partition('?')[0]}")])
+def test_where_there_is_nothing_there_is_no_checkpoint(
+    make: Callable[[str], pt.Checkpoint], sink: S3Sink, plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", sink.endpoint)  # where a URI does not say
+    absent = make(plain.replace("/ckpt", "/absent"))
+    with pytest.raises(CheckpointNotFound), absent.as_directory():
+        pass
+    with pytest.raises(CheckpointNotFound):
+        absent.to_directory()
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../evil", "/evil", "a//evil", "..", "a\\..\\evil", "nul\0l"])
+def test_a_name_that_leads_out_is_never_followed(name: str, tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.objects = {"theirs/good": b"good", f"theirs/{name}": b"evil"}
+    with pytest.raises(CheckpointCorrupt, match="leads out"):
+        fetch_plain(store, "theirs", tmp_path / "deep" / "out")
+    assert files_in(tmp_path / "deep") == {}
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_name_that_is_both_file_and_folder_is_refused(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.objects = {"theirs/a": b"file", "theirs/a/b": b"file"}
+    with pytest.raises(CheckpointCorrupt, match="both a file"):
+        fetch_plain(store, "theirs", tmp_path / "out")
+
+
+class _Moving(MemoryStore):
+    """Somebody writes to it while it is read."""
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        data = super().read(path, offset=offset, length=length)
+        self.objects["theirs/a"] = b"shorter"
+        self.objects["theirs/late"] = b"late"
+        return data
+
+
+class _Truncating(MemoryStore):
+    """Its listing and its bytes do not agree."""
+
+    def list(self, prefix: str, *, after: str = "") -> list[Listed]:
+        return [Listed(each.path, each.size_bytes + 1) for each in super().list(prefix, after=after)]
+
+
+@pytest.mark.parametrize("kind", [_Moving, _Truncating])
+def test_a_directory_that_is_written_to_meanwhile_is_not_handed_out(kind: type[MemoryStore], tmp_path: Path) -> None:
+    store = kind()
+    store.objects = {"theirs/a": b"a" * 100, "theirs/b": b"b" * 100}
+    with pytest.raises(StoreUnavailable, match="read it again"):
+        fetch_plain(store, "theirs", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [tmp_path / "tmp"]
+
+
+# ------------------------------------------------------------------------------------------- a server of others
+
+
+def test_updates_from_everywhere_are_kept_by_a_server_with_conditional_writes(staged: Path) -> None:
+    with moto_server() as endpoint:
+        boto3.Session().client("s3", endpoint_url=endpoint).create_bucket(Bucket="said-of-it")
+        with open_location(read_uri(f"s3://said-of-it?endpoint_url={endpoint}"), timeout=MINUTE) as store:
+            committed(store, staged)
+        checkpoint = pt.Checkpoint(f"s3://said-of-it/{KEY.folder}?endpoint_url={endpoint}")
+        with CheckpointUser(checkpoint, "say", "x", "5") as one, CheckpointUser(checkpoint, "say", "y", "5") as two:
+            assert one.go_on() == two.go_on() == 0
+        assert checkpoint.get_metadata() == {f"{name}{number}": number for name in "xy" for number in range(5)}
+        with checkpoint.as_directory() as directory:
+            assert files_in(directory) == FILES
+
+
+def test_no_credentials_and_no_secret_ever_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "AWS_SECRET_ACCESS_KEY", "very-secret")
+    checkpoint = pt.Checkpoint("s3://bucket/a?endpoint_url=http://127.0.0.1:9")
+    assert b"very-secret" not in pickle.dumps(checkpoint)
+    with pytest.raises(pt.TuneError) as failed, checkpoint.as_directory(timeout=timedelta(seconds=0.5)):
+        pass
+    assert "very-secret" not in str(failed.value)

@@ -1,0 +1,147 @@
+"""Messages on a socket arrive whole and in order, however their bytes come; anything else is refused at once."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import pytest
+
+from prefect_tune.core.messages.process_messages import FromTrial, Saved, StepDone, TrialEnded, from_trial
+from prefect_tune.core.models import StepReport
+from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader
+from prefect_tune.runtime.supervisor_connection import SupervisorConnection
+
+_NOW = timedelta(0)
+_SOON = timedelta(seconds=0.05)
+_LIMIT_BYTES = 1024**2
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, socket.socket]]:
+    """The reader's end, and the other one."""
+    ours, theirs = socket.socketpair()
+    with Connection(ours.detach()) as near, theirs:
+        yield near, theirs
+
+
+@pytest.fixture
+def reader(ends: tuple[Connection, socket.socket]) -> MessageReader[FromTrial]:
+    return MessageReader(ends[0], from_trial, limit_bytes=_LIMIT_BYTES)
+
+
+def framed(message: FromTrial | Saved) -> bytes:
+    data = message.model_dump_json().encode()
+    return struct.pack("!i", len(data)) + data
+
+
+LAST = TrialEnded(reason="dönë")
+
+
+def test_a_message_that_comes_byte_by_byte_is_read_when_it_is_whole(
+    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
+) -> None:
+    for _ in range(2):
+        *begun, last = framed(LAST)
+        for each in begun:
+            ends[1].sendall(bytes([each]))
+            assert reader.read(_NOW) is None
+        ends[1].sendall(bytes([last]))
+        assert reader.read(_NOW) == LAST
+
+
+def test_a_message_that_stops_half_way_holds_up_its_reader_for_no_longer_than_it_said(
+    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
+) -> None:
+    ends[1].sendall(framed(LAST)[:-1])
+    began = time.monotonic()
+    assert reader.read(_SOON) is None
+    assert time.monotonic() - began < 30
+    ends[1].close()
+    with pytest.raises(EOFError):
+        reader.read(_SOON)
+
+
+def test_no_byte_is_read_beyond_a_message(ends: tuple[Connection, socket.socket]) -> None:
+    """The process may serve another trial, whose supervisor reads with another reader."""
+    ends[1].sendall(framed(LAST) * 3)
+    for _ in range(3):
+        assert MessageReader(ends[0], from_trial, limit_bytes=_LIMIT_BYTES).read(_NOW) == LAST
+
+
+def test_a_message_may_be_as_long_as_the_limit_and_no_longer(
+    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
+) -> None:
+    def saying(text: str) -> StepDone:
+        return StepDone(report=StepReport(step=1, metrics={"text": text}, trained_seconds=0.0))
+
+    def of_length(length: int) -> StepDone:
+        return saying("x" * (length - len(saying("").model_dump_json())))
+
+    sending = threading.Thread(target=ends[1].sendall, args=(framed(of_length(_LIMIT_BYTES)),))
+    sending.start()
+    assert reader.read(timedelta(seconds=60)) == of_length(_LIMIT_BYTES)
+    sending.join()
+    ends[1].sendall(framed(of_length(_LIMIT_BYTES + 1))[:100])
+    with pytest.raises(MalformedMessage, match="expected a length of at most 1048576 bytes, found 1048577"):
+        reader.read(_NOW)
+
+
+def test_the_long_form_of_a_length_is_understood(
+    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial]
+) -> None:
+    """What `multiprocessing` writes in front of two gigabytes and more."""
+    data = LAST.model_dump_json().encode()
+    ends[1].sendall(struct.pack("!iQ", -1, len(data)) + data)
+    assert reader.read(_NOW) == LAST
+
+
+@pytest.mark.parametrize(
+    ("stray", "said"),
+    [
+        (b"hello, world\n", "expected a length of at most"),
+        (b"\x00\x00\x00\x00", "expected a length of at most"),
+        (b"\x80\x00\x00\x00", "expected a length of at most"),
+        (struct.pack("!iQ", -1, 2**60), "expected a length of at most"),
+        (struct.pack("!i", 1000) + framed(LAST), "expected a JSON object"),
+        (struct.pack("!i", 5) + b"hello", "expected a JSON object"),
+        (struct.pack("!i", 5) + b'{"x":', "expected a message of this prefect-tune: "),
+        (struct.pack("!i", 16) + b'{"type":"other"}', "expected a message of this prefect-tune: "),
+        (struct.pack("!i", 16) + b'{"type":"asked"}', "expected a message of this prefect-tune: Field required"),
+        (struct.pack("!i", 4) + b"{\xff\xfe}", "expected a message of this prefect-tune: "),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused_as_soon_as_they_are_there(
+    ends: tuple[Connection, socket.socket], reader: MessageReader[FromTrial], stray: bytes, said: str
+) -> None:
+    ends[1].sendall(stray)
+    for _ in range(2):
+        with pytest.raises(MalformedMessage) as refused:
+            reader.read(_NOW)
+        assert str(refused.value).startswith(said)
+        assert len(str(refused.value)) < 500
+
+
+def test_a_trial_that_reads_what_is_no_message_says_that_its_supervisor_sent_it(
+    ends: tuple[Connection, socket.socket],
+) -> None:
+    connection = SupervisorConnection(ends[0])
+    ends[1].sendall(framed(Saved(step=1)))
+    assert connection.receive() == Saved(step=1)
+    ends[1].sendall(framed(LAST))
+    with pytest.raises(MalformedMessage, match="from the trial's supervisor: expected a message"):
+        connection.receive()
+
+
+def test_a_report_that_is_too_long_is_refused_before_it_is_sent(ends: tuple[Connection, socket.socket]) -> None:
+    step = StepDone(report=StepReport(step=1, metrics={"x": "y" * 64 * 1024**2}, trained_seconds=0.0))
+    with pytest.raises(ValueError, match=r"expected at most 67108864 bytes .*store large values in the checkpoint"):
+        SupervisorConnection(ends[0]).send(step)
+    ends[1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        ends[1].recv(1)

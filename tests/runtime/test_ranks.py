@@ -1,0 +1,125 @@
+"""Which rank of distributed training may report, and which programs a trial's process may not start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import pytest
+
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.runtime.ranks import _audit, require_first_rank, started_by
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PREFECT_TUNE_TRIAL_PROCESS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 1),
+        ({"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, 3),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 2),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "1"}, None),
+        ({"LOCAL_RANK": "0"}, None),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, None),
+        ({}, None),
+    ],
+)
+def test_only_the_first_rank_of_the_environment_reports(
+    monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], rank: int | None
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if rank is None:
+        require_first_rank("pt.report")
+    else:
+        with pytest.raises(InvalidInput, match=rf"pt\.report: expected rank 0, found rank {rank} of .*devices=1"):
+            require_first_rank("pt.report")
+
+
+@pytest.mark.parametrize(("rank", "size", "is_refused"), [(0, 2, False), (1, 2, True), (0, 1, False)])
+def test_what_torch_says_of_ranks_comes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, rank: int, size: int, is_refused: bool
+) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    torchs = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        get_rank=lambda: rank,
+        get_world_size=lambda: size,
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", torchs)  # type: ignore[arg-type]  # it has what is asked for
+    if is_refused:
+        with pytest.raises(InvalidInput, match="found rank 1 of 2"):
+            require_first_rank("pt.report")
+    else:
+        require_first_rank("pt.report")
+
+
+def test_a_process_knows_which_trial_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started_by() is None
+    monkeypatch.setenv("PREFECT_TUNE_TRIAL_PROCESS", f"{os.getpid()} t")
+    assert started_by() is None, "it is the trial's process itself"
+    monkeypatch.setenv("PREFECT_TUNE_TRIAL_PROCESS", "1 a trial")
+    found = started_by()
+    assert found is not None
+    assert (found.process, found.name) == (1, "a trial")
+
+
+_TRIAL = "prefect_tune.runtime.trial_process"
+
+
+@pytest.fixture
+def in_a_trials_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = SimpleNamespace(__spec__=SimpleNamespace(name=_TRIAL), __file__="/site/trial_process.py")
+    monkeypatch.setitem(sys.modules, "__main__", main)  # type: ignore[arg-type]  # it has what is asked for
+    monkeypatch.setattr(sys, "argv", ["/site/trial_process.py", "5", "7"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-P", "-m", _TRIAL, "5", "7"])
+
+
+@pytest.mark.usefixtures("in_a_trials_process")
+@pytest.mark.parametrize(
+    ("event", "arguments"),
+    [
+        ("subprocess.Popen", ("python", ["python", "-m", _TRIAL, "5", "7"], None, None)),
+        ("subprocess.Popen", ("python", ["python", "/site/trial_process.py", "5", "7"], None, None)),
+        ("os.exec", ("python", [b"python", b"-m", _TRIAL.encode(), b"5", b"7"], None)),
+        ("os.exec", ("python", ["python", "-P", "-m", _TRIAL, "5", "7"], None)),
+        ("os.posix_spawn", ("python", ("python", "-m", _TRIAL, "5", "7"), {})),
+    ],
+)
+def test_a_second_copy_of_a_trials_process_is_refused_however_it_is_started(
+    event: str, arguments: tuple[object, ...]
+) -> None:
+    with pytest.raises(InvalidInput, match=r"a second copy of the trial's process .*One process trains a trial"):
+        _audit(event, arguments)
+
+
+@pytest.mark.usefixtures("in_a_trials_process")
+@pytest.mark.parametrize(
+    ("event", "arguments"),
+    [
+        ("subprocess.Popen", (None, ["python", "-P", "-m", _TRIAL, "9", "11"], None, None)),  # a search in a trial
+        ("subprocess.Popen", (None, f"python -m {_TRIAL} 5 7", None, None)),
+        ("subprocess.Popen", (None, ["grep", _TRIAL, "5", "7"], None, None)),
+        ("subprocess.Popen", (None, ["python", "-c", "from multiprocessing.spawn import spawn_main"], None, None)),
+        ("os.exec", ("/bin/true", ["true"], None)),
+        ("open", ("python", ["python", "-m", _TRIAL, "5", "7"])),
+    ],
+)
+def test_every_other_program_may_be_started(event: str, arguments: tuple[object, ...]) -> None:
+    _audit(event, arguments)
+
+
+def test_a_program_that_trains_no_trial_may_start_itself_again() -> None:
+    _audit("os.exec", (sys.executable, sys.orig_argv, None))

@@ -1,0 +1,344 @@
+"""The trial's own side, in this process: what it hears unasked is there before it begins."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+
+import prefect_tune as pt
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never, Stopper, as_stopper
+from prefect_tune.core.messages.process_messages import (
+    Broke,
+    FromTrial,
+    Loaded,
+    Saved,
+    Start,
+    StateSaved,
+    StepDone,
+    StopAndSave,
+    ToTrial,
+    TrialEnded,
+    from_trial,
+)
+from prefect_tune.core.metrics import storable
+from prefect_tune.core.models import StepReport
+from prefect_tune.runtime.session import TrialOver
+from prefect_tune.runtime.trainable import save_last_step
+from prefect_tune.runtime.trial_process import train
+from prefect_tune.supervisor.trial_spec import payload
+
+Config = Mapping[str, object]
+Trains = Callable[[Config], Mapping[str, object] | None]
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., Sequence[FromTrial]]:
+    """Train here, with everything that the supervisor says unasked said at once; return what the trial says."""
+    return partial(_trained, tmp_path)
+
+
+def _trained(
+    folder: Path,
+    function: Trains,
+    *said: ToTrial,
+    stopper: Stopper | None = None,
+    curve: tuple[StepReport, ...] = (),
+    cadence: Cadence = Cadence(),  # noqa: B008  it is frozen: nobody changes it for others
+) -> Sequence[FromTrial]:
+    start = Start(
+        experiment="e",
+        trial="t",
+        attempt=1,
+        trainable=payload(function),
+        stopper=payload(stopper or Never()),
+        import_path=(),
+        config={},
+        directory=str(folder),
+        staging=str(folder),
+        temporary=str(folder),
+        restored=None,
+        from_step=curve[-1].step if curve else 0,
+        trained_seconds=0,
+        curve=curve,
+        cadence=cadence,
+        overlap=False,
+    )
+    ours, theirs = socket.socketpair()
+    with closing(Connection(ours.detach())) as near, closing(Connection(theirs.detach())) as far:
+        for message in (start, *said):
+            near.send_bytes(message.model_dump_json().encode())
+        heard: list[FromTrial] = []
+        listening = threading.Thread(target=_hear, args=(near, heard))
+        listening.start()
+        # In a context of its own, as a thread is: the trial of one test is not the next one's.
+        copy_context().run(train, far, whole_process=False)
+        listening.join()
+        return heard
+
+
+def _hear(near: Connection, heard: list[FromTrial]) -> None:
+    """Hear all that the trial says, and acknowledge what it hands over."""
+    while not (heard and isinstance(heard[-1], TrialEnded | Broke)):
+        heard.append(from_trial.validate_json(near.recv_bytes()))
+        if isinstance(heard[-1], StepDone | StateSaved) and heard[-1].checkpoint:
+            near.send_bytes(Saved(step=heard[-1].report.step).model_dump_json().encode())
+
+
+def _save() -> None:
+    directory = pt.get_trial().new_checkpoint_dir()
+    (directory / "weights").write_text("w")
+    pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
+
+
+def _swallows(_config: Config) -> Config | None:
+    try:
+        _save()
+    except BaseException:  # noqa: BLE001  what is tested
+        return {"loss": 2.0}
+    return None
+
+
+def _trains_in_a_thread(_config: Config) -> None:
+    def work() -> None:
+        for _ in range(9):
+            try:
+                _save()
+            except BaseException:  # noqa: BLE001  a thread's own end is seen by nobody
+                return
+
+    thread = threading.Thread(target=copy_context().run, args=(work,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
+def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
+    trained: Callable[..., Sequence[FromTrial]], trains: Trains
+) -> None:
+    loaded, step, ended = trained(trains, StopAndSave())
+    assert isinstance(loaded, Loaded)
+    assert isinstance(step, StepDone)
+    assert ended == TrialEnded(reason="saved, as asked", interrupted=True)
+
+
+@pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
+def test_a_function_that_never_saw_its_criterion_has_met_it(
+    trained: Callable[..., Sequence[FromTrial]], trains: Trains
+) -> None:
+    ended = trained(trains, stopper=MaxSteps(1))[-1]
+    assert isinstance(ended, TrialEnded)
+    assert "step" in ended.reason
+    assert (ended.interrupted, ended.returned) == (False, False)
+
+
+def test_a_trial_that_is_kept_says_what_is_true_now(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    def looks(_config: Config) -> Mapping[str, object]:
+        trial = pt.get_trial()
+        before, asked = trial.step, trial.should_checkpoint  # nothing has been reported yet that would listen
+        pt.report({"loss": 1.0})
+        return {"before": before, "step": trial.step, "asked": asked}
+
+    told = [each.report.metrics for each in trained(looks, StopAndSave()) if isinstance(each, StepDone)]
+    assert told[-1] == {"before": 0, "step": 1, "asked": True}
+
+
+class _Saves(pt.Trainable):
+    """Has a state of nothing much; its third step reports something else."""
+
+    def setup(self, _config: Config) -> None:
+        self.steps = 0
+
+    def step(self) -> Mapping[str, object]:
+        self.steps += 1
+        return {"other": 1.0} if self.steps == 3 else {"loss": 1.0}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "state").write_text("1")
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None: ...
+
+
+def test_a_stopper_is_asked_once_a_step_and_what_it_says_with_a_checkpoint_holds(
+    trained: Callable[..., Sequence[FromTrial]], tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+
+    def says_so_once(_metrics: Config) -> bool:
+        with asked.open("a") as file:
+            file.write("x")
+        return asked.stat().st_size == 2
+
+    said = trained(_Saves, stopper=as_stopper(says_so_once), cadence=Cadence(every_steps=1))
+    steps = [(each.report.step, bool(each.over)) for each in said if isinstance(each, StepDone)]
+    assert steps == [(1, False), (2, True)]
+    assert isinstance(said[-1], TrialEnded)
+    assert asked.read_text() == "xx"
+
+
+def test_a_stopper_that_fails_does_so_once_the_state_is_saved(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    said = trained(_Saves, stopper=as_stopper({"loss": 5}), cadence=Cadence(every_steps=1))
+    assert [each.report.step for each in said if isinstance(each, StepDone) and each.checkpoint] == [1, 2, 3]
+    assert isinstance(said[-1], Broke)
+
+
+def test_nobody_asked_to_stop_who_was_not(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    def looks(_config: Config) -> Mapping[str, object]:
+        return {"asked": pt.get_trial().should_checkpoint}
+
+    (told,) = [each for each in trained(looks) if isinstance(each, StepDone)]
+    assert told.report.metrics == {"asked": False}
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), Cause.MACHINE),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), Cause.MACHINE),
+        (OSError(errno.EIO, "Input/output error"), Cause.MACHINE),
+        (FileNotFoundError(errno.ENOENT, "No such file"), Cause.USER),
+        (MemoryError(), Cause.OUT_OF_MEMORY),
+        (ImportError("no torch"), Cause.IMPORT),
+        (ValueError("shapes differ"), Cause.USER),
+    ],
+)
+def test_what_a_trainable_raises_says_whose_fault_it_is(
+    trained: Callable[..., Sequence[FromTrial]], error: Exception, cause: Cause
+) -> None:
+    def breaks(_config: Config) -> None:
+        raise error
+
+    broke = trained(breaks)[-1]
+    assert isinstance(broke, Broke)
+    assert broke.cause is cause
+
+
+def test_a_trial_whose_last_step_said_done_is_not_trained_again(
+    trained: Callable[..., Sequence[FromTrial]],
+) -> None:
+    def trains(_config: Config) -> None:
+        raise AssertionError("it was done")
+
+    last = StepReport(step=3, metrics={"done": True})
+    assert trained(trains, curve=(last,)) == [TrialEnded(reason="the trainable said it is done")]
+
+
+def _write(directory: str) -> None:
+    (Path(directory) / "weights").write_text("w")
+
+
+def _reports_steps(config: Config) -> None:
+    del config
+    for _ in range(5):
+        pt.report_step({"loss": 1.0}, _write)
+    save_last_step(_write)
+
+
+def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(
+    trained: Callable[..., Sequence[FromTrial]],
+) -> None:
+    said = trained(_reports_steps, cadence=Cadence(every_steps=2))
+    saved = [each.report.step for each in said if isinstance(each, StepDone) and each.checkpoint]
+    states = [each.report.step for each in said if isinstance(each, StateSaved)]
+    assert (saved, states, said[-1]) == ([2, 4], [5], TrialEnded(reason="the trainable returned", returned=True))
+
+
+def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(
+    trained: Callable[..., Sequence[FromTrial]],
+) -> None:
+    *_, last, ended = trained(_reports_steps, stopper=MaxSteps(3))
+    assert isinstance(last, StepDone)
+    assert (last.report.step, last.checkpoint is not None) == (3, True)
+    assert isinstance(ended, TrialEnded)
+
+
+def _goes_on(report: Callable[[], None]) -> Trains:
+    def trains(_config: Config) -> None:
+        for _ in range(3):
+            with suppress(TrialOver):
+                report()
+        save_last_step(_write)
+
+    return trains
+
+
+@pytest.mark.parametrize("report", [lambda: pt.report({"loss": 1.0}), lambda: pt.report_step({"loss": 1.0}, _write)])
+def test_what_is_reported_after_the_end_counts_for_nothing(
+    trained: Callable[..., Sequence[FromTrial]], report: Callable[[], None]
+) -> None:
+    said = trained(_goes_on(report), stopper=MaxSteps(1))
+    assert [type(each) for each in said] == [Loaded, StepDone, TrialEnded]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pt.report({"loss": 1.0}),
+        lambda: pt.report_step({"loss": 1.0}, _write),
+        lambda: save_last_step(_write),
+        lambda: pt.ask("Go on?"),
+        pt.get_checkpoint,
+        pt.get_trial,
+    ],
+)
+def test_who_calls_where_no_trial_runs_is_told_so_by_a_name_that_there_is(call: Callable[[], None]) -> None:
+    with pytest.raises(pt.InvalidInput, match="was called where no trial runs") as refused:
+        call()
+    name = str(refused.value).partition("(")[0]
+    assert callable(resolve_name(re.sub(r"^pt\.", "prefect_tune:", name)))
+
+
+class _Asks(pt.Trainable):
+    def setup(self, config: Config) -> None:
+        del config
+        self.count = 0
+
+    def step(self) -> Mapping[str, object]:
+        self.count += 1
+        return {"count": self.count, **({"should_checkpoint": True} if self.count == 2 else {})}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        _write(checkpoint_dir)
+
+
+def test_a_step_that_asks_for_it_is_saved_whatever_the_cadence(trained: Callable[..., Sequence[FromTrial]]) -> None:
+    never = Cadence(every_steps=1000, every_seconds=None, at_end=False)
+    done = [each for each in trained(_Asks, stopper=MaxSteps(3), cadence=never) if isinstance(each, StepDone)]
+    assert [each.report.step for each in done if each.checkpoint] == [2]
+    assert done[1].report.metrics == {"count": 2}
+
+
+@dataclass
+class _Tensor:
+    """As PyTorch's: its size is a method."""
+
+    values: list[float]
+
+    def numel(self) -> int:
+        return len(self.values)
+
+    def size(self) -> tuple[int, ...]:
+        return (len(self.values),)
+
+    def item(self) -> float:
+        (value,) = self.values
+        return value
+
+
+def test_a_tensor_of_one_number_is_a_metric_and_one_of_two_is_none() -> None:
+    assert storable({"loss": _Tensor([0.5])}, "metrics") == {"loss": 0.5}
+    with pytest.raises(pt.BadMetric, match="found _Tensor"):
+        storable({"loss": _Tensor([0.5, 1.0])}, "metrics")

@@ -1,0 +1,63 @@
+"""What a trial says of a `save_checkpoint` that stores nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.trial_stoppers import Never
+from prefect_tune.runtime.session import TrialSession
+from tests.fakes.nurseries import start_of
+from tests.runtime.test_leaving import Supervisor
+
+
+def session_in(place: Path) -> TrialSession:
+    supervisor: Any = Supervisor(0, None)  # type: ignore[arg-type]  # it never speaks
+    start = start_of("any:Thing", place).model_copy(update={"cadence": Cadence(every_steps=1)})
+    return TrialSession(supervisor, start, Never())
+
+
+def written(directory: str) -> object:
+    return Path(directory, "weights").write_text("1")
+
+
+def both(directory: str) -> object:
+    written(directory)
+    return {"step": 1}
+
+
+@pytest.mark.parametrize("save", [lambda _: {"step": 1}, lambda _: {}, both, lambda _: b"state", lambda _: "elsewhere"])
+def test_a_state_that_is_returned_is_refused_for_nothing_would_be_stored_of_it(
+    tmp_path: Path, save: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InvalidInput, match=r"step 1: save_checkpoint returned a \w+; write files into checkpoint_dir"):
+        session_in(tmp_path).report_step({"loss": 1.0}, save)
+
+
+@pytest.mark.parametrize("save", [lambda _: None, lambda directory: directory, Path])
+def test_a_state_of_no_files_is_stored_and_warned_of_once(tmp_path: Path, save: Callable[[str], Any]) -> None:
+    session = session_in(tmp_path)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            session.report_step({"loss": 1.0}, save)
+    assert ["wrote nothing into checkpoint_dir" in str(each.message) for each in warned] == [True]
+
+
+def test_what_a_save_that_wrote_files_returns_by_the_way_is_nobodys_matter(tmp_path: Path) -> None:
+    save: Any = written
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session_in(tmp_path).report_step({"loss": 1.0}, save)
+
+
+def test_a_path_in_the_place_of_a_checkpoint_is_told_how_to_make_one_of_it(tmp_path: Path) -> None:
+    given: Any = str(tmp_path)
+    with pytest.raises(InvalidInput, match=r"as in pt\.Checkpoint\.from_directory"):
+        session_in(tmp_path).report({"loss": 1.0}, given)

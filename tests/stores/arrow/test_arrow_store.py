@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import pyarrow.fs as arrow
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CommitUnknown,
+    DeadlineExceeded,
+    StoreRefused,
+    StoreUnavailable,
+)
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.arrow.arrow_store import ArrowStore, open_fsspec
+from prefect_tune.stores.create_lock import one_at_a_time
+from prefect_tune.stores.deadline import Deadline
+from tests.fakes.racers import winners
+from tests.fakes.s3_sink import Fault, S3Sink
+from tests.stores.contract import StoreContract
+
+
+class TestArrowStoreOnLocalFiles(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ArrowStore:
+        return ArrowStore(arrow.LocalFileSystem(), str(tmp_path))
+
+
+class TestArrowStoreOnMemory(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ArrowStore:
+        return open_fsspec("memory", f"/{tmp_path.name}")
+
+
+@pytest.fixture
+def sink() -> Iterator[S3Sink]:
+    with S3Sink() as sink:
+        yield sink
+
+
+def _s3(sink: S3Sink) -> arrow.S3FileSystem:
+    return arrow.S3FileSystem(
+        access_key="key",
+        secret_key="secret",
+        endpoint_override=sink.endpoint,
+        region="us-east-1",
+        connect_timeout=1,
+        request_timeout=1,
+        retry_strategy=arrow.AwsStandardS3RetryStrategy(max_attempts=1),
+    )
+
+
+class TestArrowStoreOnS3(StoreContract):
+    @pytest.fixture
+    def store(self, sink: S3Sink) -> ArrowStore:
+        return ArrowStore(_s3(sink), "bucket/root")
+
+    @pytest.mark.deep  # nothing is slower than pyarrow's deletes, which are three requests each
+    def test_a_listing_has_all_of_more_than_a_thousand_entries(self, store: ObjectStore) -> None:
+        super().test_a_listing_has_all_of_more_than_a_thousand_entries(store)
+
+
+def test_it_says_that_its_create_is_not_atomic(tmp_path: Path) -> None:
+    assert not ArrowStore(arrow.LocalFileSystem(), str(tmp_path)).conditional_create
+
+
+def test_of_threads_that_create_the_same_object_one_wins_whatever_store_they_opened(tmp_path: Path) -> None:
+    stores = [ArrowStore(arrow.LocalFileSystem(), str(tmp_path)) for _ in range(2)]
+    assert winners(stores, 100) == [1] * 100
+
+
+def test_who_waits_too_long_for_its_turn_says_so(tmp_path: Path) -> None:
+    store = ArrowStore(arrow.LocalFileSystem(), str(tmp_path), deadline=Deadline.after(timedelta(seconds=0.2)))
+    with (
+        one_at_a_time(f"local {tmp_path}/a", "another create", Deadline.never()),
+        pytest.raises(DeadlineExceeded, match="create of 'a'"),
+    ):
+        store.create("a", b"bytes")
+
+
+def test_a_client_that_reports_success_for_nothing_is_not_believed(sink: S3Sink) -> None:
+    store = ArrowStore(_s3(sink), "bucket")
+    sink.fault = lambda request: Fault.PRETEND if request.method in ("PUT", "POST") else None
+    with pytest.raises(StoreUnavailable, match="the target has no object"):
+        store.put("a", b"bytes")
+
+
+class _HalfWritten:
+    """A file that takes half of what is written and then fails, and that commits on close, as s3fs does."""
+
+    def __init__(self, inner: BinaryIO) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def write(self, data: bytes) -> int:
+        self.inner.write(bytes(data)[: len(data) // 2])
+        raise OSError("the connection was lost")
+
+
+class _HalfWriting(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    protocol = "halfwriting"
+    cachable = False
+    store: ClassVar[dict[str, object]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        opened = super().open(path, mode, **kwargs)
+        return _HalfWritten(opened) if mode == "wb" else opened
+
+
+def test_a_write_that_fails_half_way_leaves_no_object_and_no_hidden_file() -> None:
+    memory = _HalfWriting()
+    store = ArrowStore(arrow.PyFileSystem(arrow.FSSpecHandler(memory)), "/root")
+    store.make_root()
+    with pytest.raises(StoreUnavailable, match="connection was lost"):
+        store.put("a/b", b"0123456789")
+    assert store.size("a/b") is None
+    assert memory.find("/root") == []
+
+
+def test_deleting_a_name_with_wildcards_spares_what_would_match() -> None:
+    store = open_fsspec("memory", "/wildcards")
+    for name in ("a?", "ab", "a*", "axx"):
+        store.put(name, b"")
+    store.delete(["a?", "a*"])
+    assert [listed.path for listed in store.list("")] == ["ab", "axx"]
+
+
+def test_a_missing_root_is_not_an_empty_one(tmp_path: Path) -> None:
+    store = ArrowStore(arrow.LocalFileSystem(), str(tmp_path / "unmounted"))
+    for act in (lambda: store.list(""), lambda: store.size("a"), lambda: store.read("a")):
+        with pytest.raises(StoreUnavailable, match="root"):
+            act()
+    store.make_root()
+    assert store.list("") == []
+
+
+@pytest.mark.parametrize("fault", [Fault.FAIL_500, Fault.FAIL_503, Fault.RESET, Fault.LOSE_REPLY])
+def test_a_server_that_fails_is_unavailable_and_never_empty(sink: S3Sink, fault: Fault) -> None:
+    store = ArrowStore(_s3(sink), "bucket")
+    store.put("a", b"1")
+    sink.fault = lambda _request: fault
+    for act in (
+        lambda: store.put("b", b""),
+        lambda: store.read("a"),
+        lambda: store.size("a"),
+        lambda: store.list(""),
+        lambda: store.delete(["a"]),
+    ):
+        with pytest.raises(StoreUnavailable):
+            act()
+
+
+def test_a_server_that_forbids_refuses(sink: S3Sink) -> None:
+    store = ArrowStore(_s3(sink), "bucket")
+    store.put("a", b"1")
+    sink.fault = lambda _request: Fault.REFUSE_403
+    for act in (
+        lambda: store.create("b", b""),
+        lambda: store.put("b", b""),
+        lambda: store.read("a"),
+        lambda: store.size("a"),
+        lambda: store.list(""),
+        lambda: store.delete(["a"]),
+    ):
+        with pytest.raises(StoreRefused):
+            act()
+
+
+def test_a_create_whose_completion_was_not_answered_is_not_known(sink: S3Sink) -> None:
+    store = ArrowStore(_s3(sink), "bucket")
+    sink.fault = lambda request: Fault.LOSE_REPLY if request.query.startswith("uploadId") else None
+    with pytest.raises((CommitUnknown, AlreadyExists)):
+        store.create("a", b"bytes")
+    sink.fault = lambda _request: None
+    assert bytes(store.read("a")) == b"bytes"
+
+
+def test_a_folder_that_takes_no_files_is_named() -> None:
+    store = ArrowStore(arrow.LocalFileSystem(), "/proc")
+    with pytest.raises((StoreRefused, StoreUnavailable), match="/proc"):
+        store.put("a", b"1")
+
+
+def test_hidden_files_of_the_dead_are_swept_a_day_later(tmp_path: Path) -> None:
+    (tmp_path / ".tmp").mkdir()
+    for name, age_seconds in (("dead", 90_000), ("alive", 3_000)):
+        (tmp_path / ".tmp" / name).write_bytes(b"half")
+        then = (tmp_path / ".tmp" / name).stat().st_mtime - age_seconds
+        os.utime(tmp_path / ".tmp" / name, (then, then))
+    store = ArrowStore(arrow.LocalFileSystem(), str(tmp_path))
+    store.put("a", b"1")
+    assert [listed.path for listed in store.list("")] == ["a"]
+    assert [left.name for left in (tmp_path / ".tmp").iterdir()] == ["alive"]
+
+
+def test_nothing_is_begun_after_the_deadline(tmp_path: Path) -> None:
+    store = ArrowStore(arrow.LocalFileSystem(), str(tmp_path), deadline=Deadline.after(timedelta(milliseconds=-1)))
+    with pytest.raises(DeadlineExceeded):
+        store.put("a", b"1")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scheme", ["nosuchscheme", "hdfsx"])
+def test_a_scheme_that_is_not_known_is_refused(scheme: str) -> None:
+    with pytest.raises(StoreRefused, match=scheme):
+        open_fsspec(scheme, "/")

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.core.errors import (
+    CommitUnknown,
+    DeadlineExceeded,
+    InvalidInput,
+    StoreRefused,
+    StoreUnavailable,
+)
+from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.fakes.racers import winners
+from tests.fakes.slow_stores import HangsInConstructor, MoodyStore
+from tests.stores.contract import StoreContract
+
+SOON = timedelta(seconds=1.5)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IsolatedStore]:
+    """One pool of children for the whole contract: their start is what costs."""
+    root = tmp_path_factory.mktemp("isolated")
+    with IsolatedStore("tests.fakes.slow_stores:MoodyStore", {"root": str(root)}) as store:
+        yield store
+
+
+class TestIsolatedStore(StoreContract):
+    @pytest.fixture
+    def store(self, shared: IsolatedStore) -> Iterator[IsolatedStore]:
+        yield shared
+        shared.delete([listed.path for listed in shared.list("")])
+
+
+def _moody(root: Path, timeout: timedelta = timedelta(seconds=60), children_max: int = 4) -> IsolatedStore:
+    return IsolatedStore(partial(MoodyStore, str(root)), deadline=Deadline.after(timeout), children_max=children_max)
+
+
+def _is_running(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    return False
+
+
+def _ends_within(seconds: float, pid: int) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and _is_running(pid):
+        time.sleep(0.02)
+    return not _is_running(pid)
+
+
+def test_a_hung_write_ends_at_the_deadline_and_its_process_with_it(tmp_path: Path) -> None:
+    with _moody(tmp_path, SOON, children_max=1) as store:
+        child = int(store.read("pid"))
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"put of 'hang'.*1\.5 s"):
+            store.put("hang", b"")
+        assert time.monotonic() - began < SOON.total_seconds() + 1
+        assert not _is_running(child)
+
+
+def test_nothing_goes_on_writing_after_the_deadline(tmp_path: Path) -> None:
+    with _moody(tmp_path, SOON) as store, pytest.raises(DeadlineExceeded):
+        store.put("drip", b"")
+    written = (tmp_path / "dripped").stat().st_size
+    time.sleep(0.3)
+    assert (tmp_path / "dripped").stat().st_size == written > 0
+
+
+def test_a_hung_create_is_not_known(tmp_path: Path) -> None:
+    with _moody(tmp_path, SOON) as store, pytest.raises(CommitUnknown, match="read it back"):
+        store.create("hang", b"")
+
+
+def test_a_constructor_that_hangs_ends_at_the_deadline_and_nothing_is_written() -> None:
+    with (
+        IsolatedStore(HangsInConstructor, deadline=Deadline.after(SOON)) as store,
+        pytest.raises(DeadlineExceeded),
+    ):
+        store.create("a", b"")
+
+
+def test_callers_that_wait_for_a_child_end_at_the_deadline_too(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with _moody(tmp_path, SOON, children_max=2) as store, ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(store.put, f"hang/{number}", b"") for number in range(8)]
+        assert [type(call.exception()) for call in calls] == [DeadlineExceeded] * 8
+    assert time.monotonic() - began < SOON.total_seconds() + 1.5
+
+
+def test_a_child_that_dies_is_unavailable_and_the_next_call_has_a_new_one(tmp_path: Path) -> None:
+    with _moody(tmp_path, children_max=1) as store:
+        first = store.read("pid")
+        with pytest.raises(StoreUnavailable, match="exit code -9"):
+            store.put("die", b"")
+        assert store.read("pid") != first
+
+
+@pytest.mark.parametrize(("name", "survives"), [("die", False), ("then-die", True)])
+def test_a_child_that_dies_in_a_create_leaves_it_unknown(tmp_path: Path, name: str, *, survives: bool) -> None:
+    with _moody(tmp_path) as store:
+        with pytest.raises(CommitUnknown, match="read it back"):
+            store.create(name, b"1")
+        assert (store.size(name) == 1) == survives
+
+
+def test_a_child_killed_between_two_calls_costs_one_call(tmp_path: Path) -> None:
+    with _moody(tmp_path, children_max=1) as store:
+        os.kill(int(store.read("pid")), signal.SIGKILL)
+        with pytest.raises(StoreUnavailable):
+            store.put("a", b"1")
+        store.put("a", b"1")
+        assert store.size("a") == 1
+
+
+def test_a_bug_of_the_store_is_raised_with_its_traceback(tmp_path: Path) -> None:
+    with _moody(tmp_path) as store, pytest.raises(RuntimeError, match="a bug of the store's"):
+        store.put("bug", b"")
+
+
+def test_what_the_store_raises_is_raised_here(tmp_path: Path) -> None:
+    with _moody(tmp_path / "missing") as store, pytest.raises(StoreUnavailable, match="root itself"):
+        store.create("a", b"")
+
+
+def test_a_path_is_refused_before_a_child_is_asked() -> None:
+    with IsolatedStore("no.such.module:Store") as store, pytest.raises(InvalidInput):
+        store.put("../x", b"")
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [("no_such_module:Store", "no_such_module"), ("prefect_tune.stores.posix.posix_store:NoSuch", "NoSuch")],
+)
+def test_a_store_that_cannot_be_made_says_why(factory: str, why: str) -> None:
+    with IsolatedStore(factory) as store, pytest.raises(StoreRefused, match=why):
+        store.size("a")
+
+
+def test_threads_share_the_children_and_work_side_by_side(tmp_path: Path) -> None:
+    with _moody(tmp_path, children_max=4) as store, ThreadPoolExecutor(8) as pool:
+        pids = {bytes(pid) for pid in pool.map(lambda _: store.read("pid"), range(40))}
+        assert 1 <= len(pids) <= 4
+        began = time.monotonic()
+        list(pool.map(lambda _: store.read("sleep"), range(4)))
+        assert time.monotonic() - began < 4 * 0.3
+
+
+def test_closing_leaves_no_process_behind_and_refuses_further_calls(tmp_path: Path) -> None:
+    store = _moody(tmp_path)
+    child = int(store.read("pid"))
+    store.close()
+    assert not _is_running(child)
+    with pytest.raises(StoreUnavailable, match="closed"):
+        store.size("a")
+
+
+def test_closing_ends_an_operation_under_way(tmp_path: Path) -> None:
+    store = _moody(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(store.put, "hang", b"")
+        time.sleep(0.5)
+        store.close()
+        assert isinstance(call.exception(timeout=10), StoreUnavailable)
+
+
+def test_a_child_does_not_import_prefect(tmp_path: Path) -> None:
+    with IsolatedStore("tests.fakes.slow_stores:MoodyStore", {"root": str(tmp_path)}) as store:
+        modules = store.read("modules").decode().splitlines()
+    assert "prefect_tune.stores.posix.posix_store" in modules
+    assert not {"prefect", "pyarrow", "pydantic"} & set(modules)
+
+
+ORPHAN = """
+import sys, threading
+from pathlib import Path
+from threading import Barrier
+from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
+store = IsolatedStore("tests.fakes.slow_stores:MoodyStore", {"root": sys.argv[1]}, children_max=1)
+print(store.read("pid").decode(), flush=True)
+store.put("drip", b"")
+"""
+
+
+def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+    while not (tmp_path / "dripped").exists():
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    assert _ends_within(3, child)
+
+
+def test_an_isolated_file_store_is_a_conditional_one(tmp_path: Path) -> None:
+    with IsolatedStore(partial(PosixStore, tmp_path)) as store:
+        assert store.conditional_create
+
+
+def test_of_two_whose_children_know_nothing_of_each_other_one_creates_an_object(tmp_path: Path) -> None:
+    place = {"scheme": "local", "root": str(tmp_path)}
+    with (
+        IsolatedStore("prefect_tune.stores.arrow.arrow_store:open_fsspec", place) as one,
+        IsolatedStore("prefect_tune.stores.arrow.arrow_store:open_fsspec", place) as other,
+    ):
+        assert not one.conditional_create
+        assert winners([one, other], 50) == [1] * 50

@@ -1,0 +1,158 @@
+"""Whether a folder is this user's own, on real files."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import struct
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.stores.local import folder_ownership
+from prefect_tune.stores.local.folder_ownership import why_not_own
+
+OTHER = 4242
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can give files away")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made = tmp_path / "above" / "root"
+    (made / "e" / "journal").mkdir(parents=True)
+    (made / "e" / "journal" / "1.json").write_text("{}")
+    return made
+
+
+def looked_at(root: Path) -> str:
+    return why_not_own(root, ["e/journal", "e/segments"])
+
+
+def test_a_folder_that_only_its_user_can_write_to_is_their_own(root: Path) -> None:
+    assert not looked_at(root)
+    assert not looked_at(root / ".." / "root")
+
+
+@pytest.mark.parametrize("below", ["..", ".", "e", "e/journal", "e/journal/1.json"])
+@pytest.mark.parametrize("bits", [0o020, 0o002])
+def test_what_others_can_write_is_not(root: Path, below: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_ownership, "_is_private_group", lambda *_: False)
+    place = root / below
+    place.chmod(place.stat().st_mode | bits)
+    assert looked_at(root).startswith(f"{place.resolve()} can be written by others (")
+
+
+def test_above_it_a_sticky_folder_will_do_and_it_itself_must_not_be_one(root: Path) -> None:
+    root.parent.chmod(0o1777)
+    assert not looked_at(root)
+    root.chmod(0o1777)
+    assert f"{root} can be written by others (drwxrwxrwt;" in looked_at(root)
+
+
+@needs_root
+@pytest.mark.parametrize("below", ["..", ".", "e", "e/journal", "e/journal/1.json"])
+def test_what_belongs_to_another_user_is_not(root: Path, below: str) -> None:
+    os.chown(root / below, OTHER, -1)
+    assert f"{(root / below).resolve()} belongs to user {OTHER}" in looked_at(root)
+
+
+def test_links_above_it_are_followed_as_far_as_they_are_ones_own(root: Path) -> None:
+    link = root.parents[1] / "link"
+    link.symlink_to(Path("above", "..", "above"))
+    assert not looked_at(link / "root")
+    root.parent.chmod(0o777)
+    assert f"{root.parent} can be written by others" in looked_at(link / "root")
+
+
+@needs_root
+def test_a_link_of_another_user_is_not_followed(root: Path) -> None:
+    link = root.parents[1] / "link"
+    link.symlink_to(root.parent)
+    os.chown(link, OTHER, -1, follow_symlinks=False)
+    assert f"{link} is a link that belongs to user {OTHER}" in looked_at(link / "root")
+
+
+@pytest.mark.parametrize("linked", ["e", "e/journal", "e/journal/1.json"])
+def test_a_link_below_it_is_not_followed(root: Path, linked: str) -> None:
+    place = root / linked
+    place.rename(elsewhere := root.parent / "elsewhere")
+    place.symlink_to(elsewhere)
+    assert looked_at(root)
+
+
+def test_links_in_a_circle_and_what_is_not_there_are_not_ones_own(root: Path) -> None:
+    (root.parent / "a").symlink_to("b")
+    (root.parent / "b").symlink_to("a")
+    assert "too many links" in looked_at(root.parent / "a")
+    assert "No such file" in looked_at(root.parent / "gone")
+    assert looked_at(root / "e" / "journal" / "1.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_own"),
+    [("fuse.s3fs", False), ("fuse", False), ("cifs", False), ("ext4", True), ("fuse.fuse-overlayfs", True)],
+)
+def test_a_mount_that_makes_up_owners_is_not_ones_own(
+    kind: str, is_own: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = root.stat().st_dev
+    table = root.parent / "mounts"
+    other = f"20 1 8:999 / /mnt rw - {'ext4' if not is_own else 'cifs'} /dev/sdz rw\n"
+    ours = f"21 1 {os.major(device)}:{os.minor(device)} / /a\\040b rw shared:1 master:2 - {kind} bucket rw\n"
+    table.write_text(other + ours)
+    monkeypatch.setattr(folder_ownership, "_MOUNTS", table)
+    assert (looked_at(root) == "") is is_own
+    assert is_own or f"is on a mount of type {kind}, which does not show which other users can write" in looked_at(root)
+    monkeypatch.setattr(folder_ownership, "_MOUNTS", root / "gone")
+    assert not looked_at(root)
+
+
+@pytest.fixture
+def private_group(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Have a group be this user's alone. The administrator, who runs these tests, has none."""
+    monkeypatch.setattr(folder_ownership, "_is_private_group", lambda _, group: group == OTHER)
+    return OTHER
+
+
+def given_to_group(root: Path, group: int) -> None:
+    """As umask 002 leaves it."""
+    for each in (root, root / "e", root / "e" / "journal", root / "e" / "journal" / "1.json"):
+        os.chown(each, -1, group)
+        each.chmod(0o775)
+
+
+@needs_root
+def test_a_group_that_has_the_user_alone_may_write(root: Path, private_group: int) -> None:
+    given_to_group(root, private_group)
+    assert not looked_at(root)
+    (root / "e" / "journal" / "1.json").chmod(0o777)
+    assert "1.json can be written by others" in looked_at(root)
+
+
+@needs_root
+@pytest.mark.parametrize("below", [".", "e", "e/journal/1.json"])
+def test_an_access_list_may_let_others_write_and_counts_as_that(root: Path, below: str, private_group: int) -> None:
+    given_to_group(root, private_group)
+    let_write(root / below, OTHER)
+    assert f"{(root / below).resolve()} can be written by others (" in looked_at(root)
+
+
+def let_write(path: Path, user: int) -> None:
+    """Write an access list as Linux stores it: for the owner, that user, the group, the mask, others."""
+    entries = [(0x01, 7, -1), (0x02, 7, user), (0x04, 5, -1), (0x10, 7, -1), (0x20, 5, -1)]
+    packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", tag, bits, who) for tag, bits, who in entries)
+    try:
+        os.setxattr(path, "system.posix_acl_access", packed)
+    except OSError:
+        pytest.skip("this file system has no access lists")
+
+
+def test_a_group_is_private_that_is_a_users_first_and_has_nobody_else() -> None:
+    user = pwd.getpwnam("www-data")
+    assert folder_ownership._is_private_group(user.pw_uid, user.pw_gid)
+    assert not folder_ownership._is_private_group(0, 0)
+    assert not folder_ownership._is_private_group(user.pw_uid, 0)
+    assert not folder_ownership._is_private_group(pwd.getpwnam("nobody").pw_uid, user.pw_gid)
+    shared = pwd.getpwnam("nobody").pw_gid  # that of `_apt` and others, too
+    assert not folder_ownership._is_private_group(pwd.getpwnam("nobody").pw_uid, shared)
+    assert not folder_ownership._is_private_group(987654, user.pw_gid)

@@ -1,0 +1,95 @@
+"""Scratch directories: new ones, or such as nobody has left anything in; none of them stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.stores.local import scratch
+from prefect_tune.stores.local.scratch import ScratchDirectory
+
+FOLDERS = ("staging", "artifacts")
+
+
+@pytest.fixture(autouse=True)
+def kept() -> Iterator[Path]:
+    """As long as there is one, what was given back is there for the next."""
+    with ScratchDirectory() as directory:
+        yield directory
+
+
+def goes_on_after(act: Callable[[Path], object]) -> bool:
+    """Whether a directory that `act` was done to is the next one as well."""
+    with ScratchDirectory(*FOLDERS) as first:
+        held = os.open(first, os.O_RDONLY)  # as long as it is open, its number is nobody else's
+        act(first)
+    with ScratchDirectory(*FOLDERS) as second:
+        assert sorted(each.name for each in second.iterdir()) == ["artifacts", "staging"]
+        assert not any(any((second / each).iterdir()) for each in FOLDERS)
+        assert not first.exists()
+        same = os.path.samestat(os.fstat(held), second.stat())
+    os.close(held)
+    return same
+
+
+def test_one_that_nothing_was_left_in_goes_on_under_another_name() -> None:
+    assert goes_on_after(lambda _: None)
+
+
+def _link(directory: Path) -> None:
+    (directory / "artifacts").rmdir()
+    (directory / "artifacts").symlink_to(directory / "staging")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda directory: (directory / "more").mkdir(),
+        lambda directory: (directory / "staging" / "file").write_text("left"),
+        lambda directory: (directory / "artifacts" / "folder").mkdir(),
+        lambda directory: (directory / "artifacts").rmdir(),
+        lambda directory: (directory / "artifacts").chmod(0o500),
+        lambda directory: directory.chmod(0o710),
+        _link,
+    ],
+    ids=["a folder", "a file", "a folder in a folder", "no folder", "a lock", "an opening", "a link"],
+)
+def test_one_that_is_not_as_it_was_made_is_removed(act: Callable[[Path], object]) -> None:
+    assert not goes_on_after(act)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away, which takes root")
+def test_one_that_was_given_to_somebody_else_is_removed() -> None:
+    assert not goes_on_after(lambda directory: os.chown(directory / "artifacts", 1234, 1234))
+
+
+def test_two_at_once_are_two() -> None:
+    with ScratchDirectory(*FOLDERS):
+        pass
+    with ScratchDirectory(*FOLDERS) as first, ScratchDirectory(*FOLDERS) as second:
+        assert first != second
+        assert first.stat().st_ino != second.stat().st_ino
+
+
+def test_one_that_was_tidied_away_is_made_again(kept: Path) -> None:
+    with ScratchDirectory(*FOLDERS) as first:
+        pass
+    for spare in kept.parent.glob("*/staging"):
+        shutil.rmtree(spare.parent)
+    with ScratchDirectory(*FOLDERS) as second:
+        assert first != second
+        assert (second / "staging").is_dir()
+
+
+def test_its_path_leaves_room_for_sockets_whatever_the_machine_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has at most 107 bytes, of which multiprocessing takes 32."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "m" * 64)
+    monkeypatch.setattr(scratch, "_home", scratch._Home())
+    with ScratchDirectory("1") as path:
+        assert len(str(path / "1")) - len(tempfile.gettempdir()) <= 48

@@ -1,0 +1,240 @@
+"""Real directories at both ends: what can be saved, what comes back, what is left when something fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.core.checkpoints.chunking import CHUNK_BYTES, Piece
+from prefect_tune.core.checkpoints.commit import commit, reusable
+from prefect_tune.core.checkpoints.manifest import About, Manifest
+from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFilesChanged
+from prefect_tune.core.recovery.restore import restore
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, side_by_side
+from tests.fakes.memory_store import MemoryStore
+
+TRIAL = TrialKey(experiment="e", trial="t")
+ABOUT = About(attempt=1, epoch=1, write_id="w", created_at="now")
+
+
+def tree(root: Path) -> Mapping[str, object]:
+    """Every file with its bytes and mode, every empty directory, by path."""
+    return {
+        path.relative_to(root).as_posix(): (path.read_bytes(), stat.S_IMODE(path.stat().st_mode))
+        if path.is_file()
+        else "directory"
+        for path in root.rglob("*")
+        if path.is_file() or not any(path.iterdir())
+    }
+
+
+def save(store: MemoryStore, directory: Path) -> Manifest:
+    reuse = reusable(store, TRIAL, None, 0)
+    key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
+    with side_by_side() as transfers:
+        return commit(store, key, StagedFiles(directory), ABOUT, reuse=reuse, side_by_side=transfers).manifest
+
+
+def bring(store: MemoryStore, manifest: Manifest, destination: Path) -> None:
+    with side_by_side() as transfers, DirectorySink(manifest, destination) as sink:
+        restore(store, manifest, sink, side_by_side=transfers)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = tmp_path / "source"
+    (root / "deep" / "er").mkdir(parents=True)
+    (root / "none" / "at all").mkdir(parents=True)
+    (root / "weights.bin").write_bytes(os.urandom(2 * CHUNK_BYTES + 12345))
+    (root / "deep" / "er" / "ünïcode name").write_bytes(b"small")
+    (root / "deep" / "empty").touch()
+    (root / "run.sh").write_bytes(b"#!/bin/sh\n")
+    (root / "run.sh").chmod(0o750)
+    (root / "secret").write_bytes(b"x")
+    (root / "secret").chmod(0o600)
+    (root / "linked").symlink_to("weights.bin")
+    return root
+
+
+def test_a_directory_comes_back_byte_for_byte_with_its_modes_and_empty_folders(source: Path, tmp_path: Path) -> None:
+    store = MemoryStore()
+    manifest = save(store, source)
+    bring(store, manifest, tmp_path / "far" / "away")
+
+    assert tree(tmp_path / "far" / "away") == tree(source)
+    assert not (tmp_path / "far" / "away" / "linked").is_symlink()
+    assert manifest.size_bytes == sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty directory"])
+def test_a_checkpoint_without_files_is_an_empty_directory(there: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    if there != "nothing":
+        (tmp_path / "restored").mkdir()
+    store = MemoryStore()
+    bring(store, save(store, tmp_path / "source"), tmp_path / "restored")
+    assert list((tmp_path / "restored").iterdir()) == []
+
+
+def test_a_destination_that_holds_something_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
+    store = MemoryStore()
+    manifest = save(store, source)
+    (tmp_path / "restored").mkdir()
+    (tmp_path / "restored" / "mine").write_bytes(b"keep")
+
+    with pytest.raises(OSError, match="restored"):
+        bring(store, manifest, tmp_path / "restored")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["restored", "source"]
+    assert tree(tmp_path / "restored") == {"mine": (b"keep", 0o644)}
+
+
+def test_a_restore_that_fails_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    store = MemoryStore()
+    manifest = save(store, source)
+    store.delete(sorted(manifest.blob_paths())[:1])
+    with pytest.raises(CheckpointCorrupt):
+        bring(store, manifest, tmp_path / "restored")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_directory_that_cannot_be_furnished_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    manifest = save(MemoryStore(), source)
+    long = manifest.files[0].model_copy(update={"path": "x" * 300})
+    with pytest.raises(OSError, match="too long"):
+        DirectorySink(manifest.model_copy(update={"files": (long,)}), tmp_path / "restored").__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def _a_dangling_link(root: Path) -> None:
+    (root / "bad").symlink_to("nowhere")
+
+
+def _a_linked_directory(root: Path) -> None:
+    (root / "bad").symlink_to("..")
+
+
+def _a_socket(root: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as there:
+        there.bind(os.path.relpath(root / "bad"))
+
+
+def _a_pipe(root: Path) -> None:
+    os.mkfifo(root / "bad")
+
+
+def _bytes_for_a_name(root: Path) -> None:
+    Path(os.fsdecode(os.fsencode(root) + b"/bad\xff")).touch()
+
+
+def _a_backslash(root: Path) -> None:
+    (root / "bad\\name").touch()
+
+
+@pytest.mark.parametrize(
+    "put",
+    [_a_dangling_link, _a_linked_directory, _a_socket, _a_pipe, _bytes_for_a_name, _a_backslash],
+    ids=lambda put: put.__name__.strip("_"),
+)
+def test_what_could_not_be_restored_elsewhere_is_refused_by_name(put: object, tmp_path: Path) -> None:
+    assert callable(put)
+    put(tmp_path)
+    with pytest.raises(InvalidInput, match="bad"):
+        StagedFiles(tmp_path)
+
+
+def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "missing"):
+        with pytest.raises(InvalidInput, match="expected a directory"):
+            StagedFiles(path)
+
+
+@pytest.mark.parametrize("change", ["cut", "removed"])
+def test_files_that_change_while_they_are_read_are_said_to(change: str, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"0123456789")
+    staged = StagedFiles(tmp_path)
+    if change == "cut":
+        os.truncate(tmp_path / "weights", 4)
+    else:
+        (tmp_path / "weights").unlink()
+    with pytest.raises(StagedFilesChanged, match="weights"):
+        staged.read_into(Piece(0, 2, 8), memoryview(bytearray(8)))
+
+
+def test_transfers_run_side_by_side_in_order_and_no_more_than_a_few_at_once() -> None:
+    barrier = threading.Barrier(4)
+    begun = 0
+
+    def transfer(number: int) -> int:
+        nonlocal begun
+        begun += 1
+        if number < 4:
+            barrier.wait(20)  # passes only if four run at once
+        return number
+
+    with side_by_side(4) as transfers:
+        done = iter(transfers(transfer, iter(range(10**9))))
+        assert [next(done) for _ in range(20)] == list(range(20))
+        done.close()  # type: ignore[attr-defined]  # it is a generator
+    assert begun <= 20 + 2 * 4
+
+
+def test_the_first_error_ends_the_rest() -> None:
+    begun: list[int] = []
+
+    def fail(number: int) -> None:
+        begun.append(number)
+        raise ValueError(number)
+
+    with pytest.raises(ValueError, match="0"), side_by_side(2) as transfers:
+        list(transfers(fail, range(1000)))
+    assert len(begun) <= 4
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+def test_fifty_thousand_tiny_files_are_one_blob(tmp_path: Path) -> None:
+    for number in range(50_000):
+        folder = tmp_path / "source" / f"{number // 1000:02}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}").write_bytes(number.to_bytes(8, "big") * 16)
+    store = MemoryStore()
+    manifest = save(store, tmp_path / "source")
+    assert store.operations == {"list": 2, "put": 1, "create": 1}
+    bring(store, manifest, tmp_path / "restored")
+    assert tree(tmp_path / "restored") == tree(tmp_path / "source")
+
+
+@pytest.mark.parametrize("change", ["rewritten", "grown", "added", "removed", "replaced"])
+def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: Path, change: str) -> None:
+    (tmp_path / "weights").write_bytes(b"x" * 100)
+    (tmp_path / "optimizer").write_bytes(b"y" * 100)
+    StagedFiles(tmp_path).require_unchanged()
+    os.utime(tmp_path / "weights", ns=(0, 0))  # as if listed long ago: a clock's tick may be longer than this test
+    staged = StagedFiles(tmp_path)
+    match change:
+        case "rewritten":
+            (tmp_path / "weights").write_bytes(b"z" * 100)
+        case "grown":
+            (tmp_path / "weights").write_bytes(b"x" * 101)
+        case "added":
+            (tmp_path / "more").touch()
+        case "removed":
+            (tmp_path / "optimizer").unlink()
+        case "replaced":
+            (tmp_path / "new").write_bytes(b"x" * 100)
+            os.utime(tmp_path / "new", ns=(0, 0))
+            (tmp_path / "new").replace(tmp_path / "weights")
+    store = MemoryStore()
+    key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
+    with side_by_side() as transfers, pytest.raises(StagedFilesChanged):
+        commit(store, key, staged, ABOUT, reuse=reusable(store, TRIAL, None, 0), side_by_side=transfers)
+    assert not any(path.endswith("manifest.json") for path in store.objects)

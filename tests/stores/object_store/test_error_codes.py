@@ -1,0 +1,352 @@
+"""Every documented error code, as the real client shows the answer of a server that gives it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from obstore.store import AzureStore, GCSStore, S3Store
+from pyarrow import fs
+
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    CommitUnknown,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TuneError,
+)
+from prefect_tune.stores.arrow.arrow_errors import as_arrow_error
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.object_store import obstore_store
+from prefect_tune.stores.object_store.error_codes import CODES, SOURCES, ErrorCode, Meaning
+from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
+from tests.fakes.canned_http import Canned, answering, s3_error
+
+_PASSES = (Meaning.PASSING, Meaning.UNKNOWN)
+
+
+@pytest.fixture(autouse=True)
+def _asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore_store, "_PAUSES_SECONDS", (0.0,))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Canned]:
+    with answering(200) as started:
+        yield started
+
+
+def _s3(url: str, times: Any) -> Any:
+    return S3Store("bucket", endpoint=url, region="us-east-1", access_key_id="k", secret_access_key="s", **times)
+
+
+def _gcs(url: str, times: Any) -> Any:
+    anybody = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    return GCSStore("bucket", service_account_key=json.dumps(anybody), **times)
+
+
+def _azure(url: str, times: Any) -> Any:
+    return AzureStore("bucket", account_name="account", account_key="aGVsbG8=", endpoint=f"{url}/account", **times)
+
+
+_CLIENTS: dict[str, Callable[[str, Any], Any]] = {"gcs": _gcs, "oauth": _gcs, "azure": _azure, "entra": _azure}
+
+
+@contextmanager
+def _store(vendor: str, server: Canned) -> Iterator[ObstoreStore]:
+    def connect(limit: timedelta) -> Any:
+        times = client_times(limit)
+        options = {**times["client_options"], "allow_http": True}
+        client = _CLIENTS.get(vendor.partition("-")[0], _s3)
+        return client(server.url, {"client_options": options, "retry_config": times["retry_config"]})
+
+    store = ObstoreStore(connect, deadline=Deadline.after(timedelta(seconds=60)))
+    server.status, server.body, server.headers = 200, b"", {"etag": '"1"', "x-goog-generation": "1"}
+    store.put("there", b"x")
+    yield store
+    store.close()
+
+
+def _answer(server: Canned, vendor: str, status: int, code: str) -> None:
+    """Have the server refuse as this vendor does: in XML, in JSON of two kinds, in Azure's header as well."""
+    server.status, server.headers = status, {"content-type": "application/xml"}
+    server.body = s3_error(code, "no")
+    if vendor == "gcs-json":
+        error = {"code": status, "message": "no", "errors": [{"domain": "global", "reason": code, "message": "no"}]}
+        server.body = json.dumps({"error": error}).encode()
+    elif vendor in ("oauth", "entra"):
+        server.body = json.dumps({"error": code, "error_description": "no"}).encode()
+    elif vendor.startswith("azure"):
+        server.headers = {"content-type": "application/xml", "x-ms-error-code": code}
+
+
+def _raised(act: Callable[[], object]) -> TuneError:
+    with pytest.raises(TuneError) as raised:
+        act()
+    return raised.value
+
+
+_ANSWERS = [
+    pytest.param(row, vendor, status, id=f"{row.code}-{vendor}-{status}")
+    for row in CODES.values()
+    for vendor in row.vendors
+    for status in row.statuses
+]
+
+
+@pytest.mark.parametrize(("row", "vendor", "status"), _ANSWERS)
+def test_each_documented_code_is_told_as_what_it_means(
+    server: Canned, row: ErrorCode, vendor: str, status: int
+) -> None:
+    with _store(vendor, server) as store:
+        _answer(server, vendor, status, row.code)
+        written, created = _raised(lambda: store.put("a", b"x")), _raised(lambda: store.create("a", b"x"))
+    if row.meaning in _PASSES:
+        assert type(written) is StoreUnavailable
+        maybe_done = row.meaning is Meaning.UNKNOWN or status >= 500
+        assert type(created) is (CommitUnknown if maybe_done else StoreUnavailable)
+    elif row.meaning is Meaning.ABSENT:
+        assert type(written) is ObjectNotFound
+    elif row.meaning is Meaning.PRESENT:
+        assert type(created) is AlreadyExists
+    else:
+        assert type(written) is type(created) is StoreRefused
+        assert row.code in str(written) or status in (301, 307), "the client does not read the body of a redirect"
+    if row.meaning not in (Meaning.ABSENT, Meaning.PRESENT):
+        assert row.advice in str(written)
+
+
+def test_each_row_names_its_sources_and_a_refusal_says_what_to_do() -> None:
+    assert {vendor for row in CODES.values() for vendor in row.vendors} == SOURCES.keys()
+    assert all(url.startswith("https://") for url in SOURCES.values())
+    refused = [row for row in CODES.values() if row.meaning in (Meaning.REFUSED, Meaning.NO_BUCKET)]
+    assert all(row.advice for row in refused)
+
+
+@pytest.mark.parametrize(
+    ("passes", "statuses"),
+    [
+        (False, (400, 401, 403, 405, 501, 505)),
+        (True, (408, 409, 423, 425, 429, 499, 500, 502, 503, 504, 507, 509, 520)),
+    ],
+)
+@pytest.mark.parametrize("body", [b"", b"<html>gateway</html>", s3_error("NobodyKnows", "no")])
+def test_what_no_vendor_documents_is_judged_by_its_status(
+    server: Canned, statuses: Sequence[int], body: bytes, *, passes: bool
+) -> None:
+    with _store("s3", server) as store:
+        for server.status in statuses:
+            server.body = body
+            error = _raised(lambda: store.put("a", b"x"))
+            assert type(error) is (StoreUnavailable if passes else StoreRefused), error
+
+
+# ------------------------------------------------------------------------------------- where the code stands
+
+
+def _deleted(failed: Sequence[tuple[str, str]]) -> bytes:
+    errors = "".join(f"<Error><Key>{key}</Key><Code>{code}</Code><Message>no</Message></Error>" for key, code in failed)
+    return f"<?xml version='1.0'?><DeleteResult><Deleted><Key>a</Key></Deleted>{errors}</DeleteResult>".encode()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("SlowDown", StoreUnavailable), ("InternalError", StoreUnavailable), ("AccessDenied", StoreRefused)],
+)
+def test_a_batch_that_failed_for_one_object_says_why(server: Canned, code: str, kind: type[TuneError]) -> None:
+    with _store("s3", server) as store:
+        server.status, server.body, server.headers = 200, _deleted([("b", code)]), {"content-type": "application/xml"}
+        error = _raised(lambda: store.delete(["a", "b"]))
+    assert type(error) is kind
+    assert CODES[code].advice in str(error)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, StoreUnavailable), (500, StoreUnavailable), (403, StoreRefused)])
+def test_a_batch_of_azure_that_failed_for_one_object_says_why(
+    server: Canned, status: int, kind: type[TuneError]
+) -> None:
+    part = (
+        f"--batch\r\nContent-Type: application/http\r\nContent-ID: 0\r\n\r\nHTTP/1.1 {status} no\r\n\r\n\r\n--batch--"
+    )
+    with _store("azure", server) as store:
+        server.status, server.body = 202, part.encode()
+        server.headers = {"content-type": "multipart/mixed; boundary=batch"}
+        assert type(_raised(lambda: store.delete(["a", "b"]))) is kind
+
+
+def test_a_head_that_is_refused_without_a_reason_is_explained_by_a_listing(server: Canned) -> None:
+    with _store("s3", server) as store:
+        _answer(server, "s3", 400, "ExpiredToken")
+        error = _raised(lambda: store.size("a"))
+        assert type(error) is StoreRefused
+        assert "have expired" in str(error)
+        _answer(server, "s3", 400, "RequestTimeout")
+        assert type(_raised(lambda: store.size("a"))) is StoreUnavailable
+
+
+def test_what_passes_is_asked_again_by_the_store_itself(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore_store, "_PAUSES_SECONDS", (0.0, 0.01, 0.01))
+    with _store("s3", server) as store:
+        _answer(server, "s3", 400, "RequestTimeout")
+        before = len(server.asked)
+        error = _raised(lambda: store.put("a", b"x"))
+    assert len(server.asked) - before == 3
+    assert "3 times" in str(error)
+    assert "proxies" in str(error)
+
+
+def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: Canned) -> None:
+    with _store("s3", server) as store:
+        body = _deleted([("b", "NoSuchKey")]).replace(b"<Deleted><Key>a</Key></Deleted>", b"")
+        server.status, server.body, server.headers = 200, body, {"content-type": "application/xml"}
+        store.delete(["b"])
+
+
+# ----------------------------------------------------------------------------- what the vendors' documents say
+
+_CORRECTED = [
+    ("gcs", 400, "CrcMismatch", StoreUnavailable),  # what was sent was altered on the way
+    ("minio", 400, "XAmzContentChecksumMismatch", StoreUnavailable),
+    ("s3", 400, "ResponseInterrupted", StoreUnavailable),  # what was sent was cut on the way
+    ("minio", 403, "RequestNotReadyYet", StoreRefused),  # of no vendor's document: as every 403
+    ("sdk", 400, "LimitExceededException", StoreRefused),  # of services that no store asks
+    ("azure-blob", 409, "SnapshotsPresent", StoreRefused),  # a person has to change something
+    ("azure-blob", 409, "BlobOperationNotSupported", StoreRefused),
+    ("azure-blob", 409, "BlobUsesCustomerSpecifiedEncryption", StoreRefused),
+    ("azure", 409, "ResourceTypeMismatch", StoreRefused),
+]
+
+
+@pytest.mark.parametrize(("vendor", "status", "code", "kind"), _CORRECTED)
+def test_a_code_passes_only_where_its_document_says_so(
+    server: Canned, vendor: str, status: int, code: str, kind: type[TuneError]
+) -> None:
+    with _store(vendor, server) as store:
+        _answer(server, vendor, status, code)
+        assert type(_raised(lambda: store.put("a", b"x"))) is kind
+
+
+def test_a_blob_that_azure_itself_is_using_is_not_taken_for_one_that_is_there(server: Canned) -> None:
+    with _store("azure-blob", server) as store:
+        _answer(server, "azure-blob", 409, "SystemInUse")
+        assert type(_raised(lambda: store.create("a", b"x"))) is StoreUnavailable
+
+
+@pytest.mark.parametrize(
+    ("vendor", "status", "code", "advice"),
+    [
+        ("gcs", 400, "CloudKmsDisabledKey", "encryption key"),
+        ("azure", 403, "KeyVaultEncryptionKeyNotFound", "encryption key"),
+        ("azure-blob", 403, "UnauthorizedBlobOverwrite", "lack the permission"),
+        ("minio", 400, "MaxVersionsExceeded", "old versions"),
+        ("minio", 400, "XMinioInsecureClientRequest", "https://"),
+        ("s3", 400, "IncorrectEndpoint", "another region"),
+        ("s3", 403, "NotSignedUp", "billing"),
+    ],
+)
+def test_a_refusal_says_what_its_document_says_to_do(
+    server: Canned, vendor: str, status: int, code: str, advice: str
+) -> None:
+    with _store(vendor, server) as store:
+        _answer(server, vendor, status, code)
+        assert advice in str(_raised(lambda: store.put("a", b"x")))
+
+
+# -------------------------------------------------------------------------- as pyarrow and fsspec tell of them
+
+_TEXTS = (
+    "AWS Error UNKNOWN (HTTP status {status}) during HeadObject: Unable to parse ExceptionName: {code} Message: no",
+    "An error occurred ({code}) when calling the PutObject operation: no",
+    "no\nRequestId:1\nTime:2\nErrorCode:{code}",
+    "Cannot get properties: Azure Error: [{code}] no",
+    "google::cloud::Status(PERMISSION_DENIED: no error_info={{reason={code}, domain=global, metadata={{}}}})",
+)
+
+
+@pytest.mark.parametrize("text", _TEXTS, ids=["pyarrow-s3", "botocore", "azure-core", "pyarrow-azure", "pyarrow-gcs"])
+def test_each_code_means_the_same_in_the_text_of_another_client(text: str) -> None:
+    for row in CODES.values():
+        if "_" in row.code or row.meaning in (Meaning.ABSENT, Meaning.PRESENT):
+            continue
+        said = as_arrow_error(Exception(text.format(code=row.code, status=(row.statuses or (0,))[0])), "write")
+        assert type(said) is (StoreUnavailable if row.meaning in _PASSES else StoreRefused), row
+        assert row.advice in str(said)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (503, "SlowDown", StoreUnavailable),
+        (400, "IncompleteBody", StoreUnavailable),
+        (400, "KMS.DisabledException", StoreRefused),
+        (403, "RequestTimeTooSkewed", StoreRefused),
+        (404, "NoSuchBucket", StoreRefused),
+    ],
+)
+def test_pyarrow_itself_writes_the_code_where_it_is_looked_for(
+    server: Canned, status: int, code: str, kind: type[TuneError]
+) -> None:
+    _answer(server, "s3", status, code)
+    client = fs.S3FileSystem(
+        access_key="k",
+        secret_key="s",
+        region="us-east-1",
+        endpoint_override=server.url,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
+    )
+    with pytest.raises(OSError, match="AWS Error") as raised:
+        client.open_output_stream("bucket/runs/AccessDenied/SlowDown.ckpt")
+    said = as_arrow_error(raised.value, "write")
+    assert type(said) is kind
+    assert CODES[code].advice in str(said)
+
+
+def test_pyarrow_itself_writes_the_reason_that_google_gives(server: Canned) -> None:
+    _answer(server, "gcs-json", 403, "retentionPolicyNotMet")
+    client = fs.GcsFileSystem(
+        anonymous=True,
+        scheme="http",
+        endpoint_override=server.url.removeprefix("http://"),
+        retry_time_limit=timedelta(seconds=1),
+    )
+    with pytest.raises(OSError, match="google::cloud::Status") as raised:
+        client.get_file_info("bucket/a")
+    assert CODES["RetentionPolicyNotMet"].advice in str(as_arrow_error(raised.value, "look"))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("cannot write 'runs/AccessDenied/InvalidRequest'", StoreUnavailable),
+        ("runs/SlowDown: Access Denied. (HTTP status 403)", StoreRefused),
+        ("ACCESS_DENIED is the name of a trial", StoreUnavailable),
+        ("Forbidden: https://storage/b/o\nno permission", StoreRefused),
+    ],
+)
+def test_a_word_that_is_a_code_means_nothing_elsewhere_in_a_text(text: str, kind: type[TuneError]) -> None:
+    assert type(as_arrow_error(OSError(text), "write")) is kind
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "kind"),
+    [
+        ("IncompleteBody", errno.EINVAL, StoreUnavailable),
+        ("BadDigest", errno.EINVAL, StoreUnavailable),
+        ("TokenRefreshRequired", errno.EINVAL, StoreRefused),
+        ("MethodNotAllowed", errno.EPERM, StoreRefused),
+        ("SlowDown", errno.EBUSY, StoreUnavailable),
+    ],
+)
+def test_the_code_behind_an_error_number_of_s3fs_decides(code: str, number: int, kind: type[TuneError]) -> None:
+    translated = OSError(number, "said by the server")
+    translated.__cause__ = ClientError({"Error": {"Code": code, "Message": "said by the server"}}, "PutObject")
+    said = as_arrow_error(translated, "write")
+    assert type(said) is kind
+    assert CODES[code].advice in str(said)

@@ -1,0 +1,186 @@
+"""Every system call of a file store, every way to die, and what the disk makes of it when the power goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreUnavailable
+from prefect_tune.stores.posix.posix_store import PosixStore
+from tests.fakes.dying_store import Crash, Way
+from tests.fakes.memory_posix import DyingCalls, MemoryPosix, posix_store
+from tests.stores.contract import StoreContract
+
+NEW = b"the new bytes, whole"
+Act = Callable[[PosixStore], None]
+LOSSES: list[int | str | None] = ["only the process dies", None, *range(12)]
+
+
+class TestPosixStoreOnAMemoryDisk(StoreContract):
+    @pytest.fixture
+    def store(self) -> PosixStore:
+        return posix_store(MemoryPosix())
+
+
+def _create(store: PosixStore) -> None:
+    store.create("a/b/object", NEW)
+
+
+def _put(store: PosixStore) -> None:
+    store.put("a/b/object", NEW)
+
+
+def _heal(store: PosixStore) -> None:
+    store.put("spoilt/object", NEW)
+
+
+def _delete(store: PosixStore) -> None:
+    store.delete(["old/object", "old/other"])
+
+
+def _furnished() -> MemoryPosix:
+    disk = MemoryPosix()
+    store = posix_store(disk)
+    store.put("old/object", b"old")
+    store.put("old/other", b"old")
+    store.put("spoilt/object", b"short")
+    disk.lose_power()
+    return disk
+
+
+def _points(act: Act) -> Iterator[tuple[int, Way]]:
+    """Every call that the act makes on the disk, and every way for it to fail."""
+    calls = DyingCalls(_furnished(), nth=0)
+    act(posix_store(calls))
+    for nth in range(1, calls.total + 1):
+        for way in Way:
+            yield nth, way
+
+
+def _disks_after(act: Act) -> Iterator[tuple[str, MemoryPosix, bool]]:
+    """Run `act` into every failure and every loss: a label, the disk, and whether it was acknowledged."""
+    for nth, way in _points(act):
+        for loss in LOSSES:
+            disk = _furnished()
+            calls = DyingCalls(disk, nth, way)
+            acknowledged = False
+            with suppress(Crash, StoreUnavailable, CommitUnknown):
+                act(posix_store(calls))
+                acknowledged = True
+            disk.die_with_process()
+            if not isinstance(loss, str):
+                disk.lose_power(loss)
+            yield f"{calls.failed_at} #{nth}, {way.name}, {loss}", disk, acknowledged
+
+
+def _found(disk: MemoryPosix, path: str) -> bytes | None:
+    try:
+        return posix_store(disk).read(path)
+    except ObjectNotFound:
+        return None
+
+
+@pytest.mark.parametrize("act", [_create, _put])
+def test_a_write_that_fails_anywhere_leaves_the_whole_object_or_none(act: Act) -> None:
+    points = 0
+    for label, disk, acknowledged in _disks_after(act):
+        points += 1
+        found = _found(disk, "a/b/object")
+        assert found in (None, NEW), label
+        assert found == NEW or not acknowledged, label
+        assert _found(disk, "old/object") == b"old", label
+    print(f"{act.__name__}: {points} points")
+    assert points > 300
+
+
+@pytest.mark.parametrize("act", [_create, _put])
+def test_what_was_once_read_survives_the_next_power_cut(act: Act) -> None:
+    for label, disk, _ in _disks_after(act):
+        found = _found(disk, "a/b/object")
+        size = posix_store(disk).size("a/b/object")
+        disk.lose_power()
+        assert _found(disk, "a/b/object") == found, label
+        assert posix_store(disk).size("a/b/object") == size, label
+
+
+@pytest.mark.parametrize("act", [_create, _put])
+def test_what_a_second_write_found_survives_the_next_power_cut(act: Act) -> None:
+    for label, disk, _ in _disks_after(act):
+        with suppress(AlreadyExists):
+            act(posix_store(disk))
+        disk.lose_power()
+        assert _found(disk, "a/b/object") == NEW, label
+
+
+def test_healing_that_fails_anywhere_leaves_the_old_bytes_or_the_new_ones() -> None:
+    for label, disk, acknowledged in _disks_after(_heal):
+        found = _found(disk, "spoilt/object")
+        assert found in (b"short", NEW), label
+        assert found == NEW or not acknowledged, label
+        _heal(posix_store(disk))
+        disk.lose_power()
+        assert _found(disk, "spoilt/object") == NEW, label
+
+
+def test_a_delete_that_fails_anywhere_can_be_repeated_and_then_holds() -> None:
+    for label, disk, acknowledged in _disks_after(_delete):
+        left = {_found(disk, "old/object"), _found(disk, "old/other")}
+        assert left <= ({None} if acknowledged else {None, b"old"}), label
+        _delete(posix_store(disk))
+        disk.lose_power()
+        assert (_found(disk, "old/object"), _found(disk, "old/other")) == (None, None), label
+
+
+@pytest.mark.parametrize("act", [_create, _put, _heal])
+def test_hidden_files_of_the_dead_are_swept_by_a_later_writer(act: Act) -> None:
+    for label, disk, _ in _disks_after(act):
+        disk.clock_ns += 3600 * 10**9
+        posix_store(disk).put("later", b"1")
+        hidden = [path for path in disk.tree() if path.startswith(".tmp/")]
+        assert hidden == [], label
+
+
+def test_sweeping_a_published_object_that_is_not_safe_yet_makes_it_safe() -> None:
+    disk = MemoryPosix()
+    with pytest.raises(Crash):
+        _create(posix_store(DyingCalls(disk, _nth(_create, "link"), Way.CRASH_AFTER)))
+    disk.die_with_process()
+    disk.clock_ns += 3600 * 10**9
+    posix_store(disk).put("later", b"1")
+    disk.lose_power()
+    assert _found(disk, "a/b/object") == NEW
+
+
+def _nth(act: Act, call: str) -> int:
+    for nth, _ in _points(act):
+        calls = DyingCalls(MemoryPosix(), nth, Way.CRASH_BEFORE)
+        with suppress(Crash):
+            act(posix_store(calls))
+        if calls.failed_at == call:
+            return nth
+    raise LookupError(call)
+
+
+def test_a_link_whose_reply_was_lost_is_recognized_as_done() -> None:
+    disk = MemoryPosix()
+    _create(posix_store(DyingCalls(disk, _nth(_create, "link"), Way.REPLY_LOST)))
+    disk.lose_power()
+    assert _found(disk, "a/b/object") == NEW
+
+
+def test_a_folder_that_cannot_be_synced_leaves_the_outcome_unknown() -> None:
+    folder_syncs = DyingCalls(MemoryPosix(), nth=0)
+    _create(posix_store(folder_syncs))
+    last_sync = folder_syncs.total - 1  # the hidden name is removed after it
+    disk = MemoryPosix()
+    with pytest.raises(CommitUnknown, match="cannot be synced"):
+        _create(posix_store(DyingCalls(disk, last_sync, Way.UNAVAILABLE)))
+
+
+def test_a_disk_that_does_not_sync_is_found_out_by_these_tests() -> None:
+    disk = MemoryPosix(fsync_works=False)
+    _create(posix_store(disk))
+    disk.lose_power()
+    assert _found(disk, "a/b/object") is None

@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.core.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidInput,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+)
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from prefect_tune.stores.posix.syscalls import OsCalls
+from prefect_tune.stores.posix.temp_file_cleanup import Sweeps
+from tests.stores.contract import StoreContract
+
+NOT_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own, which takes root")
+
+
+class TestPosixStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> PosixStore:
+        make_root(tmp_path / "new" / "root")
+        return PosixStore(tmp_path / "new" / "root")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PosixStore:
+    return PosixStore(tmp_path)
+
+
+def _acts(store: ObjectStore, path: str) -> dict[str, Callable[[], object]]:
+    return {
+        "create": lambda: store.create(path, b"1"),
+        "put": lambda: store.put(path, b"1"),
+        "read": lambda: store.read(path),
+        "size": lambda: store.size(path),
+        "list": lambda: store.list(path),
+        "delete": lambda: store.delete([path]),
+    }
+
+
+# ----------------------------------------------------------------------------------------- what is not there
+
+
+@pytest.mark.parametrize("act", ["create", "put", "read", "size", "list", "delete"])
+def test_a_missing_root_is_not_an_empty_one(tmp_path: Path, act: str) -> None:
+    store = PosixStore(tmp_path / "unmounted")
+    with pytest.raises(StoreUnavailable, match="the root itself does not exist"):
+        _acts(store, "a")[act]()
+    assert not (tmp_path / "unmounted").exists()
+
+
+def test_a_root_that_is_replaced_under_an_open_store_is_noticed(tmp_path: Path) -> None:
+    make_root(tmp_path / "root")
+    store = PosixStore(tmp_path / "root")
+    store.put("a", b"1")
+    (tmp_path / "root").rename(tmp_path / "moved away")
+    make_root(tmp_path / "root")
+    with pytest.raises(StoreUnavailable, match="another directory than before"):
+        store.list("")
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreRefused):
+        PosixStore(tmp_path / "file").list("")
+    with pytest.raises(StoreRefused):
+        make_root(tmp_path / "file")
+
+
+def test_an_object_is_no_folder_and_a_folder_no_object(store: PosixStore) -> None:
+    store.put("object", b"1")
+    store.put("folder/object", b"1")
+    assert store.size("object/below") is None
+    assert store.list("object") == []
+    with pytest.raises(ObjectNotFound):
+        store.read("folder")
+    with pytest.raises(StoreRefused, match="folder should"):
+        store.put("object/below", b"1")
+    for write in (store.create, store.put):
+        with pytest.raises((StoreRefused, AlreadyExists)):
+            write("folder", b"1")
+    assert store.size("folder/object") == 1
+
+
+def test_the_hidden_folder_cannot_be_addressed(store: PosixStore) -> None:
+    with pytest.raises(InvalidInput, match="not published"):
+        store.put(".tmp/a", b"")
+
+
+# -------------------------------------------------------------------------------------------- escaping links
+
+
+@pytest.fixture
+def outside(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder beside the root, which links of all kinds below the root lead to."""
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "secret").write_bytes(b"secret")
+    (tmp_path / "folder").symlink_to(outside)
+    (tmp_path / "object").symlink_to(outside / "secret")
+    (tmp_path / "dangling").symlink_to(outside / "new")
+    return outside
+
+
+@pytest.mark.parametrize("path", ["folder/secret", "folder/new", "folder/deep/new", "object", "dangling"])
+@pytest.mark.parametrize("act", ["create", "put", "read", "size"])
+def test_a_symbolic_link_leads_nowhere(store: PosixStore, outside: Path, act: str, path: str) -> None:
+    with pytest.raises((StoreRefused, AlreadyExists)):
+        _acts(store, path)[act]()
+    assert [found.name for found in outside.iterdir()] == ["secret"]
+    assert (outside / "secret").read_bytes() == b"secret"
+
+
+def test_links_are_not_listed_and_not_deleted_through(store: PosixStore, outside: Path) -> None:
+    store.put("real", b"1")
+    assert [listed.path for listed in store.list("")] == ["real"]
+    with pytest.raises(StoreRefused):
+        store.list("folder")
+    with pytest.raises(StoreRefused):
+        store.delete(["folder/secret"])
+    assert (outside / "secret").exists()
+
+
+def test_a_hidden_folder_that_is_a_link_is_refused(store: PosixStore, tmp_path: Path, outside: Path) -> None:
+    (tmp_path / ".tmp").symlink_to(outside)
+    with pytest.raises(StoreRefused):
+        store.put("a", b"1")
+    assert [found.name for found in outside.iterdir()] == ["secret"]
+
+
+def test_a_pipe_under_an_objects_name_is_refused_at_once(store: PosixStore, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StoreRefused, match="expected a plain file"):
+        store.read("pipe")
+    assert store.list("") == []
+
+
+# --------------------------------------------------------------------------------------------- what it leaves
+
+
+def test_nothing_but_the_object_is_left(store: PosixStore, tmp_path: Path) -> None:
+    store.create("a/b", b"1")
+    store.put("a/c", b"1")
+    with pytest.raises(AlreadyExists):
+        store.create("a/b", b"2")
+    assert list((tmp_path / ".tmp").iterdir()) == []
+    assert (tmp_path / "a" / "b").stat().st_nlink == 1
+
+
+def test_empty_folders_go_with_their_last_object(store: PosixStore, tmp_path: Path) -> None:
+    store.put("a/b/c", b"")
+    store.put("a/d", b"")
+    store.delete(["a/b/c"])
+    assert not (tmp_path / "a" / "b").exists()
+    store.delete(["a/d"])
+    assert sorted(found.name for found in tmp_path.iterdir()) == [".tmp"]
+
+
+def test_creating_and_pruning_the_same_folder_at_once_loses_nothing(store: PosixStore) -> None:
+    until = time.monotonic() + 1.0
+    counts = [0, 0]
+
+    def create_and_delete(worker: int) -> None:
+        while time.monotonic() < until:
+            store.create(f"deep/er/folder/{worker}", b"1")
+            assert store.size(f"deep/er/folder/{worker}") == 1
+            store.delete([f"deep/er/folder/{worker}"])
+            counts[worker] += 1
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(create_and_delete, range(2)))
+    assert min(counts) > 10
+    assert store.list("") == []
+
+
+class _PrunedOnce(OsCalls):
+    """Another process prunes the folder between its making and the link."""
+
+    def __init__(self, other: PosixStore) -> None:
+        self.other = other
+        self.pruned = 0
+
+    def link(self, name: str, folder: int, new_name: str, new_folder: int) -> None:
+        if not self.pruned:
+            self.pruned += 1
+            self.other.delete(["a/b/never-there"])
+        super().link(name, folder, new_name, new_folder)
+
+
+@pytest.mark.parametrize("method", ["create", "put"])
+def test_a_folder_that_is_pruned_before_the_link_is_made_again(tmp_path: Path, method: str) -> None:
+    calls = _PrunedOnce(PosixStore(tmp_path))
+    store = PosixStore(tmp_path, calls=calls)
+    _acts(store, "a/b/object")[method]()
+    assert calls.pruned == 1
+    assert store.read("a/b/object") == b"1"
+
+
+def test_a_dead_writers_file_is_swept_and_a_living_ones_and_a_fresh_one_stay(tmp_path: Path) -> None:
+    hidden = tmp_path / ".tmp"
+    hidden.mkdir()
+    for name in ("dead", "alive", "fresh"):
+        (hidden / name).write_bytes(b"half")
+    calls = OsCalls()
+    folder = calls.open_root(str(hidden))
+    living = calls.open_file("alive", folder)
+    assert calls.try_lock(living)
+    for name in ("dead", "alive"):
+        an_hour_ago = time.time() - 3600
+        os.utime(hidden / name, (an_hour_ago, an_hour_ago))
+    PosixStore(tmp_path).put("a", b"1")
+    assert sorted(found.name for found in hidden.iterdir()) == ["alive", "fresh"]
+    calls.close(living)
+    calls.close(folder)
+
+
+def test_stores_that_are_opened_one_after_the_other_look_for_the_dead_once(tmp_path: Path) -> None:
+    class Counts(OsCalls):
+        looked = 0
+
+        def names(self, folder: int) -> list[str]:
+            self.looked += 1
+            return super().names(folder)
+
+    calls, sweeps = Counts(), Sweeps()
+    for number in range(3):
+        PosixStore(tmp_path, calls=calls, sweeps=sweeps).create(f"object-{number}", b"1")
+    assert calls.looked == 1
+    other = tmp_path / "other"
+    other.mkdir()
+    PosixStore(other, calls=calls, sweeps=sweeps).create("object", b"1")
+    assert calls.looked == 2
+
+
+class _SlowWrite(OsCalls):
+    """Waits in the middle of a write, with the hidden file half full."""
+
+    def __init__(self) -> None:
+        self.writing = threading.Event()
+        self.go_on = threading.Event()
+
+    def write(self, file: int, data: memoryview) -> int:
+        written = super().write(file, data[: max(1, len(data) // 2)])
+        self.writing.set()
+        self.go_on.wait(10)
+        return written
+
+
+def test_a_slow_writer_is_not_swept_however_long_it_takes(tmp_path: Path) -> None:
+    calls = _SlowWrite()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(PosixStore(tmp_path, calls=calls).put, "slow", b"12345678")
+        assert calls.writing.wait(10)
+        (file,) = (tmp_path / ".tmp").iterdir()
+        os.utime(file, (0, time.time() - 3600))
+        PosixStore(tmp_path).put("other", b"1")
+        calls.go_on.set()
+        slow.result(10)
+    assert PosixStore(tmp_path).read("slow") == b"12345678"
+
+
+def test_a_writer_whose_hidden_file_is_taken_away_publishes_nothing(tmp_path: Path) -> None:
+    calls = _SlowWrite()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(PosixStore(tmp_path, calls=calls).create, "slow", b"12345678")
+        assert calls.writing.wait(10)
+        for file in (tmp_path / ".tmp").iterdir():
+            file.unlink()
+        calls.go_on.set()
+        assert isinstance(slow.exception(10), StoreUnavailable)
+    assert PosixStore(tmp_path).size("slow") is None
+
+
+class _DrippingDisk(OsCalls):
+    def write(self, file: int, data: memoryview) -> int:
+        time.sleep(0.05)
+        return super().write(file, data[:1])
+
+
+def test_nothing_is_begun_or_published_after_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineExceeded):
+        PosixStore(tmp_path, deadline=Deadline.after(timedelta(0))).put("a", b"1")
+    assert list(tmp_path.iterdir()) == []
+
+    slow = PosixStore(tmp_path, deadline=Deadline.after(timedelta(seconds=0.2)), calls=_DrippingDisk())
+    with pytest.raises(DeadlineExceeded):
+        slow.create("a", b"x" * 1000)
+    assert list((tmp_path / ".tmp").iterdir()) == []
+    assert PosixStore(tmp_path).size("a") is None
+
+
+# --------------------------------------------------------------------------------------------- real refusals
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 64 KiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", where], check=True)
+    yield where
+    subprocess.run(["umount", "-l", where], check=True)
+
+
+@NOT_ROOT
+def test_a_disk_that_fills_up_says_so_loses_nothing_and_goes_on_once_there_is_room(small_disk: Path) -> None:
+    store = PosixStore(small_disk)
+    kept: list[str] = []
+
+    def fill() -> None:
+        for number in range(100):
+            store.create(f"objects/{number}", bytes(6000))
+            kept.append(f"objects/{number}")
+
+    with pytest.raises(StoreUnavailable, match=rf"{small_disk}.*disk is full"):
+        fill()
+    assert 5 <= len(kept) <= 10
+    assert sorted(listed.path for listed in store.list("")) == sorted(kept)
+    assert all(store.read(path) == bytes(6000) for path in kept)
+    assert list((small_disk / ".tmp").iterdir()) == []
+
+    store.delete(kept[:1])
+    store.create("objects/again", bytes(6000))
+    assert store.size("objects/again") == 6000
+
+
+@NOT_ROOT
+def test_a_read_only_file_system_refuses(small_disk: Path) -> None:
+    store = PosixStore(small_disk)
+    store.put("a", b"1")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for act in ("create", "put", "delete"):
+        with pytest.raises(StoreRefused, match="read-only"):
+            _acts(PosixStore(small_disk), "b" if act != "delete" else "a")[act]()
+    assert store.read("a") == b"1"
+
+
+@NOT_ROOT
+def test_another_file_system_below_the_root_is_refused_for_writing(small_disk: Path) -> None:
+    store = PosixStore(small_disk.parent)
+    for act in ("create", "put"):
+        with pytest.raises(StoreRefused, match="another file system"):
+            _acts(store, "small/a")[act]()
+    assert list((small_disk.parent / ".tmp").iterdir()) == []
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from prefect_tune.core.errors import StoreRefused
+from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+os.setgid(65534); os.setuid(65534)
+store = PosixStore(Path(sys.argv[1]))
+acts = [
+    lambda: store.create("new", b""), lambda: store.put("closed/new", b""), lambda: store.read("closed/object"),
+    lambda: store.size("closed/object"), lambda: store.list(""), lambda: store.delete(["closed/object"]),
+    lambda: store.read("unreadable"), lambda: make_root(Path(sys.argv[1], "made")),
+]
+for act in acts:
+    try:
+        act()
+    except StoreRefused as error:
+        assert "permission" in str(error), error
+    else:
+        raise SystemExit("not refused")
+print("all refused")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
+def test_what_the_user_may_not_do_is_refused_and_never_taken_for_absence(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    make_root(root)
+    store = PosixStore(root)
+    store.put("closed/object", b"1")
+    store.put("unreadable", b"1")
+    (root / "unreadable").chmod(0)
+    (root / "closed").chmod(0)
+    for folder in (root, *tmp_path.parents, tmp_path):
+        if folder.stat().st_uid == 0 and str(folder).startswith("/tmp/"):
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o055)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, str(root)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout.strip() == "all refused", done.stderr

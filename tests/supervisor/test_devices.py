@@ -1,0 +1,59 @@
+"""Which GPUs there are, by what CUDA and its driver say, without loading either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.supervisor.devices import gpus_in, machine_here
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("4, 7", ("4", "7")),
+        ("GPU-8932f937,MIG-3f2", ("GPU-8932f937", "MIG-3f2")),
+        ("", ()),
+        ("-1", ()),
+        ("0,-1,1", ("0",)),
+    ],
+)
+def test_what_this_process_may_see_is_all_there_is(visible: str, gpus: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "0000:01:00.0").mkdir()
+    assert gpus_in({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == gpus
+
+
+def test_the_driver_has_a_folder_for_each(tmp_path: Path) -> None:
+    for address in ("0000:01:00.0", "0000:41:00.0"):
+        (tmp_path / address).mkdir()
+    assert gpus_in({}, tmp_path) == ("0", "1")
+
+
+def test_where_its_folder_is_missing_the_drivers_program_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA A100 (UUID: GPU-1)'\necho '  MIG 1g (UUID: x)'\necho 'GPU 1: B'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpus_in({}, tmp_path / "nothing") == ("0", "1")
+
+
+def test_a_program_that_fails_has_found_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpus_in({}, tmp_path / "nothing") == ()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert gpus_in({}, tmp_path / "nothing") == ()
+
+
+def test_a_machine_has_the_processors_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    found = machine_here()
+    assert found.cpu_count >= 1
+    assert found.gpus == ("2",)

@@ -1,0 +1,101 @@
+"""Whatever ends the flow's main thread ends the trial first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import copy_context
+from datetime import timedelta
+
+import pytest
+
+from prefect_tune import retry_policy
+from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.retry_policy import may_pass, retrying, retrying_refusals
+from prefect_tune.supervisor import graceful_shutdown
+from prefect_tune.supervisor.graceful_shutdown import interruptible
+
+
+class FlowTimedOut(TimeoutError):
+    """Prefect's is an Exception too, raised by a signal handler in the middle of whatever is waited for."""
+
+
+def _times_out(number: int, _frame: object) -> None:
+    raise FlowTimedOut(number)
+
+
+@pytest.fixture(autouse=True)
+def timeout_by_signal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(graceful_shutdown, "get_run_logger", logging.getLogger)
+    before = signal.signal(signal.SIGUSR1, _times_out)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1])
+def test_a_flow_that_times_out_has_its_trial_save_and_end_first(seconds: float) -> None:
+    ended = threading.Event()
+
+    def work(stop: threading.Event) -> str:
+        time.sleep(seconds)  # none: the thread may not even have been begun yet
+        os.kill(os.getpid(), signal.SIGUSR1)
+        if stop.wait(20):
+            ended.set()
+        return "saved"
+
+    with pytest.raises(FlowTimedOut):
+        interruptible(work, grace=timedelta(seconds=20))
+    assert ended.is_set()
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_is_not_missed() -> None:
+    stopped = []
+
+    def work(stop: threading.Event) -> None:
+        time.sleep(0.1)  # the main thread sleeps by now
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # taken by this thread: nothing wakes the other
+        stopped.append(stop.wait(20))
+
+    with pytest.raises(FlowTimedOut):
+        interruptible(work, grace=timedelta(seconds=20))
+    assert stopped == [True]
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("503"), StoreRefused("expired")], ids=repr)
+def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_policy, "_PAUSES_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr(graceful_shutdown, "_LAST_WORDS", timedelta(seconds=0.1))
+    ended, found = threading.Event(), []
+
+    def refuse() -> None:
+        raise error
+
+    def trains() -> None:
+        try:
+            retrying(refuse)
+        except type(error):
+            found.append(may_pass(error))
+        ended.set()
+
+    def work(stop: threading.Event) -> None:
+        with retrying_refusals():
+            threading.Thread(target=copy_context().run, args=(trains,), daemon=True).start()
+            found.append(may_pass(error))
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stop.wait(20)
+            ended.wait(20)
+
+    with pytest.raises(FlowTimedOut):
+        interruptible(work, grace=timedelta(0))
+    assert ended.wait(10), "a thread of a task runner would keep the process from its end"
+    assert found == [True, False]
+
+
+def test_what_is_not_interrupted_returns_what_it_returns() -> None:
+    assert interruptible(lambda stop: stop.is_set(), grace=timedelta(0)) is False

@@ -1,0 +1,34 @@
+"""The processes of trials close what they open: Python says of each what is left open (`ResourceWarning`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+
+from prefect_tune.supervisor.fork_client import Child, Forks
+
+_LOUD = {"PYTHONWARNINGS": "always::ResourceWarning", "PYTHONUNBUFFERED": "1"}
+
+
+def _served(forks: Forks) -> None:
+    child = forks.fork().child()
+    assert isinstance(child, Child)
+    child.dismiss()
+    assert child.end(timedelta(seconds=60)) == 0
+
+
+def test_a_nursery_its_nannies_and_their_trials_leave_no_socket_open(capfd: pytest.CaptureFixture[str]) -> None:
+    forks = Forks.start({**os.environ, **_LOUD})
+    _served(forks)
+    _served(forks)  # by the nanny of the first, if she is still free
+    time.sleep(0.3)  # a nanny stays for 0.2 s
+    _served(forks)
+    last = forks.fork().child()
+    assert last is not None
+    forks.end()
+    last.dismiss()
+    assert last.end(timedelta(seconds=60)) == 0
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,74 @@
+"""What a trainable writes to its channel by mistake ends the attempt as its own error, in a message of bounded size."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.messages.process_messages import Broke
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.tasks.attempt_supervisor import Failed, Outcome, supervise
+from tests.fakes.nurseries import Hearing, family, heard, log_to, start_of
+from tests.tasks.test_attempt_supervisor import FakeLedger, line
+from tests.trainables import reporters
+
+LOG = log_to(Hearing())
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with family(), Nursery(slots=1) as made:
+        yield made
+
+
+def outcome_of(nursery: Nursery, folder: Path, trainable: object, **config: object) -> Outcome:
+    plan = TrialPlan(
+        target=LocalTarget(path=str(folder)),
+        trial=TrialKey(experiment="e", trial="t"),
+        trainable="",
+        stopper="",
+        needs_curve=False,
+        silence=timedelta(minutes=10),
+    )
+    ledger: Any = FakeLedger()
+    with nursery.process(start_of(trainable, folder, config), LOG) as channel:
+        return supervise(channel, ledger, plan, line())
+
+
+@pytest.mark.parametrize(
+    ("stray", "said"),
+    [
+        (b"a line of text\n", "expected a length of at most 67108864 bytes, found 1629514857"),
+        (struct.pack("!i", 1000) + b"\0" * 8, "expected a JSON object; found"),
+        (struct.pack("!i", 16) + b'{"type":"other"}', "expected a message of this prefect-tune: "),
+    ],
+)
+def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable(
+    nursery: Nursery, tmp_path: Path, stray: bytes, said: str
+) -> None:
+    outcome = outcome_of(nursery, tmp_path, reporters.talks_out_of_turn, bytes=stray.hex())
+    assert isinstance(outcome, Failed)
+    assert outcome.cause is Cause.USER
+    assert outcome.message.startswith("the channel of the trial's process: ")
+    assert said in outcome.message
+    assert "look for code that writes to a file descriptor" in outcome.message
+    assert "pydantic" not in outcome.message
+
+
+def test_an_error_that_shows_a_whole_array_is_cut_in_its_middle(nursery: Nursery, tmp_path: Path) -> None:
+    with nursery.process(start_of(reporters.shows_everything, tmp_path), LOG) as channel:
+        *_, ended = heard(channel)
+    assert isinstance(ended, Broke)
+    assert ended.message.startswith(r"ValueError: the file \udcff in [0, 0, 0,")
+    assert ended.message.endswith("0, 0] is not good")
+    assert "characters left out" in ended.message
+    assert len(ended.message) + len(ended.traceback) < 300_000

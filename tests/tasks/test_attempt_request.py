@@ -1,0 +1,320 @@
+"""Orders that are carried out again, late, or for somebody who owns the experiment no more."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.errors import StoreUnavailable, Superseded
+from prefect_tune.core.events.experiment_events import (
+    Adopted,
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Cloned,
+    Committed,
+    Event,
+    Finished,
+    Opened,
+    Owner,
+    Paused,
+    Quarantined,
+    Reported,
+    Requeued,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal.journal import history, load
+from prefect_tune.core.models import StepReport, Value
+from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.schedulers.base import Exploit
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.supervisor.search_link import Line
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.tasks.attempt_supervisor import Done, Yielded
+from prefect_tune.tasks.checkpoints import clone_checkpoint, save_checkpoint
+from prefect_tune.tasks.experiment_state import Opening, experiment_id, open_journal, write_directly
+from prefect_tune.tasks.run_trial import AttemptResult
+
+module = importlib.import_module("prefect_tune.tasks.run_trial")
+experiment_state = importlib.import_module("prefect_tune.tasks.experiment_state")
+transient = importlib.import_module("prefect_tune.retry_policy")
+
+TRIAL, SOURCE = "00000", "00001"
+EXPLOIT = Exploit(source=SOURCE, config={"x": 2}, reason="better")
+_MINUTE = timedelta(minutes=1)
+
+
+class Desk:
+    """A trial with a journal of its own, and who is given orders for it."""
+
+    def __init__(self, target: LocalTarget) -> None:
+        self.target = target
+        self.plan = TrialPlan(
+            target=target,
+            trial=TrialKey(experiment="e", trial=TRIAL),
+            trainable="",
+            stopper="",
+            needs_curve=False,
+            apart=True,
+        )
+        stop = threading.Event()
+        self.line = cast("Line", SimpleNamespace(stop=stop, wrote=lambda _events, _state: None))
+
+    def given(self, orders: Orders) -> Book:
+        """Carry orders out up to where the attempt begins."""
+        book: Book = module._own_book(self.plan, orders, self.line)
+        return book
+
+    def begun(self, orders: Orders) -> Book:
+        book = self.given(orders)
+        trial = book.experiment.trial(TRIAL)
+        if trial.status is not Status.RUNNING:
+            newest = trial.checkpoints[-1] if trial.checkpoints else None
+            step, sequence = (newest.step, newest.sequence) if newest else (0, None)
+            book.write([Started(trial=TRIAL, attempt=trial.attempt + 1, from_step=step, from_sequence=sequence)])
+        return book
+
+    def run(self, orders: Orders) -> AttemptResult:
+        result: AttemptResult = module._attempt(self.plan, orders, self.line, logging.getLogger("tests"))
+        return result
+
+    def saves(self, book: Book, *steps: int) -> None:
+        for step in steps:
+            self._save(book, self.plan.trial, step)
+
+    def source(self) -> None:
+        """Another trial, with one checkpoint at step 2."""
+        began: list[Event] = [
+            Adopted(),
+            TrialAdded(trial=SOURCE, config={}),
+            Started(trial=SOURCE, attempt=1, from_step=0),
+        ]
+        opening = Opening(Owner(name="it", host="h", pid=1), new_stamp(), lambda _: began)
+        state = open_journal(self.target, JournalKey(experiment="e", trial=SOURCE), opening)
+        book = Book(self.target, state, write_directly, lambda _events, _state: None)
+        self._save(book, TrialKey(experiment="e", trial=SOURCE), 2)
+
+    def _save(self, book: Book, trial: TrialKey, step: int) -> None:
+        directory = Path(self.target.path).parent / f"{trial.trial}-{step}-{book.experiment.number}"
+        directory.mkdir()
+        (directory / "weights").write_text(str(step))
+        key = CheckpointKey(trial=trial, step=step, sequence=book.experiment.number)
+        stamp = new_stamp()
+        about = About(attempt=1, epoch=1, write_id=stamp.write_id, created_at=stamp.at)
+        save_checkpoint.fn(self.target, key, directory, about)
+        report = StepReport(step=step, metrics={})
+        ref = CheckpointRef(step=step, sequence=key.sequence)
+        book.write([Reported(trial=trial.trial, report=report), Committed(trial=trial.trial, checkpoint=ref)])
+
+    def state(self) -> Experiment:
+        with self.target.open(timeout=_MINUTE) as store:
+            return load(store, self.plan.journal, side_by_side=map)
+
+    def trial(self) -> Trial:
+        return self.state().trial(TRIAL)
+
+    def count(self, kind: type[Value]) -> int:
+        with self.target.open(timeout=_MINUTE) as store:
+            entries = history(store, self.plan.journal, side_by_side=map)
+        return sum(isinstance(event, kind) for entry in entries for event in entry.events)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.setattr(module, "clone_checkpoint", clone_checkpoint.fn)
+    monkeypatch.setattr(module, "unseen", lambda argument: argument)
+    with disable_run_logger():
+        yield Desk(LocalTarget(path=str(tmp_path / "target")))
+
+
+def orders(attempt: int, *, search_epoch: int = 1, exploit: Exploit | None = None) -> Orders:
+    return Orders(config={"x": 1}, attempt=attempt, search_epoch=search_epoch, exploit=exploit)
+
+
+# ------------------------------------------------------------------------------------- the same ones once more
+
+
+def test_an_exploit_is_not_carried_out_again_by_a_second_run_of_the_orders_for_it(desk: Desk) -> None:
+    """The machine that ran them died without a word, and whatever ran them runs them again."""
+    desk.source()
+    told = orders(1, exploit=EXPLOIT)
+    desk.saves(desk.begun(told), 3, 4, 5)
+    again = desk.begun(told)
+    assert again.experiment.trial(TRIAL).step == 5
+    assert again.experiment.trial(TRIAL).attempt == 2
+    assert desk.count(Cloned) == 1
+
+
+def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before_its_attempt_began(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: object) -> None:
+        raise StoreUnavailable("for longer than the retries last")
+
+    desk.source()
+    desk.given(orders(1, exploit=None)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
+    told = orders(2, exploit=EXPLOIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_exploit", dies)
+        with pytest.raises(StoreUnavailable):
+            desk.given(told)
+    assert desk.begun(told).experiment.trial(TRIAL).step == 2
+    assert desk.count(Cloned) == 1
+
+
+def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(desk: Desk) -> None:
+    book = desk.begun(orders(1))
+    desk.saves(book, 1, 2)
+    book.write([AttemptEnded(trial=TRIAL, cause=Cause.USER, message="x")])
+    bad = Quarantined(trial=TRIAL, sequence=book.experiment.trial(TRIAL).checkpoints[-1].sequence, reason="kills")
+    told = replace(orders(2), puts_aside=(bad,))
+    desk.saves(desk.begun(told), 3)
+    desk.begun(told)
+    assert desk.count(Quarantined) == 1
+    assert desk.trial().step == 3
+
+
+def test_a_trial_that_has_finished_is_not_trained_again_by_a_second_run_of_its_orders(desk: Desk) -> None:
+    told = orders(1)
+    book = desk.begun(told)
+    desk.saves(book, 1)
+    book.write([Finished(trial=TRIAL, reason="enough", returned=True)])
+    assert desk.run(told).outcome == Done("enough", returned=True)
+    assert (desk.trial().status, desk.trial().attempt) == (Status.FINISHED, 1)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["finished", "running"])
+def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is_written(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    adopt, tries = experiment_state.adopt, iter([StoreUnavailable("a moment")])
+
+    def breaks_off(*arguments: object, **more: object) -> Sequence[Event]:
+        for error in tries:
+            raise error
+        adopted: Sequence[Event] = adopt(*arguments, **more)
+        return adopted
+
+    told = orders(1)
+    book = desk.begun(told)
+    desk.saves(book, 1)
+    if ends:
+        book.write([Finished(trial=TRIAL, reason="enough", returned=True)])
+    heard: dict[int, Sequence[Event]] = {}
+
+    def hear(events: Sequence[Event], state: Experiment) -> None:
+        heard[state.number] = tuple(events)
+
+    desk.line = cast("Line", SimpleNamespace(stop=desk.line.stop, wrote=hear))
+    monkeypatch.setattr(experiment_state, "adopt", breaks_off)
+    monkeypatch.setattr(transient.time, "sleep", lambda _seconds: None)
+    assert isinstance(desk.given(told), AttemptResult if ends else Book)
+    assert desk.count(Requeued) == 0
+    with desk.target.open(timeout=_MINUTE) as store:
+        written = {each.number: each.events for each in history(store, desk.plan.journal, side_by_side=map)}
+    assert heard == {number: written[number] for number in heard}
+
+
+def test_a_trial_that_has_paused_stays_so_in_a_second_run_of_its_orders(desk: Desk) -> None:
+    told = orders(1)
+    book = desk.begun(told)
+    desk.saves(book, 1)
+    book.write([Paused(trial=TRIAL, reason="rung")])
+    assert desk.run(told).outcome == Yielded("rung")
+    assert desk.trial().status is Status.PAUSED
+    assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
+
+
+def test_a_trial_that_has_finished_goes_on_where_it_is_ordered_to(desk: Desk) -> None:
+    book = desk.begun(orders(1))
+    desk.saves(book, 1)
+    book.write([Finished(trial=TRIAL, reason="enough")])
+    assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
+
+
+# ---------------------------------------------------------------------------------------- those that are too late
+
+
+@pytest.mark.parametrize(
+    "late", [orders(1), orders(3, search_epoch=1)], ids=["of an older attempt", "of an older owner"]
+)
+def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that_runs(desk: Desk, late: Orders) -> None:
+    """Somebody presses Retry on the run of an attempt that failed long ago; or its search was taken over."""
+    desk.begun(orders(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
+    runs = desk.begun(orders(2, search_epoch=2))
+    before = desk.count(Opened)
+    with pytest.raises(Superseded, match="orders"):
+        desk.given(late)
+    desk.saves(runs, 1)
+    assert desk.count(Opened) == before
+
+
+def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(desk: Desk) -> None:
+    desk.begun(orders(1))
+    assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
+    assert desk.begun(orders(3, search_epoch=5)).experiment.trial(TRIAL).attempt == 3
+
+
+# ------------------------------------------------------------------------- of an experiment that was deleted
+
+
+def searched(target: LocalTarget) -> str:
+    """Begin the experiment; return its id."""
+    open_journal(target, JournalKey(experiment="e"), Opening(Owner(name="it", host="h", pid=1), new_stamp()))
+    found = experiment_id(target, "e")
+    assert found
+    return found
+
+
+def test_orders_of_an_experiment_that_was_deleted_begin_nothing(desk: Desk) -> None:
+    late = replace(orders(1), experiment_id=searched(desk.target))
+    with desk.target.open(timeout=_MINUTE) as store:
+        remove(store, "e", Owner(name="it", host="h", pid=1), new_stamp(), side_by_side=map)
+        with pytest.raises(Superseded, match="is not there any more"):
+            desk.given(late)
+        assert list(store.list("")) == []
+
+
+def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_trials_to_the_new_one(
+    desk: Desk,
+) -> None:
+    late = replace(orders(1, search_epoch=3), config={"x": 0}, experiment_id=searched(desk.target))
+    with desk.target.open(timeout=_MINUTE) as store:
+        remove(store, "e", Owner(name="it", host="h", pid=1), new_stamp(), side_by_side=map)
+    now = replace(orders(1), experiment_id=searched(desk.target))
+    with pytest.raises(Superseded, match="is another one now"):
+        desk.given(late)
+    assert desk.begun(now).experiment.trial(TRIAL).config == {"x": 1}
+
+
+# ---------------------------------------------------------------------------------------------- a training alone
+
+
+def test_a_training_that_has_finished_is_told_of_by_a_retry_of_its_task(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[Event] = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]
+    began.append(Finished(trial=TRIAL, reason="enough"))
+    opening = Opening(Owner(name="it", host="h", pid=1), new_stamp(), lambda _: began)
+    state = open_journal(desk.target, JournalKey(experiment="e"), opening)
+    monkeypatch.setattr(module, "write_entry", write_directly)
+    result = desk.run(Orders(epoch=state.epoch))
+    assert result.outcome == Done("enough", returned=False)
+    assert result.experiment == state

@@ -1,0 +1,277 @@
+"""How an attempt's end is read: whose doing it was, who was waited for, and what the clock may say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
+from prefect_tune.core.events.experiment_events import Cause
+from prefect_tune.core.messages.process_messages import (
+    Asked,
+    FromTrial,
+    GoOn,
+    Leave,
+    Loaded,
+    Saved,
+    StepDone,
+    StopAndSave,
+    ToTrial,
+    TrialEnded,
+)
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.search_link import DirectLine
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.tasks import attempt_supervisor
+from prefect_tune.tasks.attempt_supervisor import Done, Failed, Outcome, supervise
+from prefect_tune.tasks.commit_worker import HandedOver
+
+LOADED = Loaded(pid=1, code="")
+KILLED = "ended by SIGKILL"
+
+
+@dataclass
+class FakeChannel:
+    """A trial that says `says`, with a pause after each, and then is silent, or gone where `became` says how."""
+
+    says: Sequence[FromTrial | float]
+    became: str = ""
+    told: list[ToTrial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._left = list(self.says)
+
+    def receive(self, patience: timedelta) -> FromTrial | None:
+        if self._left:
+            said = self._left.pop(0)
+            if not isinstance(said, float):
+                return said
+            time.sleep(said)
+            return None
+        if self.became:
+            raise EOFError
+        time.sleep(min(0.01, patience.total_seconds()))
+        return None
+
+    def tell(self, message: ToTrial) -> None:
+        self.told.append(message)
+
+    def end(self) -> str:
+        return self.became
+
+
+@dataclass
+class FakeLedger:
+    """Saves nothing until it is told to: `uploads` holds what is under way."""
+
+    error: BaseException | None = None
+    code: str = ""
+    asks_at: int | None = None
+    noted: list[tuple[int, bool]] = field(default_factory=list)
+    """The steps, and whether each was noted as one that asks."""
+    flushes: int = 0
+    uploads: list[Callable[[], None]] = field(default_factory=list)
+
+    def note(self, report: StepReport) -> None:
+        self.noted.append((report.step, report.step == self.asks_at))
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+        self.uploads.append(lambda: committed(handed_over.report.step))
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> TrialPlan:
+    return TrialPlan(
+        target=LocalTarget(path=str(tmp_path)),
+        trial=TrialKey(experiment="e", trial="t"),
+        trainable="",
+        stopper="",
+        needs_curve=False,
+        grace=timedelta(seconds=0.3),
+        silence=timedelta(seconds=0.3),
+    )
+
+
+def step(number: int, *, saves: bool = False) -> StepDone:
+    report = StepReport(step=number, metrics={})
+    return StepDone(report=report, checkpoint="/tmp/none" if saves else None, handed_over=saves)
+
+
+def line() -> DirectLine:
+    return DirectLine("t", lambda _: None, Nursery(slots=1))
+
+
+def outcome_of(
+    plan: TrialPlan, says: Sequence[FromTrial | float], became: str = "", ledger: FakeLedger | None = None
+) -> Outcome:
+    return supervise(FakeChannel(says, became), ledger or FakeLedger(), plan, line())
+
+
+# ----------------------------------------------------------------------------------------- whose doing it was
+
+
+@pytest.mark.parametrize(
+    ("became", "cause", "at_start"),
+    [
+        (KILLED, Cause.MACHINE, False),
+        ("ended by SIGTERM", Cause.MACHINE, False),
+        ("ended by SIGSEGV", Cause.USER, True),
+        ("ended by SIGABRT; last output:\nterminate called", Cause.USER, True),
+        ("exited with code 0", Cause.USER, True),
+        (f"{KILLED}; last output:\nworker 7 exited with code 1, maybe by SIGSEGV", Cause.MACHINE, False),
+        ("exited with code 1; last output:\nmy worker was ended by SIGKILL", Cause.USER, True),
+    ],
+)
+def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the_trainable_caused_it(
+    plan: TrialPlan, became: str, cause: Cause, at_start: bool
+) -> None:
+    found = outcome_of(plan, [LOADED], became)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (cause, at_start)
+
+
+def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(plan: TrialPlan) -> None:
+    for says in ([], [LOADED, step(1)]):
+        found = outcome_of(plan, says, "ended by SIGSEGV")
+        assert isinstance(found, Failed)
+        assert (found.cause, found.at_start) == (Cause.USER, False)
+
+
+def test_silence_speaks_against_no_checkpoint(plan: TrialPlan) -> None:
+    found = outcome_of(plan, [LOADED])
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (Cause.MACHINE, False)
+    assert "taken for hung" in found.message
+
+
+@pytest.mark.parametrize(
+    ("seconds_before", "cause"),
+    [(0.4, Cause.MACHINE), (0.0, Cause.OUT_OF_MEMORY)],
+)
+def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
+    plan: TrialPlan, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
+) -> None:
+    monkeypatch.setattr(attempt_supervisor, "_KILLS_PERIOD", timedelta(seconds=0.1))
+    kills = [5]
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if self._left == [] or self._left[0] == seconds_before:
+                kills[0] = 6
+            return super().receive(patience)
+
+    monkeypatch.setattr(attempt_supervisor, "_out_of_memory_kills", lambda: kills[0])
+    says = [LOADED, step(1), *([seconds_before, 0.0] if seconds_before else [])]
+    patient = replace(plan, silence=None)
+    found = supervise(Channel(says, KILLED), FakeLedger(), patient, line())
+    assert isinstance(found, Failed)
+    assert found.cause is cause
+
+
+@pytest.mark.parametrize("error", [InvalidInput("a link to nothing"), StagedFilesChanged("it grew")])
+def test_what_is_wrong_with_the_directory_handed_over_is_the_trials_failure(
+    plan: TrialPlan, error: BaseException
+) -> None:
+    found = outcome_of(plan, [LOADED, step(1, saves=True)], ledger=FakeLedger(error=error))
+    assert isinstance(found, Failed)
+    assert found.cause is Cause.USER
+    assert str(error) in found.message
+
+
+def test_a_target_that_fails_is_the_machines_failure(plan: TrialPlan) -> None:
+    ledger = FakeLedger(error=StoreRefused("AccessDenied"))
+    found = outcome_of(plan, [LOADED, step(1, saves=True)], ledger=ledger)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (Cause.MACHINE, False)
+    assert "AccessDenied" in found.message
+
+
+@pytest.mark.parametrize("reads_journal", [True, False])
+def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is_read(
+    plan: TrialPlan, *, reads_journal: bool
+) -> None:
+    ledger, read = FakeLedger(), line()
+    read.reads_journal = reads_journal
+    asking = StepDone(report=StepReport(step=2, metrics={}), asks=True)
+    says = [LOADED, step(1), asking, step(3), TrialEnded(reason="done")]
+    assert supervise(FakeChannel(says), ledger, plan, read) == Done("done", returned=False)
+    assert ledger.noted == [(1, False), (2, reads_journal), (3, False)]
+    assert ledger.flushes == reads_journal
+
+
+# ------------------------------------------------------------------------------------- silence, and the grace
+
+
+def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(plan: TrialPlan) -> None:
+    assert outcome_of(plan, [0.6, 0.0, LOADED, TrialEnded(reason="done")]) == Done("done", returned=False)
+
+
+def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(plan: TrialPlan) -> None:
+    ledger = FakeLedger()
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if self._left == [0.0]:  # all this time it was in `pt.report`
+                ledger.uploads.pop()()
+            return super().receive(patience)
+
+    channel = Channel([LOADED, step(1, saves=True), 0.4, 0.0])
+    began = time.monotonic()
+    found = supervise(channel, ledger, plan, line())
+    assert time.monotonic() - began >= 0.4 + 0.3
+    assert channel.told == [Saved(step=1)]
+    assert isinstance(found, Failed)
+    assert "taken for hung" in found.message
+
+
+def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: TrialPlan) -> None:
+    told = line()
+
+    class Channel(FakeChannel):
+        def receive(self, patience: timedelta) -> FromTrial | None:
+            if not self._left:
+                told.answer(Leave(reason="enough", save=True, for_good=True))
+            return super().receive(patience)
+
+        def tell(self, message: ToTrial) -> None:
+            super().tell(message)
+            assert len(self.told) < 100, "it is waited for, for ever"
+
+    found = supervise(Channel([LOADED, step(1)]), FakeLedger(), plan, told)
+    assert isinstance(found, Failed)
+    assert "taken for hung" in found.message
+
+
+def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialPlan) -> None:
+    asking = DirectLine("t", lambda _: asking.answer(GoOn(milestone=None)), Nursery(slots=1))
+    says = [Asked(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
+    channel = FakeChannel(says)
+    assert supervise(channel, FakeLedger(), plan, asking) == Done("done", returned=False)
+    assert channel.told == [GoOn(milestone=None)]
+
+
+@pytest.mark.parametrize(
+    ("saves", "said"), [(True, "its checkpoint was still being uploaded"), (False, "it reported no checkpoint")]
+)
+def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing(
+    plan: TrialPlan, saves: bool, said: str
+) -> None:
+    asked = line()
+    asked.stop.set()
+    channel = FakeChannel([LOADED, step(1, saves=saves)])
+    found = supervise(channel, FakeLedger(), plan, asked)
+    assert isinstance(found, Failed)
+    assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
+    assert found.message.endswith(said)
+    assert channel.told == [StopAndSave()]

@@ -1,0 +1,464 @@
+"""What becomes of what a trial says when the target refuses, is away, or is given what cannot be saved."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from logging import getLogger
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
+from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, TuneError
+from prefect_tune.core.events.experiment_events import (
+    Adopted,
+    AttemptEnded,
+    Cause,
+    Committed,
+    Event,
+    Finished,
+    Owner,
+    Reported,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Entry, Experiment
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.journal.journal import append, history, load, take_over
+from prefect_tune.core.models import Stamp, StepReport
+from prefect_tune.core.operations.quarantine import put_aside
+from prefect_tune.core.operations.scrub import read_one
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.tasks import commit_worker as module
+from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.commit_worker import HandedOver, Ledger
+from prefect_tune.tasks.experiment_state import sync_experiment_state
+
+TRIAL = TrialKey(experiment="e", trial="trial")
+
+
+@dataclass
+class Weather:
+    """What is wrong with the target now: asked before every write, with the path that it goes to."""
+
+    wrong: Callable[[str], TuneError | None] = lambda _path: None
+    after: Callable[[str], TuneError | None] = lambda _path: None
+    """Likewise, once it is written."""
+    hidden: Sequence[str] = ()
+    """What cannot be read."""
+
+    @staticmethod
+    def raise_if(error: TuneError | None) -> None:
+        if error is not None:
+            raise error
+
+
+WEATHER = Weather()
+
+
+class _Store(PosixStore):
+    def create(self, path: str, data: Buffer) -> None:
+        WEATHER.raise_if(WEATHER.wrong(path))
+        super().create(path, data)
+        WEATHER.raise_if(WEATHER.after(path))
+
+    def put(self, path: str, data: Buffer) -> None:
+        WEATHER.raise_if(WEATHER.wrong(path))
+        super().put(path, data)
+
+    def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        WEATHER.raise_if(StoreUnavailable("503") if path in WEATHER.hidden else None)
+        return super().read(path, offset=offset, length=length)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            WEATHER.raise_if(WEATHER.wrong(f"delete {path}"))
+        super().delete(paths)
+
+
+class WeatheredTarget(LocalTarget):
+    """A folder that has its moods."""
+
+    _block_type_slug = "weathered-target"
+
+    @contextmanager
+    def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
+        assert timeout
+        make_root(Path(self.path))
+        yield _Store(Path(self.path))
+
+
+@dataclass
+class NoArtifacts:
+    synced: int = 0
+
+    def after_commit(self) -> None:
+        self.synced += 1
+
+    def after_report(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+def write(target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None) -> Experiment:
+    """Write an entry once: what is tried again is tried by the ledger."""
+    return sync_experiment_state.fn(target, state, events, stamp or new_stamp())
+
+
+@dataclass
+class Desk:
+    """An experiment with one running trial, and the ledgers of its attempts."""
+
+    plan: TrialPlan
+    folder: Path
+    committed: list[int] = field(default_factory=list)
+
+    def attempt(self) -> Ledger:
+        """Take the experiment over, and start an attempt from its newest checkpoint."""
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            owner = Owner(name="a test", host="here", pid=1)
+            state = take_over(store, "e", owner, new_stamp(), side_by_side=map)
+            known = TRIAL.trial in state.trials
+            added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
+            lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, message="")] if self._runs(state) else []
+            state = append(store, state, [Adopted(), *added, *lost], new_stamp())
+            trial = state.trial(TRIAL.trial)
+            new = trial.checkpoints[-1] if trial.checkpoints else None
+            started = Started(
+                trial=TRIAL.trial,
+                attempt=trial.attempt + 1,
+                from_step=new.step if new else 0,
+                from_sequence=new.sequence if new else None,
+            )
+            state = append(store, state, [started], new_stamp())
+        book = Book(self.plan.target, state, write, lambda _events, _state: None)
+        return Ledger(self.plan, book, NoArtifacts(), getLogger("ledger"))
+
+    @staticmethod
+    def _runs(state: Experiment) -> bool:
+        return TRIAL.trial in state.trials and state.trial(TRIAL.trial).status is Status.RUNNING
+
+    def save(self, ledger: Ledger, step: int, *, backbone: bytes = b"") -> Path:
+        directory = self.folder / f"step-{step}-{time.monotonic_ns()}"
+        directory.mkdir()
+        (directory / "weights").write_bytes(os.urandom(100))
+        if backbone:
+            (directory / "backbone").write_bytes(backbone)
+        ledger.save(HandedOver(report(step), directory, ours=False), self.committed.append)
+        return directory
+
+    def state(self) -> Trial:
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            return load(store, "e", side_by_side=map).trial(TRIAL.trial)
+
+    def entries(self) -> Sequence[Entry]:
+        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+            return history(store, "e", side_by_side=map)
+
+    def reported(self) -> list[int]:
+        events = [event for entry in self.entries() for event in entry.events]
+        return [event.report.step for event in events if isinstance(event, Reported)]
+
+    def blobs(self) -> int:
+        return len(self._files(TRIAL.blobs))
+
+    def manifests(self) -> int:
+        return len(self._files(TRIAL.checkpoints))
+
+    def _files(self, folder: str) -> list[Path]:
+        return sorted(path for path in (self.folder / "target" / folder).rglob("*") if path.is_file())
+
+    def live(self) -> Sequence[CheckpointKey]:
+        refs = self.state().checkpoints
+        return [CheckpointKey(trial=TRIAL, step=each.step, sequence=each.sequence) for each in refs]
+
+    def rot_oldest_blob(self) -> None:
+        oldest = min(self._files(TRIAL.blobs), key=lambda path: path.stat().st_mtime_ns)
+        oldest.chmod(0o644)
+        oldest.write_bytes(b"X" * oldest.stat().st_size)
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step=step, metrics={"loss": 1 / step})
+
+
+@contextmanager
+def before_last_words(ledger: Ledger, act: Callable[[], None]) -> Iterator[None]:
+    """Have it done between the death of the ledger's thread and its last words."""
+    last_words = ledger._end_all_the_same
+
+    def after() -> None:
+        act()
+        last_words()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "_end_all_the_same", after)
+        yield
+
+
+def ended(cause: Cause, message: str) -> Sequence[Event]:
+    return [AttemptEnded(trial=TRIAL.trial, cause=cause, message=message)]
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    """Tasks are called as the functions that they are: no server, and no retries."""
+    monkeypatch.setattr(module, "save_checkpoint", save_checkpoint.fn)
+    monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
+    monkeypatch.setattr(module, "unseen", lambda argument: argument)
+    target = WeatheredTarget(path=str(tmp_path / "target"))
+    plan = TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
+    yield Desk(plan, tmp_path)
+    WEATHER.wrong = WEATHER.after = lambda _path: None
+    WEATHER.hidden = ()
+
+
+def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_that_commits_it(desk: Desk) -> None:
+    ledger = desk.attempt()
+    before = len(desk.entries())
+    directory = desk.folder / "last"
+    directory.mkdir()
+    (directory / "weights").write_bytes(b"1")
+    ledger.save(HandedOver(report(1), directory, ours=False, over="enough"), desk.committed.append)
+    ledger.end([Finished(trial=TRIAL.trial, reason="enough", returned=False)])
+    ledger.close()
+    assert (desk.state().status, desk.state().reason, desk.committed) == (Status.FINISHED, "enough", [1])
+    assert [type(event) for event in desk.entries()[-1].events] == [Reported, Committed, Finished]
+    assert len(desk.entries()) == before + 1
+
+
+def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(desk: Desk) -> None:
+    ledger = desk.attempt()
+    directory = desk.folder / "last"
+    directory.mkdir()
+    (directory / "latest").symlink_to("nothing")
+    ledger.save(HandedOver(report(1), directory, ours=False, over="enough"), desk.committed.append)
+    until(lambda: ledger.error)
+    ledger.end(ended(Cause.USER, "its checkpoint cannot be saved"))
+    ledger.close()
+    assert (desk.state().status, desk.state().user_failures) == (Status.PENDING, 1)
+
+
+# ------------------------------------------------------------------------- what is wrong with what was handed over
+
+
+def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(desk: Desk) -> None:
+    ledger = desk.attempt()
+    directory = desk.folder / "handed-over"
+    directory.mkdir()
+    (directory / "latest").symlink_to("nothing")
+    ledger.note(report(1))
+    ledger.save(HandedOver(report(2), directory, ours=False), desk.committed.append)
+    until(lambda: ledger.error)
+    assert isinstance(ledger.error, InvalidInput)
+    ledger.end(ended(Cause.USER, "its checkpoint cannot be saved"))
+    ledger.close()
+    state = desk.state()
+    assert (state.status, state.user_failures, state.machine_failures) == (Status.PENDING, 1, 0)
+    assert state.reason == "its checkpoint cannot be saved"
+    assert desk.committed == []
+    assert desk.reported() == [1, 2], "the last progress is journaled with the failure"
+
+
+def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_raised(desk: Desk) -> None:
+    ledger = desk.attempt()
+    WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
+    desk.save(ledger, 1)
+    ledger.end(ended(Cause.MACHINE, "not written"))
+    with pytest.raises(StoreRefused):
+        ledger.close()
+    assert (desk.state().status, desk.state().reason) == (Status.PENDING, "not written")
+
+
+def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_raised(desk: Desk) -> None:
+    ledger = desk.attempt()
+    WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
+    desk.save(ledger, 1)
+    ledger.end(ended(Cause.MACHINE, "not written"))
+    with pytest.raises(StoreRefused):
+        ledger.close()
+    WEATHER.wrong = lambda _path: None
+    assert desk.state().status is Status.RUNNING
+
+
+@pytest.mark.parametrize("away", ["wrong", "after"], ids=["not written", "written and not acknowledged"])
+def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothing_else_is_said(
+    desk: Desk, caplog: pytest.LogCaptureFixture, away: str
+) -> None:
+    """The target is away for longer than the retries of the last entry last, and then is back."""
+    ledger = desk.attempt()
+    tries: list[str] = []
+
+    def once(path: str) -> TuneError | None:
+        tries.append(path)
+        return CommitUnknown("no reply") if len(tries) == 1 else None
+
+    setattr(WEATHER, away, once)
+    WEATHER.hidden = tries
+    ledger.note(report(1))
+    done = Finished(trial=TRIAL.trial, reason="enough", returned=False)
+    ledger.end([done])
+    with pytest.raises(CommitUnknown), before_last_words(ledger, lambda: setattr(WEATHER, "hidden", ())):
+        ledger.close()
+    assert (desk.state().status, desk.reported()) == (Status.FINISHED, [1])
+    assert "not journaled" not in caplog.text
+
+
+# ------------------------------------------------------------------------------------ what was put aside meanwhile
+
+
+def damaged(desk: Desk) -> Sequence[int]:
+    """The steps of the live checkpoints that are not whole."""
+    with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        return [key.step for key in desk.live() if read_one(store, key, side_by_side=map).damage]
+
+
+def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_before_it_counts(desk: Desk) -> None:
+    desk.plan = replace(desk.plan, retention=Retention(last=2))
+    ledger = desk.attempt()
+    for step in (1, 2, 3):
+        desk.save(ledger, step, backbone=b"frozen")
+    until(lambda: desk.committed == [1, 2, 3])
+    desk.rot_oldest_blob()
+    assert damaged(desk) == [2, 3]
+    with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
+        put_aside(store, TRIAL, {desk.live()[0]: "damaged"}, new_stamp(), side_by_side=map)
+    for step in (4, 5, 6):
+        desk.save(ledger, step, backbone=b"frozen")
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
+    assert (ledger.error, desk.committed) == (None, [1, 2, 3, 4, 5, 6])
+    assert [key.step for key in desk.live()] == [5, 6]
+    assert damaged(desk) == []
+    assert desk.reported() == [1, 2, 3, 4, 5, 6]
+    assert desk.manifests() == 2, "what did not count is cleared away"
+
+
+# ------------------------------------------------------------------------------------------------- deletions
+
+
+def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(desk: Desk) -> None:
+    desk.plan = replace(desk.plan, retention=Retention(last=1))
+    WEATHER.wrong = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
+    ledger = desk.attempt()
+    for step in (1, 2, 3):
+        desk.save(ledger, step)
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
+    assert ledger.error is None
+    assert desk.committed == [1, 2, 3]
+    assert [each.step for each in desk.state().checkpoints] == [3]
+    assert desk.blobs() == 3
+    WEATHER.wrong = lambda _path: None
+    again = desk.attempt()
+    again.end(ended(Cause.MACHINE, "away"))
+    again.close()
+    assert desk.blobs() == 1
+
+
+def test_a_listing_that_is_refused_at_the_begin_stops_no_training(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Sequence[object]:
+        raise StoreRefused("s3:ListBucket")
+
+    monkeypatch.setattr(module, "find_leftovers", refuse)
+    ledger = desk.attempt()
+    desk.save(ledger, 1)
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
+    assert (ledger.error, desk.committed) == (None, [1])
+
+
+# --------------------------------------------------------------------------------------------------- reports
+
+
+def often(desk: Desk, seconds: float) -> None:
+    desk.plan = replace(desk.plan, sync=SyncConfig(sync_period_seconds=seconds))
+
+
+def test_reports_are_journaled_after_the_period_without_another_one(desk: Desk) -> None:
+    often(desk, 0.2)
+    ledger = desk.attempt()
+    ledger.note(report(1))
+    ledger.note(report(2))
+    until(lambda: desk.reported() == [1, 2])
+    assert desk.state().status is Status.RUNNING
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
+
+
+@pytest.mark.parametrize("wrong", [StoreUnavailable("503"), StoreRefused("ExpiredToken"), CommitUnknown("no reply")])
+def test_reports_wait_for_a_target_that_is_away_or_refuses(desk: Desk, wrong: TuneError) -> None:
+    often(desk, 0.05)
+    ledger = desk.attempt()
+    refused: list[str] = []
+
+    def refuse(path: str) -> TuneError:
+        refused.append(path)
+        return wrong
+
+    WEATHER.wrong = refuse
+    ledger.note(report(1))
+    until(lambda: len(refused) > 2)
+    ledger.note(report(2))
+    WEATHER.wrong = lambda _path: None
+    desk.save(ledger, 3)
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
+    assert ledger.error is None
+    assert desk.reported() == [1, 2, 3]
+
+
+def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once(desk: Desk) -> None:
+    """The same entry is written again, and recognized; the read that would have settled it failed too."""
+    often(desk, 0.05)
+    ledger = desk.attempt()
+    lost: list[str] = []
+
+    def lose(path: str) -> TuneError | None:
+        lost.append(path)
+        return CommitUnknown("no reply") if len(lost) == 1 else None
+
+    WEATHER.after = lose
+    WEATHER.hidden = lost
+    ledger.note(report(1))
+    until(lambda: lost)
+    time.sleep(0.2)  # by now it has been tried again, as often as the period says
+    WEATHER.hidden = ()
+    desk.save(ledger, 2)
+    ledger.end(ended(Cause.MACHINE, "away"))
+    ledger.close()
+    assert ledger.error is None
+    assert desk.reported() == [1, 2]
+
+
+def test_the_report_at_which_a_trial_asks_says_so(desk: Desk) -> None:
+    ledger = desk.attempt()
+    ledger.note(report(1))
+    ledger.asks_at = 2
+    desk.save(ledger, 2)
+    ledger.note(report(3))
+    ledger.end(ended(Cause.MACHINE, "enough"))
+    ledger.close()
+    events = [event for entry in desk.entries() for event in entry.events]
+    asks = {event.report.step: event.asks for event in events if isinstance(event, Reported)}
+    assert asks == {1: False, 2: True, 3: False}

@@ -1,0 +1,237 @@
+"""A table in a real (pseudo) terminal, and everything that can happen to one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import logging
+import os
+import pty
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from prefect_tune.terminal.live_display import Screen, can_show, standing
+from prefect_tune.terminal.output_capture import Aside
+
+
+class Terminal:
+    """A pseudo terminal of 80 columns, its stream, and what it was made to show."""
+
+    def __init__(self) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.stream: io.TextIOWrapper = os.fdopen(slave, "w", encoding="utf-8", buffering=1)
+        self._shown = bytearray()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+
+    def read(self) -> None:
+        """Have somebody look at it; until then it takes no more than its buffer holds."""
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(self._master, 4096):
+                self._shown += data
+
+    @property
+    def shown(self) -> str:
+        return self._shown.decode(errors="replace")
+
+    def hang_up(self) -> None:
+        os.close(self._master)
+        self._master = -1
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.close()
+        if self._reader.is_alive():
+            self._reader.join()  # or else it would read on, from whoever is given the number next
+        if self._master >= 0:
+            os.close(self._master)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    made = Terminal()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def broken() -> list[Exception]:
+    return []
+
+
+def wait_for(fact: Callable[[], object]) -> None:
+    until = time.monotonic() + 60
+    while not fact():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def table(width: int, height: int) -> RenderableType:
+    return Text(f"a table of {width} x {height}")
+
+
+def test_the_table_stands_there_and_is_gone_afterwards(terminal: Terminal, broken: list[Exception]) -> None:
+    terminal.read()
+    with standing(table, broken.append, terminal.stream):
+        wait_for(lambda: "a table of 80 x 24" in terminal.shown)
+        assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")  # whoever dies has a cursor
+    wait_for(lambda: terminal.shown.endswith("\x1b[2K"))  # its line is erased
+    assert broken == []
+
+
+def test_what_is_printed_and_logged_meanwhile_stands_above_it(
+    terminal: Terminal, broken: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal.read()
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    handler = logging.StreamHandler(terminal.stream)
+    logging.getLogger("a library").addHandler(handler)
+    try:
+        with standing(table, broken.append, terminal.stream):
+            print("printed")
+            logging.getLogger("a library").warning("logged")
+            wait_for(lambda: "logged\r\n" in terminal.shown)
+            assert "printed\r\n" in terminal.shown
+            print("without an end", end="")
+    finally:
+        logging.getLogger("a library").removeHandler(handler)
+    wait_for(lambda: "without an end" in terminal.shown)
+    assert sys.stdout is handler.stream is terminal.stream
+
+
+def test_handlers_with_a_console_of_their_own_say_only_what_is_a_warning_meanwhile(
+    terminal: Terminal, broken: list[Exception]
+) -> None:
+    terminal.read()
+    handler: Any = logging.StreamHandler(terminal.stream)
+    handler.console = Console(file=terminal.stream)  # as Prefect's has
+    logger = logging.getLogger("told by tasks")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        with standing(table, broken.append, terminal.stream):
+            logger.info("a task has finished")
+            logger.warning("a trial has failed")
+            wait_for(lambda: "a trial has failed" in terminal.shown)
+        assert "a task has finished" not in terminal.shown
+        logger.info("the search has finished")
+        wait_for(lambda: "the search has finished" in terminal.shown)
+        assert handler.console.file is terminal.stream
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_terminal_that_hangs_up_ends_the_table_and_nothing_else(terminal: Terminal, broken: list[Exception]) -> None:
+    with standing(table, broken.append, terminal.stream):
+        terminal.hang_up()
+        wait_for(lambda: broken)
+    assert isinstance(broken[0], OSError)
+
+
+def test_a_pipe_that_breaks_ends_neither_the_process_nor_its_stdout(broken: list[Exception]) -> None:
+    reading, writing = os.pipe()
+    stream = os.fdopen(writing, "w", encoding="utf-8")
+    console = Screen(table, broken.append, stream, Aside(stream)).console
+    os.close(reading)
+    with pytest.raises(BrokenPipeError, match="its reader has closed it"):
+        console.print("a table")
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
+
+
+def test_a_table_that_cannot_be_drawn_ends_and_what_is_printed_goes_on(
+    terminal: Terminal, broken: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_width: int, _height: int) -> RenderableType:
+        raise ZeroDivisionError("a bug")
+
+    terminal.read()
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    with standing(fails, broken.append, terminal.stream):
+        wait_for(lambda: broken)
+        print("still here")
+        wait_for(lambda: "still here" in terminal.shown)
+    assert isinstance(broken[0], ZeroDivisionError)
+
+
+def test_a_terminal_that_takes_nothing_holds_nobody_up(
+    terminal: Terminal, broken: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    began = time.monotonic()
+    with standing(lambda _width, _height: Text("x" * 100_000), broken.append, terminal.stream):
+        time.sleep(0.2)  # its buffer is full by then
+        for _ in range(1000):
+            print("y" * 1000)
+    assert time.monotonic() - began < 30  # 2 s of patience, on a busy machine
+    assert sys.stdout is terminal.stream
+    terminal.read()  # or its thread would never end
+
+
+def test_of_two_at_once_only_the_first_is_shown(terminal: Terminal, broken: list[Exception]) -> None:
+    terminal.read()
+    with (
+        standing(table, broken.append, terminal.stream),
+        standing(lambda _width, _height: Text("another"), broken.append, terminal.stream),
+    ):
+        wait_for(lambda: "a table" in terminal.shown)
+    assert "another" not in terminal.shown
+
+
+def test_it_is_drawn_rarely_where_drawing_is_expensive(terminal: Terminal, broken: list[Exception]) -> None:
+    drawn: list[float] = []
+
+    def expensive(_width: int, _height: int) -> RenderableType:
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until:
+            pass
+        drawn.append(time.monotonic())
+        return Text("expensive")
+
+    terminal.read()
+    with standing(expensive, broken.append, terminal.stream):
+        wait_for(lambda: len(drawn) == 2)
+    assert drawn[1] - drawn[0] >= 1.9  # a 20th of the time
+
+
+@pytest.mark.parametrize(
+    ("environment", "shows"), [({}, True), ({"TERM": "dumb"}, False), ({"PREFECT_TUNE_PROGRESS": "off"}, False)]
+)
+def test_a_table_is_shown_in_a_terminal_unless_somebody_wants_none(
+    terminal: Terminal, environment: dict[str, str], shows: bool
+) -> None:
+    assert can_show(terminal.stream, environment) is shows
+
+
+def test_a_file_a_closed_stream_and_one_without_letters_are_no_place_for_it(terminal: Terminal) -> None:
+    assert not can_show(None, {})
+    assert not can_show(io.StringIO(), {})
+    terminal.stream.reconfigure(encoding="ascii")
+    assert not can_show(terminal.stream, {})
+    terminal.stream.close()
+    assert not can_show(terminal.stream, {})
+
+
+def test_what_stands_in_for_a_terminal_is_one_to_whoever_writes(terminal: Terminal) -> None:
+    aside = Aside(terminal.stream)
+    assert (aside.isatty(), aside.fileno(), aside.encoding) == (True, terminal.stream.fileno(), "utf-8")
+    print("one\ntwo", end="", file=aside, flush=True)
+    assert (aside.take_lines(), aside.take_lines()) == (["one"], ())
+    print(" is whole now", file=aside)
+    assert aside.take_lines() == ["two is whole now"]

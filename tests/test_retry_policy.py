@@ -1,0 +1,123 @@
+"""Which failures of a target are worth another try, and from when on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextvars import copy_context
+from typing import Any, cast
+
+import pytest
+from prefect.states import Failed
+
+from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
+from prefect_tune.retry_policy import is_transient, is_unavailable, retrying, retrying_refusals
+from prefect_tune.tasks import delete_checkpoint, save_checkpoint
+from prefect_tune.tasks.experiment_state import check_target
+
+PASSING = [StoreUnavailable("503"), CommitUnknown("no reply")]
+NEVER = [InvalidInput("no"), Superseded("another"), ValueError("no")]
+REFUSED = StoreRefused("the credentials have expired")
+
+
+def is_retried(error: Exception) -> bool:
+    state = cast("Any", Failed(data=error))
+    return is_transient(cast("Any", None), cast("Any", None), state)
+
+
+class Target:
+    """Raises what it is given, one after the other, and then answers."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors: Iterator[Exception] = iter(errors)
+        self.tries = 0
+
+    def __call__(self) -> str:
+        self.tries += 1
+        for error in self._errors:
+            raise error
+        return "answered"
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefect_tune.retry_policy.time.sleep", lambda _seconds: None)
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_what_may_pass_is_tried_again_anywhere(error: Exception) -> None:
+    assert is_retried(error)
+    assert retrying(Target(error, error)) == "answered"
+
+
+@pytest.mark.parametrize("error", NEVER, ids=repr)
+def test_what_never_passes_is_not_tried_again(error: Exception) -> None:
+    with retrying_refusals():
+        assert not is_retried(error)
+        target = Target(error)
+        with pytest.raises(type(error)):
+            retrying(target)
+    assert target.tries == 1
+
+
+def test_a_refusal_is_final_until_the_target_has_served_the_run() -> None:
+    assert not is_retried(REFUSED)
+    target = Target(REFUSED)
+    with pytest.raises(StoreRefused):
+        retrying(target)
+    assert target.tries == 1
+
+
+def test_a_refusal_after_that_passes_and_is_raised_as_itself_where_it_does_not() -> None:
+    with retrying_refusals():
+        assert is_retried(REFUSED)
+        assert retrying(Target(*[REFUSED] * 7)) == "answered"
+        with pytest.raises(StoreRefused, match="expired"):
+            retrying(Target(*[REFUSED] * 8))
+    assert not is_retried(REFUSED)
+
+
+def test_a_thread_of_the_runs_own_retries_them_too() -> None:
+    found: list[bool] = []
+    with retrying_refusals():
+        thread = threading.Thread(target=copy_context().run, args=(lambda: found.append(is_retried(REFUSED)),))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+def test_the_check_that_a_run_begins_with_takes_a_refusal_for_an_answer() -> None:
+    assert check_target.retry_condition_fn is is_unavailable
+    with retrying_refusals():
+        for error, is_retried_by_it in ((REFUSED, False), (StoreUnavailable("503"), True)):
+            assert (
+                is_unavailable(cast("Any", None), cast("Any", None), cast("Any", Failed(data=error)))
+                is is_retried_by_it
+            )
+
+
+def test_a_refused_deletion_holds_up_no_commit_of_a_trial_that_runs() -> None:
+    def is_deleted_again(error: Exception) -> bool:
+        decide = cast("Any", delete_checkpoint.retry_condition_fn)
+        return bool(decide(None, None, cast("Any", Failed(data=error))))
+
+    with retrying_refusals():
+        assert is_retried(REFUSED)
+        assert not is_deleted_again(REFUSED), "each commit that retires one would wait for two minutes"
+        assert all(is_deleted_again(error) for error in PASSING)
+
+
+def test_the_tries_of_a_task_last_longer_than_it_takes_to_replace_credentials() -> None:
+    pauses = save_checkpoint.retry_delay_seconds
+    assert len(pauses) == save_checkpoint.retries
+    assert sum(pauses) > 60
+
+
+def test_who_waits_for_a_first_answer_waits_half_a_minute_and_not_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("prefect_tune.retry_policy.time.sleep", waited.append)
+    with pytest.raises(StoreUnavailable):
+        retrying(Target(*[StoreUnavailable("no such host")] * 9))
+    assert sum(waited) < 50, "the address may be wrong"
+    assert len(check_target.retry_delay_seconds) == check_target.retries
+    assert sum(check_target.retry_delay_seconds) == 31

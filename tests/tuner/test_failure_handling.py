@@ -1,0 +1,158 @@
+"""How many attempts may be lost before a trial is given up."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import reduce
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
+from prefect_tune.core.events.experiment_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointRef,
+    Committed,
+    Event,
+    Opened,
+    Owner,
+    Quarantined,
+    Started,
+    TrialAdded,
+)
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.failure_policy import OWNER_VANISHED, FailurePolicy
+from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.monitoring.listener import Listeners
+from prefect_tune.parameters.limits import Limits
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.tuner.failure_handling import Judge
+from prefect_tune.tuner.pending_entry import Page
+from prefect_tune.tuner.policy import Council
+from prefect_tune.tuner.stop_handling import Stopping
+from tests.flows.acted import Troupe
+
+_LOG = logging.getLogger("tests")
+_TRIAL = "00000"
+
+
+def noted(_target: StorageTarget, state: Experiment, events: Sequence[Event], _stamp: Stamp | None) -> Experiment:
+    return reduce(lambda found, event: after_event(found, event, found.number + 1), events, state)
+
+
+class Court:
+    """One trial whose attempts are lost, and who judges that."""
+
+    def __init__(self) -> None:
+        objective = Objective(metrics=("loss",), modes=("min",))
+        council = Council(RandomSearch(9).begin({}, objective, 1), FIFO().begin(objective, 1))
+        book = Book(LocalTarget(path="/nowhere"), nothing_yet("e"), noted, lambda _events, _state: None)
+        limits = Limits(max_concurrent_trials=1, failures=FailurePolicy(max_machine_failures=2))
+        self.page = Page(book, council, Listeners(), timedelta(0))
+        self.startable: deque[str] = deque()
+        stopping = Stopping(limits, council, Troupe(9), self.page, _LOG)
+        self.judge = Judge(limits, self.page, stopping, self.startable, _LOG)
+        self.page.put(Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1)))
+        self.page.put(TrialAdded(trial=_TRIAL, config={}))
+        self.sequence = 0
+        self.error: BaseException | None = None
+
+    def loses_an_attempt(self, *, saves: bool = False) -> Status:
+        """Return how the trial is when an attempt has vanished, and the next one was begun if it is to."""
+        state = self.page.state.trial(_TRIAL)
+        start = newest_checkpoint(state)
+        self.page.put(
+            Started(
+                trial=_TRIAL,
+                attempt=state.attempt + 1,
+                from_step=start.step if start else 0,
+                from_sequence=start.sequence if start else None,
+            )
+        )
+        if saves:
+            self.sequence += 1
+            self.page.put(Committed(trial=_TRIAL, checkpoint=CheckpointRef(step=self.sequence, sequence=self.sequence)))
+        self.judge.lost(_TRIAL, self.error)
+        if self.startable:
+            self.startable.clear()
+            self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="its owner vanished"))
+        return self.page.state.trial(_TRIAL).status
+
+    def spends_machine_budget(self, last: str) -> None:
+        """Lose two attempts by the judge, and one more that ended with the message `last`."""
+        for _ in range(2):
+            self.loses_an_attempt()
+        state = self.page.state.trial(_TRIAL)
+        self.page.put(Started(trial=_TRIAL, attempt=state.attempt + 1, from_step=0, from_sequence=None))
+        self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message=last))
+
+
+def test_a_trial_that_commits_in_between_may_lose_as_many_attempts_as_it_likes() -> None:
+    court = Court()
+    assert {court.loses_an_attempt(saves=True) for _ in range(12)} == {Status.PENDING}
+
+
+@pytest.mark.parametrize("committed_before", [0, 5])
+def test_a_trial_that_loses_too_many_in_a_row_is_given_up(committed_before: int) -> None:
+    court = Court()
+    for _ in range(committed_before):
+        court.loses_an_attempt(saves=True)
+    assert [court.loses_an_attempt() for _ in range(3 - bool(committed_before))][-1] is Status.ERRORED
+    assert "3 attempts were lost without a commit" in court.page.state.trial(_TRIAL).reason
+
+
+def test_a_checkpoint_that_is_put_aside_is_no_commit() -> None:
+    court = Court()
+    court.loses_an_attempt(saves=True)
+    court.loses_an_attempt()
+    court.page.put(Quarantined(trial=_TRIAL, sequence=1, reason="damaged"))
+    assert court.loses_an_attempt() is Status.ERRORED
+
+
+@pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
+def test_a_target_that_fails_for_too_long_ends_the_search_and_not_the_trial(kind: type[Exception]) -> None:
+    court = Court()
+    court.error = kind("the credentials have expired")
+    assert [court.loses_an_attempt() for _ in range(2)] == [Status.PENDING] * 2
+    with pytest.raises(kind, match="expired"):
+        court.loses_an_attempt()
+    assert court.page.state.trial(_TRIAL).status is Status.RUNNING, "whoever runs it again goes on with it"
+
+
+@pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
+def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not_the_trial(
+    kind: type[Exception],
+) -> None:
+    court = Court()
+    court.error = kind("the credentials have expired")
+    court.spends_machine_budget("not written")
+    with pytest.raises(kind, match="expired"):
+        court.judge.failed(court.page.state.trial(_TRIAL), Cause.MACHINE, court.error)
+    assert court.page.state.trial(_TRIAL).status is Status.PENDING
+
+
+def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_with_a_fresh_one() -> None:
+    court = Court()
+    court.spends_machine_budget("not written")
+    court.judge.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
+    assert list(court.startable) == [_TRIAL]
+    assert (court.page.state.trial(_TRIAL).status, court.page.state.trial(_TRIAL).machine_failures) == (
+        Status.PENDING,
+        0,
+    )
+
+
+def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> None:
+    court = Court()
+    court.spends_machine_budget(OWNER_VANISHED)
+    court.judge.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
+    assert list(court.startable) == []
+    assert court.page.state.trial(_TRIAL).status is Status.ERRORED, "or it would kill its machine for ever"

@@ -1,0 +1,89 @@
+"""When the next entry of an experiment's journal is written, and what has to wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.events.experiment_events import Event, Finished, Opened, Owner, StopAsked, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.models import Stamp
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.monitoring.listener import Listeners
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.tuner.pending_entry import Page
+from prefect_tune.tuner.policy import Council
+
+
+class Written:
+    """A journal that is a list."""
+
+    def __init__(self) -> None:
+        self.entries: list[Sequence[Event]] = []
+
+    def __call__(
+        self, _target: StorageTarget, state: Experiment, events: Sequence[Event], _stamp: Stamp | None
+    ) -> Experiment:
+        self.entries.append(tuple(events))
+        for event in events:
+            state = after_event(state, event, state.number + 1)
+        return state.model_copy(update={"number": state.number + 1})
+
+
+@pytest.fixture
+def written() -> Written:
+    return Written()
+
+
+@pytest.fixture
+def page(written: Written) -> Page:
+    """The page of an experiment with one trial, that nobody has written anything of for a moment."""
+    opened = Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1))
+    book = Book(LocalTarget(path="/nowhere"), nothing_yet("e"), written, lambda _events, _state: None)
+    objective = Objective(metrics=("loss",), modes=("min",))
+    council = Council(RandomSearch(9).begin({}, objective, 1), FIFO().begin(objective, 1))
+    page = Page(book, council, Listeners([]), timedelta(minutes=5))
+    for event in (opened, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
+        page.put(event)
+    page.write(may_wait=False)
+    written.entries.clear()
+    return page
+
+
+def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: Page, written: Written) -> None:
+    page.put(Finished(trial="00000", reason="done"))
+    page.write(may_wait=True)
+    assert written.entries == []
+    acts: list[int] = []
+    page.then(lambda: acts.append(len(written.entries)))
+    page.write(may_wait=True)
+    assert acts == [1], "it is done once that is written"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        StopAsked(reason="enough", trial="00000", request="w"),
+        StopAsked(reason="enough", request="w"),
+        StopAsked(reason="enough", request="w", refused="it is too late"),
+    ],
+)
+def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopAsked, page: Page) -> None:
+    page.put(event)
+    assert page.write(may_wait=True).heard == ("w",)
+
+
+def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: Page, written: Written) -> None:
+    page.put(StopAsked(reason="enough", trial="00000", request="w"))
+    page.write(may_wait=True)
+    page.put(Finished(trial="00001", reason="done"))
+    page.write(may_wait=True)
+    assert len(written.entries) == 1
+    page.put(Finished(trial="00000", reason="enough", left=True))
+    assert page.write(may_wait=True).trial("00000").left
+    assert len(written.entries) == 2

@@ -1,0 +1,52 @@
+"""A decision that is in the journal, and that whoever ran the trial died before doing, stands."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_tune.core.experiment.trial_transitions import Happening, Status, Trial
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.asha import ASHA
+from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.tuner.policy import Council, standing_decision
+
+LOSS = Objective(metrics=("loss",), modes=("min",))
+ADDED = Happening(order=1, what="added")
+ALL = [Status.PENDING, Status.RUNNING, Status.PAUSED, Status.FINISHED]
+
+
+def decided(decision: Decision) -> Happening:
+    return Happening(order=2, what="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
+
+
+def told(trial: Trial) -> Council:
+    schedule = ASHA(max_t=27, grace_period=3, reduction_factor=3).begin(LOSS, 0)
+    council = Council(RandomSearch(1).begin({}, LOSS, 0), schedule)
+    council.hear(trial, ADDED)
+    return council
+
+
+@pytest.mark.parametrize("decision", [Stop(reason="slow"), Pause(reason="waits")])
+@pytest.mark.parametrize("status", ALL)
+def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status: Status) -> None:
+    trial = Trial(trial="00000", config={}, status=status, past=(ADDED, decided(decision)))
+    standing = standing_decision(trial)
+    if status in (Status.PENDING, Status.RUNNING):
+        assert standing is not None
+        assert standing.decision == decision
+        assert told(trial).milestone(trial) == 3
+    else:
+        assert standing is None
+        assert told(trial).milestone(trial) == 9
+
+
+@pytest.mark.parametrize(
+    "past",
+    [(ADDED,), (ADDED, decided(Continue())), (ADDED, decided(Pause(reason="")), Happening(order=3, what="resumed"))],
+)
+def test_nothing_else_stands(past: tuple[Happening, ...]) -> None:
+    trial = Trial(trial="00000", config={}, past=past)
+    assert standing_decision(trial) is None
+    assert told(trial).milestone(trial) == (3 if past == (ADDED,) else 9)

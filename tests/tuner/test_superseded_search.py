@@ -1,0 +1,153 @@
+"""A search that was taken over, and has not noticed yet, takes no trial back from its new owner."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_tune.blocks import LocalTarget
+from prefect_tune.core.errors import StoreUnavailable, Superseded
+from prefect_tune.core.events.experiment_events import Adopted, Opened, Released, Reported, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Status
+from prefect_tune.core.journal.journal import append_as_guest, history, load
+from prefect_tune.core.models import StepReport
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
+from prefect_tune.executors.trial_executor import Over
+from prefect_tune.monitoring.listener import Listeners
+from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from prefect_tune.tuner.pending_entry import Page
+from prefect_tune.tuner.policy import Council
+from prefect_tune.tuner.trial_journal_intake import Intake
+from tests.flows.acted import NAME, Acted, Troupe
+
+TRIAL = "00000"
+SEARCH, OWN = JournalKey(experiment=NAME), JournalKey(experiment=NAME, trial=TRIAL)
+_MINUTE = timedelta(minutes=1)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> LocalTarget:
+    return LocalTarget(path=str(tmp_path / "target"))
+
+
+class Search:
+    """One owner of the experiment, with what it knows of its trial."""
+
+    def __init__(self, target: LocalTarget) -> None:
+        self.target = target
+        state = open_journal(target, SEARCH, Opening(this_owner(), new_stamp()))
+        self.book = Book(target, state, write_directly, lambda _events, _state: None)
+        if TRIAL not in state.trials:
+            self.book.write([TrialAdded(trial=TRIAL, config={}, apart=True)])
+        objective = Objective(metrics=("loss",), modes=("min",))
+        council = Council(RandomSearch(1).begin({}, objective, 1), FIFO().begin(objective, 1))
+        self.page = Page(self.book, council, Listeners(), timedelta(seconds=300))
+        self.intake = Intake(self.page, council, self.book)
+
+    def starts_attempt(self, number: int) -> Experiment:
+        """Have one begin, as whoever carries out this search's orders."""
+
+        def first(found: Experiment) -> list[Adopted | TrialAdded]:
+            return [] if found.trials else [Adopted(), TrialAdded(trial=TRIAL, config={})]
+
+        owner = this_owner(search_epoch=self.book.experiment.epoch, attempt=number)
+        state = open_journal(self.target, OWN, Opening(owner, new_stamp(), first))
+        state = write_directly(self.target, state, [Started(trial=TRIAL, attempt=number, from_step=0)])
+        self.intake.catch_up(TRIAL)
+        self.page.write(may_wait=False)
+        return state
+
+
+def openings(target: LocalTarget, key: JournalKey) -> int:
+    with target.open(timeout=_MINUTE) as store:
+        entries = history(store, key, side_by_side=map)
+    return sum(isinstance(event, Opened) for entry in entries for event in entry.events)
+
+
+def test_an_attempt_of_the_new_owner_goes_on_whatever_the_old_one_takes_its_own_for(target: LocalTarget) -> None:
+    """The old one's supervisor was superseded, and the old one, which writes seldom, is about to clear up after it."""
+    old = Search(target)
+    old.starts_attempt(1)
+    new = Search(target)
+    new.intake.catch_up(TRIAL)
+    new.intake.settle(TRIAL)
+    attempt = new.starts_attempt(2)
+    with pytest.raises(Superseded, match="orders"):
+        old.intake.settle(TRIAL)
+    report = Reported(trial=TRIAL, report=StepReport(step=1, metrics={}))
+    assert write_directly(target, attempt, [report]).trial(TRIAL).step == 1
+
+
+def test_an_owner_settles_what_earlier_owners_left(target: LocalTarget) -> None:
+    Search(target).starts_attempt(1)
+    new = Search(target)
+    new.intake.catch_up(TRIAL)
+    new.intake.settle(TRIAL)
+    assert new.page.state.trial(TRIAL).status is Status.PENDING
+
+
+class TakenOver(Troupe):
+    """Its attempts are lost: with the first one, somebody else opens the experiment."""
+
+    def __init__(self, target: LocalTarget) -> None:
+        super().__init__(9)
+        self._target = target
+
+    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+        super().start(plan, orders, attempt, absorbed)
+        if self.start_count == 1:
+            with self._target.open(timeout=_MINUTE) as store:  # somebody passes by, and takes nothing over
+                gone = [Released(trial=TRIAL, clone=CheckpointKey(trial=plan.trial, step=1, sequence=1))]
+                append_as_guest(store, SEARCH, lambda _: gone, new_stamp(), side_by_side=map)
+            open_journal(self._target, SEARCH, Opening(this_owner(), new_stamp()))
+        self._inbox.clear()
+        self._inbox.append(Over(plan.trial.trial, StoreUnavailable("its process is gone")))
+
+
+def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_starts_none(target: LocalTarget) -> None:
+    acted = Acted(target, crew=TakenOver(target), samples=1)
+    with pytest.raises(Superseded, match="taken it over"):
+        acted.run()
+    assert acted.crew.start_count == 1
+
+
+class Unlucky(Troupe):
+    """Its first attempt is lost to somebody who runs the trial alone."""
+
+    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+        super().start(plan, orders, attempt, absorbed)
+        if self.start_count == 1:
+            self._inbox.clear()
+            self._saved.clear()
+            self._inbox.append(Over(plan.trial.trial, Superseded("somebody has opened the trial's journal")))
+
+
+def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:
+    acted = Acted(target, crew=Unlucky(9), samples=1)
+    acted.run()
+    assert acted.crew.start_count == 2
+    assert openings(target, SEARCH) == 1
+    with target.open(timeout=_MINUTE) as store:
+        assert load(store, SEARCH, side_by_side=map).trial(TRIAL).status is Status.FINISHED
+
+
+def test_an_attempt_is_ordered_by_its_number_and_the_epoch_of_who_orders_it(target: LocalTarget) -> None:
+    given: list[tuple[int, int]] = []
+
+    class Listening(Troupe):
+        def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+            given.append((orders.search_epoch, orders.attempt))
+            super().start(plan, orders, attempt, absorbed)
+
+    open_journal(target, SEARCH, Opening(this_owner(), new_stamp()))
+    Acted(target, crew=Listening(9), samples=1).run()
+    assert given == [(2, 1)]
