@@ -69,7 +69,7 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     from prefect_tune.core.recovery.restore import read_manifest, restore
     from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
     from prefect_tune.stores.deadline import Deadline
-    from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, side_by_side
+    from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
     from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
 
     trial = TrialKey(experiment="experiment", trial="trial")
@@ -97,14 +97,14 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
         store.close()
 
     def save() -> None:
-        with opened() as store, side_by_side() as transfers:
+        with opened() as store, transfer_pool() as transfers:
             reuse = reusable(store, trial, read_manifest(store, parent) if parent else None, 0)
             turn = Reverification(step - 1, VERIFY_EVERY)
             staged = StagedFiles(directory)
             commit(store, key, staged, about, reuse=reuse, side_by_side=transfers, reverification=turn)
 
     def fetch() -> None:
-        with opened() as store, side_by_side() as transfers:
+        with opened() as store, transfer_pool() as transfers:
             manifest = read_manifest(store, key)
             with DirectorySink(manifest, directory) as sink:
                 restore(store, manifest, sink, side_by_side=transfers)

@@ -86,10 +86,10 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
     }
     space = {"lr": pt.loguniform(1e-4, 1e-1), "width": pt.choice([32, 64, 128]), "act": "relu", "betas": [0.9, 0.999]}
     meter = _Meter()
-    crew = ActingCrew(_STEPS, meter.started)
+    executor = ActingCrew(_STEPS, meter.started)
     with (
         prefect_test_harness(server_startup_timeout=300),
-        patch.object(run_search, "LocalCrew", lambda *_args, **_options: crew),
+        patch.object(run_search, "LocalExecutor", lambda *_args, **_options: executor),
         meter.counting(),
     ):
         before = resident_bytes("VmRSS") >> 20
@@ -113,7 +113,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
     return {
         "trials": len(results.trials),
         "entries": results.experiment.number,
-        "reports": crew.report_count,
+        "reports": executor.report_count,
         "first": meter.at_first,
         "seconds": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,

@@ -22,7 +22,7 @@ from benchmarks.resident import resident_bytes
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
-from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.stores.posix.posix_store import PosixStore
 from tests.fakes.object_stores import object_store
 
@@ -79,12 +79,12 @@ class _Counted:
 
 
 def _load(store: ObjectStore) -> Experiment:
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         return journal.load(store, NAME, side_by_side=transfers)
 
 
 def _own(store: ObjectStore) -> Experiment:
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         return journal.take_over(store, NAME, OWNER, new_stamp(1 << 99), side_by_side=transfers)
 
 

@@ -43,11 +43,11 @@ class Computes(pt.Trainable):
         self._step = int((Path(checkpoint_dir) / "step").read_text())
 
 
-def _show_nothing(audience: ModuleType) -> None:
+def _show_nothing(subscribers: ModuleType) -> None:
     """Take away the report, the progress, the events and the assets; everything else stays as it is."""
-    from prefect_tune.monitoring.listener import Listeners
+    from prefect_tune.monitoring.listener import ObserverGroup
 
-    class Nobody(Listeners):
+    class Nobody(ObserverGroup):
         def conclude(self) -> None:
             pass
 
@@ -55,18 +55,18 @@ def _show_nothing(audience: ModuleType) -> None:
     def unheard(*_: object) -> Iterator[Nobody]:
         yield Nobody()
 
-    for name in ("Herald", "Reporter"):
-        setattr(audience, name, lambda *_: None)
-    for name in ("heralded", "reported"):
-        setattr(audience, name, unheard)
+    for name in ("EventEmitter", "Reporter"):
+        setattr(subscribers, name, lambda *_: None)
+    for name in ("emitting_events", "reported"):
+        setattr(subscribers, name, unheard)
 
 
 def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:  # noqa: FBT001  a command line
     from prefect_tune.core.checkpoints.cadence import Cadence
-    from prefect_tune.monitoring import subscribers as audience  # with most of Prefect: both load it before their call
+    from prefect_tune.monitoring import subscribers  # with most of Prefect: both load it before their call
 
     if not shown:
-        _show_nothing(audience)
+        _show_nothing(subscribers)
     called = time.monotonic()
     results = pt.tune(
         Computes,

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.tables import circumstances, table, write
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, StepDone, TrialEnded
-from prefect_tune.supervisor.process_pool import Nursery, supervised_process
+from prefect_tune.supervisor.process_pool import TrialProcessPool, supervised_process
 from tests.fakes.nurseries import start_of
 
 FEW = 5
@@ -122,15 +122,15 @@ class _Attempts:
     def __init__(self, way: Way, room: Path) -> None:
         self._way = way
         self._room = room
-        self._nursery = Nursery(slots=2)
+        self._pool = TrialProcessPool(slots=2)
 
     def __enter__(self) -> Callable[[], float]:
         return self._seconds
 
     def __exit__(self, *_: object) -> None:
-        self._nursery.dismiss()
+        self._pool.dismiss()
         time.sleep(_NANNIES_LEAVE_SECONDS)  # and what they used is counted
-        self._nursery.__exit__()
+        self._pool.__exit__()
 
     def _seconds(self) -> float:
         began = time.perf_counter()
@@ -139,7 +139,7 @@ class _Attempts:
 
     def said(self, trainable: str) -> list[FromTrial]:
         """Run an attempt; return what it said."""
-        open_channel = self._nursery.process if self._way.forks else supervised_process
+        open_channel = self._pool.process if self._way.forks else supervised_process
         config = {"forks": self._way.forks}
         start = start_of(trainable, self._room, config, steps=self._way.steps)
         said: list[FromTrial] = []

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.long_history import History, write_history
 from benchmarks.opening import Measured
 from benchmarks.tables import circumstances, table, write
-from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.stores.local.staging import transfer_pool
 from tests.fakes.object_stores import object_store
 from tests.fakes.s3_sink import S3SinkProcess
 
@@ -67,7 +67,7 @@ def _laid_out(history: History) -> Iterator[Path]:
 
 def _upload(history: History, endpoint: str) -> None:
     store = object_store(endpoint, prefix="runs", seconds=1800)
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         for _ in transfers(lambda each: store.put(*each), history.objects.items()):
             pass
     store.close()

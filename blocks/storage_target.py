@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pydantic import Field, SecretStr, field_validator
 
-from prefect_tune.blocks.strict_block import Form
+from prefect_tune.blocks.strict_block import StrictBlock
 from prefect_tune.blocks.target_check import TargetCheck, check_target
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -25,7 +25,7 @@ def _opened(target: StorageTarget, timeout: timedelta) -> AbstractContextManager
     return target.open(timeout=timeout)
 
 
-class StorageTarget(Form, ABC):
+class StorageTarget(StrictBlock, ABC):
     """A place where experiments and checkpoints are stored: a configuration without open connections.
 
     Creating, loading and printing one does not connect to the storage; only `open` and `check` do.

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["Form", "unknown_field"]
+__all__ = ["StrictBlock", "unknown_field"]
 
 # Prefect adds these keys to the fields, in block documents and in dumps.
 _BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})
@@ -28,7 +28,7 @@ def _required_first(schema: dict[str, Any], model: type[Block]) -> None:
     schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: place[item[0]]))
 
 
-class Form(Block, ABC):
+class StrictBlock(Block, ABC):
     """A frozen Prefect block that refuses unknown fields.
 
     Invalid fields raise one `InvalidInput` of one line. It contains no values of fields, since they may be secrets.
@@ -73,13 +73,13 @@ def _secrets_in(value: object) -> Iterator[str]:
     match value:
         case SecretStr():
             yield value.get_secret_value()
-        case Form():
+        case StrictBlock():
             yield from value.secret_values()
         case _ if hasattr(value, "get_secret_value"):  # SecretDict
             yield from (str(secret) for secret in value.get_secret_value().values())
 
 
-def unknown_field(cls: type[Form], name: str) -> str:
+def unknown_field(cls: type[StrictBlock], name: str) -> str:
     """Return the error for an unknown field name, with the nearest field or the list of fields."""
     fields = sorted(cls.model_fields, key=lambda field: field in getattr(cls, "_shown_last", ()))
     return f"no field {name!r}: {did_you_mean_or_has(name, fields)}"

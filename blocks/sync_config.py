@@ -20,7 +20,7 @@ from prefect_tune.blocks.logos import PREFECT_LOGO
 from prefect_tune.blocks.resolve_target import resolve_target, target_from_fields, target_reference, validate_target
 from prefect_tune.blocks.s3_target import S3Target
 from prefect_tune.blocks.storage_target import StorageTarget
-from prefect_tune.blocks.strict_block import Form
+from prefect_tune.blocks.strict_block import StrictBlock
 from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
 from prefect_tune.core.errors import InvalidInput
 
@@ -36,7 +36,7 @@ class SyncerLike(Protocol):
     def delete(self, remote_dir: str) -> bool: ...
 
 
-class SyncConfig(Form):
+class SyncConfig(StrictBlock):
     """When experiment state and artifacts are synced, how long one sync may take, and which files it excludes.
 
     Checkpoints do not wait for `sync_period_seconds`: each one is persisted before it is committed.

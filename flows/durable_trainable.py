@@ -30,12 +30,12 @@ from prefect_tune.core.experiment.failure_policy import (
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint, newest_key
-from prefect_tune.core.journal.journal import Loaded
+from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.monitoring.assets import Place
-from prefect_tune.monitoring.event_builder import Subject
-from prefect_tune.monitoring.event_emitter import Herald, heralded, this_run
-from prefect_tune.monitoring.listener import Listeners, SoloListener
+from prefect_tune.monitoring.assets import ExperimentAddress
+from prefect_tune.monitoring.event_builder import EventContext
+from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
+from prefect_tune.monitoring.listener import ObserverGroup, TrainingObserver
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.parameters.form_schema import SyncField, TargetField, TrainableField
 from prefect_tune.parameters.limits import has_had_enough, require_possible
@@ -49,13 +49,13 @@ from prefect_tune.parameters.training_request import (
     valid_trainable,
 )
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.retry_policy import retrying_refusals, unseen
+from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.supervisor.graceful_shutdown import interruptible
-from prefect_tune.supervisor.process_pool import Nursery
-from prefect_tune.supervisor.run_identity import new_stamp
-from prefect_tune.supervisor.search_link import SoloLine
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan, payload
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.search_link import StandaloneLink
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
 from prefect_tune.suspension.answers import answers_for
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.suspend_loop import as_one_owner, say_what_is_resumable
@@ -63,7 +63,7 @@ from prefect_tune.suspension.training_answers import TrainingTurn, code_changed,
 from prefect_tune.tasks import restore_experiment_state, run_trial
 from prefect_tune.tasks.attempt_supervisor import Failed
 from prefect_tune.tasks.experiment_state import check_target, write_entry
-from prefect_tune.terminal.progress_state import Outlook
+from prefect_tune.terminal.progress_state import SearchEstimate
 
 __all__ = ["TrialResult", "durable_trainable"]
 
@@ -149,12 +149,12 @@ def durable_trainable(
     where, name = resolve_target(target), experiment_name(experiment)
     turn: TrainingTurn | None = (first := first_turn(where, name, stop, trainable))
     stopper = _of_one_trial(stopper_for(first.stop))  # type: ignore[arg-type]  # it raises if the type is wrong
-    plan = TrialPlan(
+    plan = TrialSpec(
         target=where,
         trial=TrialKey(experiment=name, trial=_TRIAL),
-        trainable=payload(valid_trainable(trainable)),
+        trainable=pickled_or_path(valid_trainable(trainable)),
         fingerprint=name_of(trainable),
-        stopper=payload(stopper),
+        stopper=pickled_or_path(stopper),
         needs_curve=stopper.looks_back,
         cadence=checkpoint or Cadence(),
         retention=retention or Retention(),
@@ -183,7 +183,7 @@ def _of_one_trial(stopper: Stopper) -> Stopper:
 class _Task:
     """The validated request of the flow run."""
 
-    plan: TrialPlan
+    plan: TrialSpec
     config: Mapping[str, object]
     stopper: Stopper
     policy: FailurePolicy
@@ -197,27 +197,27 @@ def _train(task: _Task, turn: TrainingTurn) -> Experiment:
         check_target(plan.target)
         known = _require_one_training(plan)
         if plan.isolation == "process" and not _is_finished(known.experiment):
-            nursery.prepare()  # a child process starts while the experiment opens
+            pool.prepare()  # a child process starts while the experiment opens
         owner = owner_after(known.experiment, task.policy.max_restarts, answered=turn.answered)
-        state = restore_experiment_state(plan.target, name, owner, new_stamp(), unseen(known))
-        herald = Herald(_subject(plan), known.experiment, get_run_logger())
-        herald.opened(state)
-        outlook = Outlook(state.name, trial_count=1, step_count=task.stopper.step_count)
+        state = restore_experiment_state(plan.target, name, owner, new_write_id(), skip_prefect_introspection(known))
+        emitter = EventEmitter(_subject(plan), known.experiment, get_run_logger())
+        emitter.opened(state)
+        outlook = SearchEstimate(state.name, trial_count=1, step_count=task.stopper.step_count)
         reporter = Reporter(plan.target, state, outlook, get_run_logger())
-        news = SoloListener(Listeners([herald, reporter]), state)
+        news = TrainingObserver(ObserverGroup([emitter, reporter]), state)
         with retrying_refusals(), reported(reporter, stop):
             state = _ready(task, news, followed(plan, state, turn))
             turn.reached(state)
             _say_where_it_stands(task, state)
-            with nullcontext() if _is_finished(state) else heralded(herald, stop):
+            with nullcontext() if _is_finished(state) else emitting_events(emitter, stop):
                 while state.trial(_TRIAL).status is Status.PENDING and not (state.questions or stop.is_set()):
-                    state = _attempt(task, news, state, SoloLine(plan, nursery, stop, news))
+                    state = _attempt(task, news, state, StandaloneLink(plan, pool, stop, news))
                     turn.reached(state)
                 reporter.conclude()  # it draws the last page while the event emitter ends
         return state
 
     with (
-        Nursery(slots=0) as nursery,
+        TrialProcessPool(slots=0) as pool,
         as_one_owner(plan.target, name),
         say_what_is_resumable(lambda: turn.state),
     ):
@@ -236,7 +236,7 @@ def _ended(task: _Task, state: Experiment) -> TrialResult:
     return _result(plan, trial)
 
 
-def _require_one_training(plan: TrialPlan) -> Loaded:
+def _require_one_training(plan: TrialSpec) -> LoadedJournal:
     """Read the experiment, and check that it can be resumed here; no owner is superseded yet.
 
     Raises:
@@ -254,18 +254,18 @@ def _require_one_training(plan: TrialPlan) -> Loaded:
     return known
 
 
-def _attempt(task: _Task, news: SoloListener, state: Experiment, line: SoloLine) -> Experiment:
+def _attempt(task: _Task, news: TrainingObserver, state: Experiment, line: StandaloneLink) -> Experiment:
     """Run one attempt; if it failed, apply the failure policy. Return the state afterwards."""
-    orders = Orders(epoch=state.epoch, answers=answers_for(_TRIAL, state.answers))
+    orders = AttemptRequest(epoch=state.epoch, answers=answers_for(_TRIAL, state.answers))
     attempt = run_trial(task.plan, orders, line)
     outcome, after = attempt.outcome, attempt.experiment
     if not isinstance(outcome, Failed):
         return after
     get_run_logger().warning("attempt %d: %s: %s", after.trial(_TRIAL).attempt, outcome.cause, outcome.message)
-    return _judge(task, news, after, outcome.cause)
+    return _failure_handler(task, news, after, outcome.cause)
 
 
-def _judge(task: _Task, news: SoloListener, state: Experiment, cause: Cause) -> Experiment:
+def _failure_handler(task: _Task, news: TrainingObserver, state: Experiment, cause: Cause) -> Experiment:
     plan = task.plan
     match verdict(state.trial(_TRIAL), cause, task.policy):
         case TryAgain() | Resumable():
@@ -279,7 +279,7 @@ def _judge(task: _Task, news: SoloListener, state: Experiment, cause: Cause) -> 
             assert_never(never)
 
 
-def _ready(task: _Task, news: SoloListener, state: Experiment) -> Experiment:
+def _ready(task: _Task, news: TrainingObserver, state: Experiment) -> Experiment:
     """Bring the trial into a state that is final, or from which an attempt can start; add it to a new experiment."""
     plan, config, trial = task.plan, task.config, state.trials.get(_TRIAL)
     if trial is None:
@@ -292,11 +292,11 @@ def _ready(task: _Task, news: SoloListener, state: Experiment) -> Experiment:
     if trial.status is Status.PENDING and is_forgiven(trial, task.policy):
         return _write(plan, news, state, Requeued(trial=_TRIAL, reason=f"tried again after: {trial.reason}"))
     if trial.status is Status.PENDING and trial.cause is not None:
-        return _judge(task, news, state, trial.cause)
+        return _failure_handler(task, news, state, trial.cause)
     return state
 
 
-def _require_same(plan: TrialPlan, trial: Trial, config: Mapping[str, object]) -> None:
+def _require_same(plan: TrialSpec, trial: Trial, config: Mapping[str, object]) -> None:
     where = f"experiment {plan.trial.experiment!r} at {plan.target.uri}"
     if trial.config != config:
         raise InvalidInput(
@@ -311,15 +311,15 @@ def _require_same(plan: TrialPlan, trial: Trial, config: Mapping[str, object]) -
         )
 
 
-def _write(plan: TrialPlan, news: SoloListener, state: Experiment, event: Event) -> Experiment:
+def _write(plan: TrialSpec, news: TrainingObserver, state: Experiment, event: Event) -> Experiment:
     after = write_entry(plan.target, state, [event])
     news.wrote([event], after)
     return after
 
 
-def _subject(plan: TrialPlan) -> Subject:
-    place = Place(plan.target.uri, plan.trial.experiment)
-    return Subject(place, sync_period=plan.sync.sync_period, run=this_run())
+def _subject(plan: TrialSpec) -> EventContext:
+    place = ExperimentAddress(plan.target.uri, plan.trial.experiment)
+    return EventContext(place, sync_period=plan.sync.sync_period, run=this_run())
 
 
 def _say_where_it_stands(task: _Task, state: Experiment) -> None:
@@ -349,7 +349,7 @@ def _say_what_is_not_saved(trial: Trial) -> None:
         )
 
 
-def _result(plan: TrialPlan, trial: Trial) -> TrialResult:
+def _result(plan: TrialSpec, trial: Trial) -> TrialResult:
     return TrialResult(
         experiment=plan.trial.experiment,
         trial=trial.trial,

@@ -8,7 +8,7 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
-from prefect_tune.core.journal.journal import Loaded
+from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.models import valid_name
 from prefect_tune.parameters.form_schema import (
     CallbacksField,
@@ -133,7 +133,7 @@ def resume(
     return searched(from_settings(known.experiment.settings, {**run, **here}, changed), known)
 
 
-def _found(target: StorageTarget, experiment: str) -> Loaded:
+def _found(target: StorageTarget, experiment: str) -> LoadedJournal:
     known = read_known(target, experiment)
     state = known.experiment
     if not state.number:

@@ -9,9 +9,9 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
 from prefect_tune.core.events.experiment_events import Cause
-from prefect_tune.executors.remote_link import StoreLine
+from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.executors.trial_executor import attempt_of
-from prefect_tune.executors.trial_parameters import TrialParameters, orders_from
+from prefect_tune.executors.trial_parameters import TrialParameters, request_from
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.tasks import attempt_supervisor as outcomes
 
@@ -28,8 +28,8 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
         attempt: its number, by which it finds its answers on the target.
     """
     plan = parameters.plan()
-    line = StoreLine(plan.target, plan.trial, attempt)
-    told = orders_from(orders)
+    line = StoreLink(plan.target, plan.trial, attempt)
+    told = request_from(orders)
     found = interruptible(lambda stop: attempt_of(plan)(plan, told, line.stopped_by(stop)), grace=plan.grace)
     match found.outcome:
         case outcomes.Failed(cause=Cause.PREEMPTED, message=message):

@@ -11,22 +11,22 @@ from typing import TypeAlias, assert_never
 
 from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event, Finished, Paused, Questioned
 from prefect_tune.core.messages.process_messages import (
-    Asked,
     Broke,
+    CheckpointSaved,
     FromTrial,
-    Loaded,
+    MilestoneReached,
     Question,
-    Saved,
     StateSaved,
     StepDone,
     StopAndSave,
+    TrainableLoaded,
     TrialEnded,
 )
 from prefect_tune.runtime.message_stream import MalformedMessage
 from prefect_tune.supervisor.process_channel import TrialChannel
-from prefect_tune.supervisor.search_link import Answer, Line
-from prefect_tune.supervisor.trial_spec import TrialPlan
-from prefect_tune.tasks.commit_worker import USERS_FAULT, HandedOver, Ledger
+from prefect_tune.supervisor.search_link import Answer, SearchLink
+from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.tasks.commit_worker import USERS_FAULT, CommitWorker, PendingCheckpoint
 
 __all__ = ["Asking", "Done", "Failed", "Outcome", "Yielded", "events_of", "supervise"]
 
@@ -90,15 +90,15 @@ def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
             assert_never(outcome)
 
 
-def supervise(channel: TrialChannel, ledger: Ledger, plan: TrialPlan, line: Line) -> Outcome:
+def supervise(channel: TrialChannel, commit_worker: CommitWorker, plan: TrialSpec, line: SearchLink) -> Outcome:
     """Serve the trial until it ends, crashes or stays silent too long, or its grace after `line.stop` expires."""
-    return _Supervisor(channel, ledger, plan, line).run()
+    return _Supervisor(channel, commit_worker, plan, line).run()
 
 
 class _Supervisor:
-    def __init__(self, channel: TrialChannel, ledger: Ledger, plan: TrialPlan, line: Line) -> None:
+    def __init__(self, channel: TrialChannel, commit_worker: CommitWorker, plan: TrialSpec, line: SearchLink) -> None:
         self._channel = channel
-        self._ledger = ledger
+        self._commit_worker = commit_worker
         self._plan = plan
         self._line = line
         self._steps = 0
@@ -136,10 +136,10 @@ class _Supervisor:
         if self._heard_at is not None:
             self._heard_at = time.monotonic()
         match message:
-            case Loaded(code=code):
+            case TrainableLoaded(code=code):
                 self._heard_at = time.monotonic()
-                self._ledger.code = code
-            case Asked(report=report):
+                self._commit_worker.code = code
+            case MilestoneReached(report=report):
                 self._asks = True
                 self._line.told(report, asks=True)
             case StepDone():
@@ -147,7 +147,7 @@ class _Supervisor:
                 self._take_down(message)
             case StateSaved(report=report, checkpoint=directory):
                 self._handed_over += 1
-                self._ledger.save_state(HandedOver(report, Path(directory), ours=True), self._saved)
+                self._commit_worker.save_state(PendingCheckpoint(report, Path(directory), ours=True), self._saved)
             case TrialEnded():
                 return self._ended(message)
             case Broke(cause=cause, message=why, traceback=trace):
@@ -166,14 +166,16 @@ class _Supervisor:
     def _take_down(self, done: StepDone) -> None:
         is_read = done.asks and self._line.reads_journal
         if is_read:
-            self._ledger.asks_at = done.report.step
+            self._commit_worker.asks_at = done.report.step
         if done.checkpoint is None:
-            self._ledger.note(done.report)
+            self._commit_worker.note(done.report)
         else:
             self._handed_over += 1
-            self._ledger.save(HandedOver(done.report, Path(done.checkpoint), done.handed_over, done.over), self._saved)
+            self._commit_worker.save(
+                PendingCheckpoint(done.report, Path(done.checkpoint), done.handed_over, done.over), self._saved
+            )
         if is_read:
-            self._ledger.flush()
+            self._commit_worker.flush()
         self._asks = done.asks
         self._line.told(done.report, asks=done.asks)
 
@@ -184,14 +186,14 @@ class _Supervisor:
         self._channel.tell(answer)
 
     def _saved(self, step: int) -> None:
-        self._channel.tell(Saved(step=step))
+        self._channel.tell(CheckpointSaved(step=step))
         self._heard_at = time.monotonic()
         self._committed += 1
 
     def _waited_enough(self) -> Outcome | None:
         """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
-        if self._ledger.error is not None:
-            return self._not_written(self._ledger.error)
+        if self._commit_worker.error is not None:
+            return self._not_written(self._commit_worker.error)
         if self._line.stop.is_set():
             return self._ask_to_stop()
         if self._committed < self._handed_over or self._asks:

@@ -23,9 +23,9 @@ from prefect_tune.core.operations.clone import clear, clone, newest_of
 from prefect_tune.core.recovery.restore import checkpoints_with, read_manifest, restore, verify
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.retry_policy import RETRYING, is_away, retrying
-from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, side_by_side
-from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.retry_policy import RETRYING, is_away, with_retries
+from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
+from prefect_tune.supervisor.run_identity import new_write_id
 
 __all__ = [
     "ClonedCheckpoint",
@@ -79,7 +79,8 @@ def save_checkpoint(
         key: experiment, trial, step and sequence: the checkpoint's name on the target.
         directory: the local directory; all its files are published.
         about: step, metrics, write id and so on. A try with the same write id is the same save.
-        parent: the newest live checkpoint, as `trial_transitions.parent_of_next` returns it: its bytes are not sent again.
+        parent: the newest live checkpoint, as `trial_transitions.parent_of_next` returns it: its bytes are not sent
+            again.
         collected_up_to: the result of `trial_transitions.reused_from`; see `commit.reusable`.
         reverification: which reused blobs are read back first; see `reverification`.
         timeout_seconds: limit of each try; no upload goes on in the background after it.
@@ -92,7 +93,7 @@ def save_checkpoint(
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     directory = Path(directory).absolute()
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         reuse = reusable(store, key.trial, _if_readable(store, parent), collected_up_to)
         staged = StagedFiles(directory)
         done = commit(store, key, staged, about, reuse=reuse, side_by_side=transfers, reverification=reverification)
@@ -110,10 +111,10 @@ def find_damaged(
     """Return which of the checkpoints refer to one of the damaged `blobs`; see `restore.checkpoints_with`."""
 
     def look() -> Mapping[CheckpointKey, str]:
-        with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+        with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
             return checkpoints_with(store, keys, blobs, side_by_side=transfers)
 
-    return retrying(look)
+    return with_retries(look)
 
 
 def find_leftovers(
@@ -168,7 +169,7 @@ def clone_checkpoint(
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         gone: CheckpointKey | None = None
         while True:
             key = newest_of(store, source, side_by_side=transfers) if isinstance(source, TrialKey) else source
@@ -199,7 +200,7 @@ def damage_of_checkpoint(
         StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
         StoreUnavailable: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         try:
             verify(store, read_manifest(store, key), side_by_side=transfers)
         except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as damaged:
@@ -226,7 +227,7 @@ def restore_checkpoint(
         StoreUnavailable: all retries failed.
     """
     destination = Path(destination).absolute()
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         manifest = read_manifest(store, key)
         with DirectorySink(manifest, destination) as sink:
             restore(store, manifest, sink, side_by_side=transfers)
@@ -265,5 +266,5 @@ def delete_checkpoint(
         StoreRefused: not retried, even within `retrying_refusals`: the trial's next commit waits for this.
         StoreUnavailable: all retries failed; the next owner of the experiment deletes them.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
-        return clear(store, trial, state, retired, new_stamp(), side_by_side=transfers)
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
+        return clear(store, trial, state, retired, new_write_id(), side_by_side=transfers)

@@ -40,11 +40,11 @@ from prefect_tune.core.experiment.retention import retired, retired_aside
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_key, parent_of_next, reused_from
 from prefect_tune.core.models import Stamp, StepReport, plural, shown_size
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.retry_policy import unseen
-from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.retry_policy import skip_prefect_introspection
+from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.run_identity import new_stamp
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.checkpoints import (
     SavedCheckpoint,
     delete_checkpoint,
@@ -53,14 +53,14 @@ from prefect_tune.tasks.checkpoints import (
     save_checkpoint,
 )
 
-__all__ = ["USERS_FAULT", "HandedOver", "Ledger"]
+__all__ = ["USERS_FAULT", "CommitWorker", "PendingCheckpoint"]
 
 # Errors of the directory that a trial handed over: the trainable caused them.
 USERS_FAULT = (InvalidInput, StagedFilesChanged)
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class PendingCheckpoint:
     """A checkpoint directory that the trial handed over to be committed, with the report of its step."""
 
     report: StepReport
@@ -71,16 +71,16 @@ class HandedOver:
     """Why this checkpoint finishes the trial; empty if it does not."""
 
 
-class Ledger:
+class CommitWorker:
     """Saves the checkpoints and journals the reports of one attempt.
 
     The attempt's thread queues reports and saves; a worker thread carries them out in that order, in the context
     of the task that created the worker, so that Prefect shows its task runs under that task.
     """
 
-    def __init__(self, plan: TrialPlan, book: Book, artifacts: TrialArtifacts, log: Log) -> None:
+    def __init__(self, plan: TrialSpec, journal_writer: JournalWriter, artifacts: TrialArtifacts, log: Log) -> None:
         self._plan = plan
-        self._book = book
+        self._journal_writer = journal_writer
         self._artifacts = artifacts
         self._log = log
         self._waiting: list[StepReport] = []
@@ -96,19 +96,19 @@ class Ledger:
         self.error: BaseException | None = None
         """The error that ended the worker thread; nothing is written after it."""
         self._work.put(self._delete_leftovers)
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="ledger", daemon=True)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="commit-worker", daemon=True)
         self._thread.start()
 
     @property
     def experiment(self) -> Experiment:
         """The experiment after the last entry that was written. Read it after `close`."""
-        return self._book.experiment
+        return self._journal_writer.experiment
 
     def note(self, report: StepReport) -> None:
         """Queue a report; it is journaled with the next commit, or after `sync_period`."""
         self._waiting.append(report)
 
-    def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+    def save(self, handed_over: PendingCheckpoint, committed: Callable[[int], None]) -> None:
         """Queue a commit; the worker thread then calls `committed` with its step."""
         self._waiting.append(handed_over.report)
         self._work.put(lambda: self._save(handed_over, committed))
@@ -117,7 +117,7 @@ class Ledger:
         """Queue a journal entry of the reports so far: the search reads them there, and answers."""
         self._work.put(self._sync)
 
-    def save_state(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+    def save_state(self, handed_over: PendingCheckpoint, committed: Callable[[int], None]) -> None:
         """As `save`, for a step whose report is queued already."""
         self._work.put(lambda: self._save(handed_over, committed))
 
@@ -190,7 +190,7 @@ class Ledger:
                 self._log.warning("the reports could not be journaled now; retried with the next sync: %s", error)
         self._artifacts.after_report()
 
-    def _save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+    def _save(self, handed_over: PendingCheckpoint, committed: Callable[[int], None]) -> None:
         saved, doomed = self._committed(handed_over)
         committed(handed_over.report.step)
         self._tell(saved)
@@ -199,7 +199,7 @@ class Ledger:
             shutil.rmtree(handed_over.directory, ignore_errors=True)
         self._delete(doomed)
 
-    def _committed(self, handed_over: HandedOver) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
+    def _committed(self, handed_over: PendingCheckpoint) -> tuple[SavedCheckpoint, Sequence[CheckpointKey]]:
         """Save the checkpoint, again each time an external writer quarantines one meanwhile.
 
         Returns the saved checkpoint, and the retired ones to delete, overtaken saves included.
@@ -218,21 +218,23 @@ class Ledger:
             else:
                 return saved, [*overtaken, *doomed]
 
-    def _saved(self, handed_over: HandedOver) -> SavedCheckpoint:
+    def _saved(self, handed_over: PendingCheckpoint) -> SavedCheckpoint:
         step = handed_over.report.step
         return save_checkpoint(
-            unseen(self._plan.target),
-            unseen(CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number)),
+            skip_prefect_introspection(self._plan.target),
+            skip_prefect_introspection(
+                CheckpointKey(trial=self._plan.trial, step=step, sequence=self.experiment.number)
+            ),
             handed_over.directory,
-            unseen(self._about(handed_over.report, self._reports(step))),
-            parent=unseen(parent_of_next(self._plan.trial, self._trial)),
+            skip_prefect_introspection(self._about(handed_over.report, self._reports(step))),
+            parent=skip_prefect_introspection(parent_of_next(self._plan.trial, self._trial)),
             collected_up_to=reused_from(self._trial),
             reverification=Reverification(self._commit_count, self._plan.sync.verify_reused_every),
             timeout_seconds=self._plan.sync.sync_timeout_seconds,
         )
 
     def _commit(
-        self, saved: SavedCheckpoint, handed_over: HandedOver, upload_seconds: float
+        self, saved: SavedCheckpoint, handed_over: PendingCheckpoint, upload_seconds: float
     ) -> Sequence[CheckpointKey]:
         """Write the commit's entry, and return the checkpoints that it retires."""
         key, report = saved.key, handed_over.report
@@ -293,7 +295,7 @@ class Ledger:
         del self._waiting[: len(told)]  # the attempt's thread only appends
         entry = [*(self._reported(report) for report in told), *events]
         if entry:
-            self._unsettled = (entry, new_stamp())
+            self._unsettled = (entry, new_write_id())
             self._settle()
         self._synced_at = time.monotonic()
 
@@ -302,7 +304,7 @@ class Ledger:
         if self._unsettled is not None:
             entry, stamp = self._unsettled
             try:
-                self._book.write(entry, stamp)
+                self._journal_writer.write(entry, stamp)
             except SaveOvertaken:
                 self._unsettled = None  # it can never be written; its reports are queued again
                 self._waiting[:0] = [event.report for event in entry if isinstance(event, Reported)]
@@ -316,7 +318,7 @@ class Ledger:
         return [report for report in self._waiting if up_to is None or report.step <= up_to]
 
     def _about(self, report: StepReport, reports: Sequence[StepReport]) -> About:
-        stamp = new_stamp()
+        stamp = new_write_id()
         trial = self._trial
         return About(
             attempt=trial.attempt,
@@ -349,7 +351,7 @@ class Ledger:
         if not doomed:
             return
         try:
-            delete_checkpoint(self._plan.target, self._plan.trial, unseen(self._trial), doomed)
+            delete_checkpoint(self._plan.target, self._plan.trial, skip_prefect_introspection(self._trial), doomed)
         except Superseded:
             raise
         except TuneError as error:

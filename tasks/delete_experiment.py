@@ -12,8 +12,8 @@ from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.models import Stamp, valid_name
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.retry_policy import RETRYING
-from prefect_tune.stores.local.staging import side_by_side
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 
 __all__ = ["Removal", "remove_experiment"]
 
@@ -23,8 +23,8 @@ class Removal:
     """The arguments of a deletion. Every try has the same owner and stamp, so that a retry is the same deletion."""
 
     experiment: str
-    owner: Owner = field(default_factory=this_owner)
-    stamp: Stamp = field(default_factory=new_stamp)
+    owner: Owner = field(default_factory=current_owner)
+    stamp: Stamp = field(default_factory=new_write_id)
 
 
 @task(name="remove-experiment", task_run_name="delete {removal.experiment}", **RETRYING)
@@ -41,5 +41,5 @@ def remove_experiment(target: StorageTarget, removal: Removal, *, timeout_second
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     name = valid_name(removal.experiment)
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         return remove(store, name, removal.owner, removal.stamp, side_by_side=transfers)

@@ -10,7 +10,7 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, TargetCheck
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import (
     JournalCorrupt,
     ObjectNotFound,
@@ -22,16 +22,16 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.events.experiment_events import Event, Owner
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.journal import Loaded, append, entries_beyond, read, take_over
+from prefect_tune.core.journal.journal import LoadedJournal, append, entries_beyond, read, take_over
 from prefect_tune.core.journal.snapshots import write_due_segment
 from prefect_tune.core.models import Stamp, digest_of
 from prefect_tune.core.recovery.adopt_orphans import adopt
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.retry_policy import CHECKING, RETRYING, retrying, unseen
-from prefect_tune.stores.local.staging import side_by_side
-from prefect_tune.supervisor.journal_writer import Listener
-from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.retry_policy import CHECKING, RETRYING, skip_prefect_introspection, with_retries
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.journal_writer import EntryListener
+from prefect_tune.supervisor.run_identity import new_write_id
 
 __all__ = [
     "Opening",
@@ -73,7 +73,7 @@ def restore_experiment_state(  # noqa: PLR0913 - the fifth saves a second read o
     experiment: str,
     owner: Owner,
     stamp: Stamp,
-    known: Loaded | None = None,
+    known: LoadedJournal | None = None,
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Experiment:
@@ -96,7 +96,7 @@ def restore_experiment_state(  # noqa: PLR0913 - the fifth saves a second read o
         StoreRefused: the target refuses access; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         return _opened(store, journal_key(experiment), target, Opening(owner, stamp, known=known), transfers)
 
 
@@ -107,8 +107,8 @@ class Opening:
     owner: Owner
     stamp: Stamp
     also: Callable[[Experiment], Sequence[Event]] = lambda _: ()
-    listener: Listener = lambda _events, _experiment: None
-    known: Loaded | None = None
+    listener: EntryListener = lambda _events, _experiment: None
+    known: LoadedJournal | None = None
     """The journal, if the caller has just read it; saves a second read."""
 
 
@@ -117,7 +117,7 @@ class _BehindError(Exception):
 
 
 def _opened(
-    store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: Mapper
+    store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening, transfers: ParallelMap
 ) -> Experiment:
     said: Sequence[Event] | None = None
 
@@ -148,7 +148,7 @@ def _opened(
     return after
 
 
-def _hear_again(store: ObjectStore, opened: Experiment, listener: Listener, transfers: Mapper) -> None:
+def _hear_again(store: ObjectStore, opened: Experiment, listener: EntryListener, transfers: ParallelMap) -> None:
     """Pass the stored entries to the listener: this process does not know all events that the earlier try wrote."""
     for entry in entries_beyond(store, opened.key, opened.opened_at - 1, side_by_side=transfers):
         listener(entry.events, opened.model_copy(update={"number": entry.number}))
@@ -166,10 +166,10 @@ def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Ex
         # `known` holds for the first try only: that try may have written an entry and lost the reply.
         this_time = next(tries, replace(opening, known=None))
         timeout = timedelta(seconds=_TIMEOUT_SECONDS)
-        with target.open(timeout=timeout) as store, side_by_side() as transfers:
+        with target.open(timeout=timeout) as store, transfer_pool() as transfers:
             return _opened(store, key, target, this_time, transfers)
 
-    return retrying(open_it)
+    return with_retries(open_it)
 
 
 def _second(stamp: Stamp) -> Stamp:
@@ -215,20 +215,22 @@ def write_entry(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
     """Run `sync_experiment_state`, with a new stamp unless one is given. Raises as that task does."""
-    return sync_experiment_state(target, unseen(experiment), unseen(events), stamp or new_stamp())
+    return sync_experiment_state(
+        target, skip_prefect_introspection(experiment), skip_prefect_introspection(events), stamp or new_write_id()
+    )
 
 
 def write_directly(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
 ) -> Experiment:
     """Write an entry as `write_entry` does, but without a task run: a search writes too often for one per entry."""
-    once = stamp or new_stamp()
+    once = stamp or new_write_id()
 
     def write() -> Experiment:
         with target.open(timeout=timedelta(seconds=_TIMEOUT_SECONDS)) as store:
             return _appended(store, experiment, events, once)
 
-    return retrying(write)
+    return with_retries(write)
 
 
 def experiment_id(target: StorageTarget, experiment: str) -> str | None:
@@ -244,7 +246,7 @@ def experiment_id(target: StorageTarget, experiment: str) -> str | None:
             except ObjectNotFound:
                 return None
 
-    return retrying(look)
+    return with_retries(look)
 
 
 def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Experiment:
@@ -252,7 +254,7 @@ def read_experiment(target: StorageTarget, experiment: str, *, timeout_seconds: 
     return read_journal(target, experiment, timeout_seconds=timeout_seconds).experiment
 
 
-def read_journal(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Loaded:
+def read_journal(target: StorageTarget, experiment: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> LoadedJournal:
     """Read the journal of `experiment`, to be passed as `known` to `restore_experiment_state` without a second read."""
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         return read(store, experiment, side_by_side=transfers)

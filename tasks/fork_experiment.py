@@ -10,7 +10,7 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import (
     CheckpointNotFound,
     InvalidInput,
@@ -29,9 +29,9 @@ from prefect_tune.core.seeded_random import seed_named
 from prefect_tune.core.settings_signature import is_signed, signed, unsigned
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.retry_policy import RETRYING
-from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 
 __all__ = ["ForkRequest", "fork_experiment"]
 
@@ -46,8 +46,8 @@ class ForkRequest:
     """The entry of the experiment's journal; None for the last."""
     strict: bool = False
     """Whether it is an error if the origin has deleted a checkpoint of that entry since."""
-    owner: Owner = field(default_factory=this_owner)
-    stamp: Stamp = field(default_factory=new_stamp)
+    owner: Owner = field(default_factory=current_owner)
+    stamp: Stamp = field(default_factory=new_write_id)
 
 
 @task(name="fork-experiment", task_run_name="fork {request.experiment} into {request.into}", **RETRYING)
@@ -63,7 +63,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest, *, timeout_seco
         Superseded: another process makes the same fork.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         try:
             return _forked(store, target, request, transfers)
         except (JournalCorrupt, UnknownVersion, StoreRefused) as error:
@@ -71,7 +71,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest, *, timeout_seco
             raise ResumeFailed(f"{where}: {error}. Nothing was started") from error
 
 
-def _forked(store: ObjectStore, target: StorageTarget, request: ForkRequest, transfers: Mapper) -> Experiment:
+def _forked(store: ObjectStore, target: StorageTarget, request: ForkRequest, transfers: ParallelMap) -> Experiment:
     there = load(store, request.into, side_by_side=transfers)
     if there.origin is not None and there.is_whole and _is_asked_for(there, request):
         return there
@@ -93,7 +93,7 @@ def _is_asked_for(there: Experiment, request: ForkRequest) -> bool:
     return origin is not None and origin.experiment == request.experiment and request.at in (None, origin.number)
 
 
-def _past(store: ObjectStore, request: ForkRequest, there: Experiment, transfers: Mapper) -> Past:
+def _past(store: ObjectStore, request: ForkRequest, there: Experiment, transfers: ParallelMap) -> Past:
     """Return the origin's state at the requested entry; if none was requested, at an earlier try's, or at the last."""
     begun = there.origin.number if there.origin is not None and _is_asked_for(there, request) else None
     at = begun if request.at is None else request.at

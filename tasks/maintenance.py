@@ -11,7 +11,7 @@ from typing import TypeVar
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
@@ -21,14 +21,14 @@ from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
 from prefect_tune.core.operations.maintenance_state import Change, Remembered, last_number, last_round, leave_round
 from prefect_tune.core.operations.quarantine import put_aside
-from prefect_tune.core.operations.scrub import Inspection, Limits, inspect
+from prefect_tune.core.operations.scrub import Inspection, ScrubLimits, inspect
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
 from prefect_tune.core.storage.experiment_listing import experiment_names
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.retry_policy import RETRYING, retrying
-from prefect_tune.stores.local.staging import side_by_side
-from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.retry_policy import RETRYING, with_retries
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.run_identity import new_write_id
 
 __all__ = [
     "CollectedTrials",
@@ -94,8 +94,8 @@ def verify_checkpoints(
         JournalCorrupt, UnknownVersion: the journal cannot be read.
         StoreUnavailable: all retries failed.
     """
-    limits = Limits(sample.share, sample.max_bytes, _has_time(sample.until, timeout_seconds))
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    limits = ScrubLimits(sample.share, sample.max_bytes, _has_time(sample.until, timeout_seconds))
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         return inspect(store, state, sample.begins_at, limits, side_by_side=transfers)
 
@@ -115,10 +115,10 @@ def quarantine_checkpoints(
     by_trial: dict[TrialKey, dict[CheckpointKey, str]] = {}
     for key, reason in damaged.items():
         by_trial.setdefault(key.trial, {})[key] = reason
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
 
         def aside(trial: TrialKey) -> Sequence[CheckpointKey]:
-            return put_aside(store, trial, by_trial[trial], new_stamp(), side_by_side=transfers)
+            return put_aside(store, trial, by_trial[trial], new_write_id(), side_by_side=transfers)
 
         found, _ = _each(store, experiment, aside, by_trial)  # nothing is quarantined in an unreadable journal
         return [key for keys in found for key in keys]
@@ -138,7 +138,7 @@ def prune_checkpoints(
     Nothing is retired while any trial has not ended, and nothing of the best trial. `collect_garbage` deletes the
     retired checkpoints. Raises as `quarantine_checkpoints`.
     """
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         if any(each.status not in ENDED for each in state.trials.values()):
             return PrunedTrials(0)
@@ -149,7 +149,7 @@ def prune_checkpoints(
             known = state.trial(key.trial)
             if dry_run:
                 return look_for_prunable(store, key, policy, side_by_side=map, known=known)
-            return prune(store, key, policy, new_stamp(), side_by_side=map, known=known)
+            return prune(store, key, policy, new_write_id(), side_by_side=map, known=known)
 
         found, unreadable = _each(store, experiment, retired, keys, transfers)
         return PrunedTrials(sum(len(each) for each in found), unreadable)
@@ -174,7 +174,7 @@ def collect_garbage(
     Raises as `quarantine_checkpoints`.
     """
     has_time = _has_time(until, timeout_seconds)
-    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         keys = [_key(state, trial) for trial in state.trials.values()]
 
@@ -184,7 +184,7 @@ def collect_garbage(
                 return None
             if dry_run:
                 return look_for_garbage(store, key, side_by_side=map, known=known)
-            return collect_from(store, key, new_stamp(), side_by_side=map, known=known)
+            return collect_from(store, key, new_write_id(), side_by_side=map, known=known)
 
         found, unreadable = _each(store, experiment, tidy, keys, transfers)
         done = tuple(each for each in found if each is not None)
@@ -196,7 +196,7 @@ def _each(
     experiment: str,
     act: Callable[[TrialKey], _Result],
     trials: Iterable[TrialKey],
-    transfers: Mapper = map,
+    transfers: ParallelMap = map,
 ) -> tuple[Sequence[_Result], tuple[Unreadable, ...]]:
     """Run `act` for each trial; return the results, and the trials whose objects cannot be read, without failing."""
 
@@ -225,10 +225,10 @@ def recall(target: StorageTarget, experiment: str) -> Remembered:
             return Remembered(last_number(store, experiment))
 
     try:
-        return retrying(look)
+        return with_retries(look)
     except (StoreUnavailable, StoreRefused) as error:
         logging.getLogger("prefect_tune").warning("%s: the last round's record cannot be read: %s", experiment, error)
-        return retrying(look_around)
+        return with_retries(look_around)
 
 
 def is_there(target: StorageTarget, experiment: str) -> bool:
@@ -238,7 +238,7 @@ def is_there(target: StorageTarget, experiment: str) -> bool:
         with target.open(timeout=timedelta(minutes=2)) as store:
             return store.size(JournalKey(experiment=experiment).entry_path(1)) is not None
 
-    return retrying(look)
+    return with_retries(look)
 
 
 def names_on(target: StorageTarget) -> Sequence[str]:
@@ -248,7 +248,7 @@ def names_on(target: StorageTarget) -> Sequence[str]:
         with target.open(timeout=timedelta(minutes=10)) as store:
             return experiment_names(store)
 
-    return retrying(look)
+    return with_retries(look)
 
 
 def remember(target: StorageTarget, experiment: str, known: Remembered, change: Change) -> Remembered:
@@ -258,7 +258,7 @@ def remember(target: StorageTarget, experiment: str, known: Remembered, change: 
         with target.open(timeout=timedelta(minutes=2)) as store:
             return leave_round(store, experiment, known, change)
 
-    return retrying(write)
+    return with_retries(write)
 
 
 def _key(state: Experiment, trial: Trial) -> TrialKey:

@@ -19,7 +19,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.result_files import Rows, delete_older_results, results_path
 from prefect_tune.retry_policy import RETRYING
-from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.stores.local.staging import transfer_pool
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -85,7 +85,7 @@ def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
 
 def read_curves(store: ObjectStore, experiment: Experiment) -> Curves:
     """Return the curves of all trials up to the experiment's last entry."""
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         entries = history(store, experiment.key, side_by_side=transfers)
     curves = Curves()
     for entry in entries:

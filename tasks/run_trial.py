@@ -28,23 +28,23 @@ from prefect_tune.core.events.experiment_events import (
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.learning_curves import curve
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_checkpoint, newest_key
-from prefect_tune.core.journal.journal import Loaded, history
+from prefect_tune.core.journal.journal import LoadedJournal, history
 from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.models import StepReport, plural
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.retry_policy import RETRYING, retrying_refusals, unseen
+from prefect_tune.retry_policy import RETRYING, retrying_refusals, skip_prefect_introspection
 from prefect_tune.stores.local.scratch import ScratchDirectory
-from prefect_tune.stores.local.staging import side_by_side
-from prefect_tune.supervisor.concurrency_slots import place_held
-from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.concurrency_slots import holding_concurrency_limits
+from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log, trial_in_place
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
-from prefect_tune.supervisor.search_link import Line
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan, import_path
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.search_link import SearchLink
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec, import_path
 from prefect_tune.tasks.attempt_supervisor import Done, Failed, Outcome, Yielded, events_of, supervise
 from prefect_tune.tasks.checkpoints import clone_checkpoint, restore_checkpoint
-from prefect_tune.tasks.commit_worker import Ledger
+from prefect_tune.tasks.commit_worker import CommitWorker
 from prefect_tune.tasks.experiment_state import (
     Opening,
     experiment_id,
@@ -66,7 +66,7 @@ class AttemptResult:
 
 
 @task(name="run-trial", task_run_name="train {plan.trial.trial}", **RETRYING)
-def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
+def run_trial(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> AttemptResult:
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
     All state is read from the target, so a retry of the task is a further attempt. Every checkpoint that the trial
@@ -83,40 +83,42 @@ def run_trial(plan: TrialPlan, orders: Orders, line: Line) -> AttemptResult:
         ResumeFailed: the trial has checkpoints, but none of them can be used.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    with retrying_refusals(), closing(line), place_held(plan.concurrency_limits, line.stop):
+    with retrying_refusals(), closing(line), holding_concurrency_limits(plan.concurrency_limits, line.stop):
         return _attempt(plan, orders, line, get_run_logger())
 
 
-def _attempt(plan: TrialPlan, orders: Orders, line: Line, log: Log) -> AttemptResult:
-    book = _book(plan, orders, line)
-    if isinstance(book, AttemptResult):
-        return book
-    if line.stop.is_set() and book.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
-        return AttemptResult(Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), book.experiment)
+def _attempt(plan: TrialSpec, orders: AttemptRequest, line: SearchLink, log: Log) -> AttemptResult:
+    journal_writer = _journal_writer(plan, orders, line)
+    if isinstance(journal_writer, AttemptResult):
+        return journal_writer
+    if line.stop.is_set() and journal_writer.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
+        return AttemptResult(
+            Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), journal_writer.experiment
+        )
     with ScratchDirectory("staging", "artifacts") as scratch:
         artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
-        restored = _restore_newest(plan, book, scratch / "restored", log)
-        _say_what_is_lost(book.experiment.trial(plan.trial.trial), log)
-        start = _begin(plan, orders, book, scratch, restored)
+        restored = _restore_newest(plan, journal_writer, scratch / "restored", log)
+        _say_what_is_lost(journal_writer.experiment.trial(plan.trial.trial), log)
+        start = _begin(plan, orders, journal_writer, scratch, restored)
         if start.attempt > 1:
             artifacts.bring_back(start.attempt)
-        ledger = Ledger(plan, book, artifacts, log)
+        commit_worker = CommitWorker(plan, journal_writer, artifacts, log)
         alone = plan.isolation == "thread"
         with trial_in_place(start, log) if alone else line.process(start, log, orders.environment) as channel:
-            outcome = supervise(channel, ledger, plan, line)
+            outcome = supervise(channel, commit_worker, plan, line)
             ending = events_of(plan.trial.trial, outcome)
             if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
-                ledger.end(ending)
+                commit_worker.end(ending)
                 channel.end()
             else:
                 channel.end()
-                ledger.end(ending)
+                commit_worker.end(ending)
             # Before the channel closes: a save under way still acknowledges to the trial, dead or not.
-            ledger.close()
-    return _as_journaled(AttemptResult(outcome, ledger.experiment), plan, log)
+            commit_worker.close()
+    return _as_journaled(AttemptResult(outcome, commit_worker.experiment), plan, log)
 
 
-def _as_journaled(result: AttemptResult, plan: TrialPlan, log: Log) -> AttemptResult:
+def _as_journaled(result: AttemptResult, plan: TrialSpec, log: Log) -> AttemptResult:
     """Return the journaled end instead of a failure after the last commit, such as an exception in `cleanup`."""
     if not isinstance(result.outcome, Failed) or (ended := _ended(result.experiment, plan)) is None:
         return result
@@ -124,23 +126,23 @@ def _as_journaled(result: AttemptResult, plan: TrialPlan, log: Log) -> AttemptRe
     return ended
 
 
-def _book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResult:
+def _journal_writer(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> JournalWriter | AttemptResult:
     """Return a journal writer, after closing an attempt without a journaled end; or the result of an ended trial."""
     if orders.epoch is None:
         return _own_book(plan, orders, line)
     experiment = read_experiment(plan.target, plan.trial.experiment)
     if experiment.epoch != orders.epoch:
         raise Superseded(f"{plan.journal}: epoch {orders.epoch} has ended; it was taken over by {experiment.owner}")
-    book = Book(plan.target, experiment, write_entry, line.wrote)
+    journal_writer = JournalWriter(plan.target, experiment, write_entry, line.wrote)
     if (ended := _ended(experiment, plan)) is not None:
         return ended
     if experiment.trial(plan.trial.trial).status is Status.RUNNING:
         lost = "its supervisor failed, and was retried"
-        book.write([AttemptEnded(trial=plan.trial.trial, cause=Cause.MACHINE, message=lost)])
-    return book
+        journal_writer.write([AttemptEnded(trial=plan.trial.trial, cause=Cause.MACHINE, message=lost)])
+    return journal_writer
 
 
-def _ended(experiment: Experiment, plan: TrialPlan) -> AttemptResult | None:
+def _ended(experiment: Experiment, plan: TrialSpec) -> AttemptResult | None:
     """Return how the trial ended, if an earlier run of this attempt journaled its end; None otherwise."""
     trial = experiment.trial(plan.trial.trial)
     if trial.status is Status.FINISHED:
@@ -148,7 +150,7 @@ def _ended(experiment: Experiment, plan: TrialPlan) -> AttemptResult | None:
     return AttemptResult(Yielded(trial.reason), experiment) if trial.status is Status.PAUSED else None
 
 
-def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResult:
+def _own_book(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> JournalWriter | AttemptResult:
     """Open the trial's own journal, or create it, and take it over from an earlier writer.
 
     A request is carried out once its attempt has begun: running it again only makes a further attempt, if the trial
@@ -168,18 +170,20 @@ def _own_book(plan: TrialPlan, orders: Orders, line: Line) -> Book | AttemptResu
             return (Adopted(), added)
         return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
-    owner = this_owner(search_epoch=orders.search_epoch, attempt=orders.attempt)
+    owner = current_owner(search_epoch=orders.search_epoch, attempt=orders.attempt)
     # A first attempt needs no read; but a request that waits in a queue may run twice, and outlive its experiment.
-    known = Loaded(nothing_yet(plan.journal)) if orders.attempt == 1 and not orders.experiment_id else None
-    opening = Opening(owner, new_stamp(), first, line.wrote, known)
-    book = Book(plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote)
+    known = LoadedJournal(nothing_yet(plan.journal)) if orders.attempt == 1 and not orders.experiment_id else None
+    opening = Opening(owner, new_write_id(), first, line.wrote, known)
+    journal_writer = JournalWriter(
+        plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote
+    )
     if carried_out:
-        return _ended(book.experiment, plan) or book
-    _carry_out(plan, orders, book)
-    return book
+        return _ended(journal_writer.experiment, plan) or journal_writer
+    _carry_out(plan, orders, journal_writer)
+    return journal_writer
 
 
-def _require_same_experiment(plan: TrialPlan, orders: Orders) -> None:
+def _require_same_experiment(plan: TrialSpec, orders: AttemptRequest) -> None:
     """Refuse a request whose experiment was deleted, or replaced by one of the same name, while it was queued.
 
     Raises:
@@ -195,32 +199,34 @@ def _require_same_experiment(plan: TrialPlan, orders: Orders) -> None:
     )
 
 
-def _are_carried_out(orders: Orders, found: Experiment, trial: str) -> bool:
+def _are_carried_out(orders: AttemptRequest, found: Experiment, trial: str) -> bool:
     """Whether the requested attempt has begun; one that an older request began does not count, whatever its number."""
     ordered = found.owner.attempt if found.owner else 0
     return trial in found.trials and 0 < orders.attempt <= min(ordered, found.trial(trial).attempt)
 
 
-def _carry_out(plan: TrialPlan, orders: Orders, book: Book) -> None:
+def _carry_out(plan: TrialSpec, orders: AttemptRequest, journal_writer: JournalWriter) -> None:
     """Apply the request's changes before the attempt: quarantine, requeue, exploit."""
-    state = book.experiment.trial(plan.trial.trial)
+    state = journal_writer.experiment.trial(plan.trial.trial)
     known = {each.sequence for each in state.checkpoints}
     events: list[Event] = [each for each in orders.puts_aside if each.sequence in known]
     if state.status in ENDED:
         events.append(Requeued(trial=state.trial, reason="it goes on"))
     if events:
-        book.write(events)
+        journal_writer.write(events)
     if orders.exploit is not None:
-        _exploit(plan, orders.exploit, book)
+        _exploit(plan, orders.exploit, journal_writer)
 
 
-def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:
+def _exploit(plan: TrialSpec, exploit: Exploit, journal_writer: JournalWriter) -> None:
     """Clone the source's newest checkpoint; if it has none, clone the trial's own for the new configuration."""
     trial = plan.trial.trial
     for source in (exploit.source, trial):
         key = TrialKey(experiment=plan.trial.experiment, trial=source)
         try:
-            cloned = clone_checkpoint(plan.target, key, unseen(book.experiment), trial, new_stamp())
+            cloned = clone_checkpoint(
+                plan.target, key, skip_prefect_introspection(journal_writer.experiment), trial, new_write_id()
+            )
             event = Cloned(
                 trial=trial,
                 checkpoint=cloned.checkpoint,
@@ -228,7 +234,7 @@ def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:
                 config=exploit.config,
                 reason=exploit.reason,
             )
-            book.write([event])
+            journal_writer.write([event])
         except (CheckpointCorrupt, CheckpointNotFound) as bad:
             get_run_logger().warning("trial %s: %s has nothing to exploit: %s", trial, source, bad)
         else:
@@ -236,20 +242,20 @@ def _exploit(plan: TrialPlan, exploit: Exploit, book: Book) -> None:
     get_run_logger().warning("trial %s: neither it nor %s has a checkpoint to exploit", trial, exploit.source)
 
 
-def _restore_newest(plan: TrialPlan, book: Book, destination: Path, log: Log) -> Path | None:
+def _restore_newest(plan: TrialSpec, journal_writer: JournalWriter, destination: Path, log: Log) -> Path | None:
     """Restore the newest checkpoint that verifies; quarantine those that do not, in the journal and in the log."""
     name = plan.trial.trial
-    _say_what_is_aside(book.experiment.trial(name), log)
-    while (key := newest_key(plan.trial, book.experiment.trial(name))) is not None:
+    _say_what_is_aside(journal_writer.experiment.trial(name), log)
+    while (key := newest_key(plan.trial, journal_writer.experiment.trial(name))) is not None:
         try:
             timeout = plan.sync.sync_timeout_seconds
             return restore_checkpoint(plan.target, key, destination, timeout_seconds=timeout)
         except (CheckpointCorrupt, CheckpointNotFound) as bad:
             reason = f"{type(bad).__name__}: {bad}"
             # If another process owns the trial, it may have retired the checkpoint: then this raises `Superseded`.
-            book.write([Quarantined(trial=name, sequence=key.sequence, reason=reason)])
+            journal_writer.write([Quarantined(trial=name, sequence=key.sequence, reason=reason)])
             log.error("step %d cannot be restored, and is put aside: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
-    if lost := book.experiment.trial(name).lost_checkpoints:
+    if lost := journal_writer.experiment.trial(name).lost_checkpoints:
         raise ResumeFailed(
             f"trial {name!r} of {plan.trial.experiment!r} at {plan.target.uri}: all its {lost} committed "
             "checkpoints are damaged or kill the trainable. Nothing was started afresh: mend what they need and "
@@ -278,8 +284,10 @@ def _say_what_is_lost(trial: Trial, log: Log) -> None:
         )
 
 
-def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored: Path | None) -> Start:
-    trial = book.experiment.trial(plan.trial.trial)
+def _begin(
+    plan: TrialSpec, orders: AttemptRequest, journal_writer: JournalWriter, scratch: Path, restored: Path | None
+) -> Start:
+    trial = journal_writer.experiment.trial(plan.trial.trial)
     from_ref = newest_checkpoint(trial)
     told = curve_up_to(plan, from_ref)
     if trial.status is not Status.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
@@ -289,7 +297,7 @@ def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored:
             from_step=from_ref.step if from_ref else 0,
             from_sequence=from_ref.sequence if from_ref else None,
         )
-        trial = book.write([started]).trial(plan.trial.trial)
+        trial = journal_writer.write([started]).trial(plan.trial.trial)
     return Start(
         experiment=plan.trial.experiment,
         trial=trial.trial,
@@ -313,13 +321,13 @@ def _begin(plan: TrialPlan, orders: Orders, book: Book, scratch: Path, restored:
     )
 
 
-def curve_up_to(plan: TrialPlan, start: CheckpointRef | None) -> Sequence[StepReport]:
+def curve_up_to(plan: TrialSpec, start: CheckpointRef | None) -> Sequence[StepReport]:
     """Return the valid reports up to `start`; the last one only, without reading the journal, if that is enough."""
     if start is None:
         return ()
     last = StepReport(step=start.step, metrics=start.metrics, trained_seconds=start.trained_seconds)
     if not plan.needs_curve:
         return (last,)
-    with plan.target.open(timeout=timedelta(minutes=5)) as store, side_by_side() as transfers:
+    with plan.target.open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
         told = curve(history(store, plan.journal, side_by_side=transfers), plan.trial.trial)
     return [report for report in told if report.step <= start.step]

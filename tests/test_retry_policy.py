@@ -11,7 +11,7 @@ import pytest
 from prefect.states import Failed
 
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
-from prefect_tune.retry_policy import is_transient, is_unavailable, retrying, retrying_refusals
+from prefect_tune.retry_policy import is_transient, is_unavailable, retrying_refusals, with_retries
 from prefect_tune.tasks import delete_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import check_target
 
@@ -47,7 +47,7 @@ def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("error", PASSING, ids=repr)
 def test_what_may_pass_is_tried_again_anywhere(error: Exception) -> None:
     assert is_retried(error)
-    assert retrying(Target(error, error)) == "answered"
+    assert with_retries(Target(error, error)) == "answered"
 
 
 @pytest.mark.parametrize("error", NEVER, ids=repr)
@@ -56,7 +56,7 @@ def test_what_never_passes_is_not_tried_again(error: Exception) -> None:
         assert not is_retried(error)
         target = Target(error)
         with pytest.raises(type(error)):
-            retrying(target)
+            with_retries(target)
     assert target.tries == 1
 
 
@@ -64,16 +64,16 @@ def test_a_refusal_is_final_until_the_target_has_served_the_run() -> None:
     assert not is_retried(REFUSED)
     target = Target(REFUSED)
     with pytest.raises(StoreRefused):
-        retrying(target)
+        with_retries(target)
     assert target.tries == 1
 
 
 def test_a_refusal_after_that_passes_and_is_raised_as_itself_where_it_does_not() -> None:
     with retrying_refusals():
         assert is_retried(REFUSED)
-        assert retrying(Target(*[REFUSED] * 7)) == "answered"
+        assert with_retries(Target(*[REFUSED] * 7)) == "answered"
         with pytest.raises(StoreRefused, match="expired"):
-            retrying(Target(*[REFUSED] * 8))
+            with_retries(Target(*[REFUSED] * 8))
     assert not is_retried(REFUSED)
 
 
@@ -117,7 +117,7 @@ def test_who_waits_for_a_first_answer_waits_half_a_minute_and_not_two(monkeypatc
     waited: list[float] = []
     monkeypatch.setattr("prefect_tune.retry_policy.time.sleep", waited.append)
     with pytest.raises(StoreUnavailable):
-        retrying(Target(*[StoreUnavailable("no such host")] * 9))
+        with_retries(Target(*[StoreUnavailable("no such host")] * 9))
     assert sum(waited) < 50, "the address may be wrong"
     assert len(check_target.retry_delay_seconds) == check_target.retries
     assert sum(check_target.retry_delay_seconds) == 31

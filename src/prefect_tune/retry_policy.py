@@ -30,10 +30,10 @@ __all__ = [
     "is_transient",
     "is_unavailable",
     "may_pass",
-    "retrying",
     "retrying_refusals",
     "retrying_until",
-    "unseen",
+    "skip_prefect_introspection",
+    "with_retries",
 ]
 
 _Argument = TypeVar("_Argument")
@@ -114,7 +114,7 @@ def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) 
     return may_pass(error) and not isinstance(error, StoreRefused)
 
 
-def retrying(act: Callable[[], _Result]) -> _Result:
+def with_retries(act: Callable[[], _Result]) -> _Result:
     """Return `act()`, retried as a task would be; for work too small for a task run."""
     for seconds in _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_UNSERVED_TRIES]:
         try:
@@ -136,7 +136,7 @@ def _log() -> Log:
         return get_logger("prefect_tune")
 
 
-def unseen(argument: _Argument) -> _Argument:
+def skip_prefect_introspection(argument: _Argument) -> _Argument:
     """Mark a task's argument so that Prefect does not search it for futures."""
     return cast("_Argument", quote(argument))
 

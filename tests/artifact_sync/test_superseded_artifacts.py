@@ -18,8 +18,8 @@ from prefect_tune.core.storage.documents import Document, seal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.local.artifact_transfer import Sent, Writer, send_artifacts
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal
 from tests.fakes.artifacts import BUCKETS, REMOTE, Bucket, BucketTarget, fetched
 from tests.fakes.checkpoints import files_in, write
@@ -121,28 +121,28 @@ def bucket(request: pytest.FixtureRequest) -> Bucket:
 
 
 @pytest.fixture
-def plan(request: pytest.FixtureRequest, bucket: Bucket) -> TrialPlan:
+def plan(request: pytest.FixtureRequest, bucket: Bucket) -> TrialSpec:
     assert not bucket.objects
     target = BucketTarget(name=request.node.name)
     sync = SyncConfig(sync_period_seconds=0)
-    return TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync, apart=True)
+    return TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync, apart=True)
 
 
-def attempt_in(plan: TrialPlan, directory: Path) -> TrialArtifacts:
+def attempt_in(plan: TrialSpec, directory: Path) -> TrialArtifacts:
     return TrialArtifacts(plan, directory, logging.getLogger("artifacts"))
 
 
-def begin_journal(plan: TrialPlan) -> Experiment:
+def begin_journal(plan: TrialSpec) -> Experiment:
     started = Started(trial=TRIAL.trial, attempt=1, from_step=0, from_sequence=None)
 
     def first(_: Experiment) -> Sequence[Event]:
         return (Adopted(), TrialAdded(trial=TRIAL.trial, config={}), started)
 
-    return open_journal(plan.target, plan.journal, Opening(this_owner(), new_stamp(), first))
+    return open_journal(plan.target, plan.journal, Opening(current_owner(), new_write_id(), first))
 
 
 def test_an_attempt_that_is_taken_for_gone_leaves_the_files_of_the_one_that_has_finished(
-    plan: TrialPlan, bucket: Bucket, stale: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    plan: TrialSpec, bucket: Bucket, stale: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = attempt_in(plan, stale)
     first.close()
@@ -158,7 +158,7 @@ def test_an_attempt_that_is_taken_for_gone_leaves_the_files_of_the_one_that_has_
 
 
 def test_what_an_earlier_experiment_of_the_name_has_left_keeps_nobody_from_syncing(
-    plan: TrialPlan, bucket: Bucket, stale: Path, later: Path, tmp_path: Path
+    plan: TrialSpec, bucket: Bucket, stale: Path, later: Path, tmp_path: Path
 ) -> None:
     send_artifacts(bucket, TRIAL.artifacts, later, (), Sent(), writer=SECOND)
     begin_journal(plan)

@@ -18,7 +18,7 @@ from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Listed
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, fetched
 
 TRIAL = TrialKey(experiment="e", trial="t")
@@ -41,11 +41,11 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_artifacts, "_BACKOFF_SECONDS", 0.0)
 
 
-def plan_for(target: StorageTarget, sync: SyncConfig | None = None) -> TrialPlan:
-    return TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync or SyncConfig())
+def plan_for(target: StorageTarget, sync: SyncConfig | None = None) -> TrialSpec:
+    return TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync or SyncConfig())
 
 
-def attempt_of(plan: TrialPlan, directory: Path) -> TrialArtifacts:
+def attempt_of(plan: TrialSpec, directory: Path) -> TrialArtifacts:
     directory.mkdir()
     return TrialArtifacts(plan, directory, LOG)
 
@@ -57,7 +57,7 @@ def bucket(request: pytest.FixtureRequest) -> Unreadable:
 
 
 @pytest.fixture
-def plan(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> TrialPlan:
+def plan(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> TrialSpec:
     """A plan, and one attempt that has left `log-1` behind."""
     assert not bucket.objects
     plan = plan_for(BucketTarget(name=request.node.name))
@@ -68,7 +68,7 @@ def plan(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> 
     return plan
 
 
-def test_an_attempt_goes_on_with_what_the_one_before_left(plan: TrialPlan, bucket: Unreadable, tmp_path: Path) -> None:
+def test_an_attempt_goes_on_with_what_the_one_before_left(plan: TrialSpec, bucket: Unreadable, tmp_path: Path) -> None:
     second = attempt_of(plan, tmp_path / "2")
     second.bring_back(2)
     (tmp_path / "2" / "log-2").write_text("two")
@@ -78,7 +78,7 @@ def test_an_attempt_goes_on_with_what_the_one_before_left(plan: TrialPlan, bucke
 
 
 def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_beside_it(
-    plan: TrialPlan, bucket: Unreadable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    plan: TrialSpec, bucket: Unreadable, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     second = attempt_of(plan, tmp_path / "2")
     bucket.away = True

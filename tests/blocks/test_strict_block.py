@@ -20,7 +20,7 @@ from prefect_tune.blocks import (
     StorageTarget,
     SyncConfig,
 )
-from prefect_tune.blocks.strict_block import Form
+from prefect_tune.blocks.strict_block import StrictBlock
 from prefect_tune.core.errors import InvalidInput
 
 SECRET = "never-shown-to-anybody"
@@ -35,13 +35,13 @@ TARGETS: list[StorageTarget] = [
 ]
 
 
-def _untyped(kind: Any, **fields: Any) -> Form:
+def _untyped(kind: Any, **fields: Any) -> StrictBlock:
     """Make a block of fields that a type checker would refuse as well."""
-    made: Form = kind(**fields)
+    made: StrictBlock = kind(**fields)
     return made
 
 
-BAD_INPUT: dict[str, tuple[Callable[[], Form], str]] = {
+BAD_INPUT: dict[str, tuple[Callable[[], StrictBlock], str]] = {
     "a misspelt bucket": (lambda: _untyped(S3Target, bukcet="b"), r"no field 'bukcet': did you mean 'bucket'\?"),
     "a misspelt period": (lambda: _untyped(SyncConfig, sync_period=3), r"did you mean 'sync_period_seconds'\?"),
     "a field of nobody's": (

@@ -176,7 +176,7 @@ class Session:
         self.witness.published[key.step, key.sequence] = manifest.blob_paths()
         return manifest
 
-    def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Committed:
+    def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.CommitResult:
         reuse = committing.reusable(self.store, KEY, self.parent, reused_from(self.trial))
         source = MemoryFiles(files, empty_directories=["none"])
         turn = Reverification(self.commit_count, self.reverify_every)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -41,8 +41,8 @@ ROOMS = ("src", "blocks", "tasks", "flows")
 
 def kinds() -> Iterator[type[Document]]:
     """Yield the classes of all documents of the package; some are subclasses that tests make."""
-    for module in iter_modules(core.__path__):
-        import_module(f"{core.__name__}.{module.name}")
+    for module in walk_packages(core.__path__, f"{core.__name__}."):
+        import_module(module.name)
     return (each for each in subclasses(Document) if each.__module__.startswith("prefect_tune."))
 
 

@@ -11,7 +11,7 @@ import pytest
 from prefect_tune.core.checkpoints import commit, verified_reads
 from prefect_tune.core.errors import CheckpointCorrupt, StoreUnavailable, TuneError
 from prefect_tune.core.experiment import experiment, trial_transitions
-from prefect_tune.core.experiment.trial_map import Trials
+from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint
 from prefect_tune.core.journal import journal, snapshots
 from prefect_tune.core.operations import checkpoint_gc
@@ -194,7 +194,7 @@ MUTANTS = {
             commit._see: {"if not written:": "if True:"},
             commit.commit: {
                 "work =": "LATER.clear(); work =",
-                "return Committed(": "[at.put(path, of) for at, path, of in LATER]; return Committed(",
+                "return CommitResult(": "[at.put(path, of) for at, path, of in LATER]; return CommitResult(",
             },
         },
     ),
@@ -257,13 +257,13 @@ MUTANTS = {
         },
     ),
     "forget at a boundary what changed before it": Mutant(
-        every_lost_segment, {Trials.at_boundary: {"changed[level + 1].update(changed[level])": "changed[level]"}}
+        every_lost_segment, {TrialMap.at_boundary: {"changed[level + 1].update(changed[level])": "changed[level]"}}
     ),
     "count a new trial as no change": Mutant(
-        every_lost_segment, {Trials.with_trial: {"if number in lately": "if number == len(numbers) - 1"}}
+        every_lost_segment, {TrialMap.with_trial: {"if number in lately": "if number == len(numbers) - 1"}}
     ),
     "keep a segment's trials in the order of their names": Mutant(
-        every_lost_segment, {Trials.with_segment: {"for trial in changed:": "for trial in sorted(changed, key=str):"}}
+        every_lost_segment, {TrialMap.with_segment: {"for trial in changed:": "for trial in sorted(changed, key=str):"}}
     ),
     "believe a segment without a look at the journal": Mutant(
         segments_of_a_journal_that_was_deleted, {journal._require_last: {"if data is None or": "if False and"}}

@@ -23,9 +23,9 @@ from prefect_tune.demo.model import Digits
 from prefect_tune.demo.process import act_process
 from prefect_tune.demo.render import Track, cells
 from prefect_tune.demo.run_demo import DemoOptions, run_demo
-from prefect_tune.demo.screen import Screen
+from prefect_tune.demo.screen import DemoScreen
 from prefect_tune.demo.server import temporary_server, without_prefect
-from prefect_tune.demo.target_probe import Sight
+from prefect_tune.demo.target_probe import TrialListing
 from prefect_tune.demo.worker import ActRequest
 
 CONFIG: dict[str, object] = {"width": 32, "batch": 64, "rate": 0.001, "seed": 1}
@@ -104,7 +104,7 @@ def kills(monkeypatch: pytest.MonkeyPatch) -> list[Killed]:
 
 def stage(tmp_path: Path, at_end: ExitStack) -> story._Stage:
     target = LocalTarget(path=str(tmp_path))
-    screen = Screen(Console(quiet=True), 24)
+    screen = DemoScreen(Console(quiet=True), 24)
     return story._Stage(DemoOptions(), screen, target, target.uri, "demo", iter(()), "a server", at_end)
 
 
@@ -134,12 +134,14 @@ def test_blobs_of_a_save_without_a_manifest_are_in_flight_and_reused_ones_are_no
     trial = TrialKey(experiment="e", trial="t")
     old, new = (trial.blob_path(Digest(name * 64), sequence) for name, sequence in (("a", 3), ("b", 7)))
     manifest = CheckpointKey(trial=trial, step=6, sequence=3).manifest_path
-    sight = Sight.of(trial, [Listed(old, 10), Listed(new, 5), Listed(manifest, 1), Listed(f"{trial.folder}/x", 9)])
+    sight = TrialListing.of(
+        trial, [Listed(old, 10), Listed(new, 5), Listed(manifest, 1), Listed(f"{trial.folder}/x", 9)]
+    )
     assert sight.newest_step == 6
     assert [blob.path for blob in sight.in_flight] == [new]
     assert sight.in_flight_bytes == 5
     later = CheckpointKey(trial=trial, step=12, sequence=9).manifest_path
-    assert Sight.of(trial, [Listed(old, 10), Listed(new, 5), Listed(later, 1)]).in_flight == ()
+    assert TrialListing.of(trial, [Listed(old, 10), Listed(new, 5), Listed(later, 1)]).in_flight == ()
 
 
 @pytest.mark.parametrize(

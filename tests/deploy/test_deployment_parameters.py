@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 
 import prefect_tune as pt
 from prefect_tune.deploy.deployment_parameters import checked
-from prefect_tune.executors.trial_parameters import TrialParameters, orders_as_parameters, orders_from
+from prefect_tune.executors.trial_parameters import TrialParameters, request_as_parameters, request_from
 from prefect_tune.flows.train_trial import train_trial
 from prefect_tune.parameters.form_schema import form_of
-from prefect_tune.supervisor.trial_spec import Orders
+from prefect_tune.supervisor.trial_spec import AttemptRequest
 from tests.fakes.far_attempts import plan_at
 
 SECRET = "never-shown-to-anybody"
@@ -211,7 +211,7 @@ def test_a_deployment_names_the_packages_that_it_trusts() -> None:
 def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
     plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
     said = TrialParameters.of(plan).model_dump(mode="json")
-    parameters = {"parameters": said, "orders": orders_as_parameters(Orders()), "attempt": 1}
+    parameters = {"parameters": said, "orders": request_as_parameters(AttemptRequest()), "attempt": 1}
     assert said["cadence"]["every_steps"] is None
     validate(parameters, form_of(train_trial), raise_on_error=True)
 
@@ -219,21 +219,21 @@ def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> Non
 def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration() -> None:
     block = {"$ref": {"block_document_slug": "secret/prod"}}
     template = {"__prefect_kind": "jinja", "template": "{{ 7 * 7 }}"}
-    orders = Orders(config={"block": block, "template": template}, answers={"why": {"text": template}})
+    orders = AttemptRequest(config={"block": block, "template": template}, answers={"why": {"text": template}})
     context = HydrationContext(render_jinja=True, render_workspace_variables=True)
     sent = hydrate(
-        {"parameters": {}, "orders": orders_as_parameters(orders), "attempt": 1}, context
+        {"parameters": {}, "orders": request_as_parameters(orders), "attempt": 1}, context
     )  # as the server does
     found: list[object] = []
     visit_collection(sent, found.append, return_data=False)  # as a flow run looks for blocks
     assert not [each for each in found if isinstance(each, dict) and "$ref" in each]
-    assert orders_from(sent["orders"]) == orders
+    assert request_from(sent["orders"]) == orders
 
 
 def test_orders_of_an_earlier_version_are_read() -> None:
-    orders = Orders(epoch=3, attempt=2, config={"x": 1.0}, exploit=None, saves_first=True)
-    before = TypeAdapter(Orders).dump_python(orders, mode="json")
-    assert orders_from(before) == orders_from(orders_as_parameters(orders)) == orders
+    orders = AttemptRequest(epoch=3, attempt=2, config={"x": 1.0}, exploit=None, saves_first=True)
+    before = TypeAdapter(AttemptRequest).dump_python(orders, mode="json")
+    assert request_from(before) == request_from(request_as_parameters(orders)) == orders
 
 
 def test_nothing_said_of_what_may_be_left_out_is_the_same_as_null() -> None:

@@ -10,7 +10,15 @@ import pytest
 import yaml
 
 import prefect_tune as pt
-from prefect_tune.deploy.deployment_specs import OFFERS, TAG, Every, Schedule, named, of_one_experiment, wanted
+from prefect_tune.deploy.deployment_specs import (
+    OFFERS,
+    TAG,
+    DeploymentSchedule,
+    Interval,
+    named,
+    of_one_experiment,
+    wanted,
+)
 from tests.fakes.pages import ROOT
 
 TUNE = named(["tune"])[0]
@@ -45,7 +53,7 @@ def test_deployments_with_another_name_start_trials_of_their_own_kind() -> None:
 
 
 def test_a_deployment_for_one_experiment_is_named_like_it_and_runs_once_at_a_time() -> None:
-    schedules = [Schedule("0 2 * * *", "Europe/Berlin"), Schedule(Every(timedelta(hours=12)))]
+    schedules = [DeploymentSchedule("0 2 * * *", "Europe/Berlin"), DeploymentSchedule(Interval(timedelta(hours=12)))]
     nightly = of_one_experiment(TUNE, "nightly", {"samples_per_run": 20}, schedules)
     assert nightly.parameters == {"experiment": "nightly", "samples_per_run": 20}
     assert (nightly.full_name, nightly.at_once, nightly.collision) == ("tune/nightly", 1, "cancel-new")

@@ -14,12 +14,12 @@ from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.executors import remote_executor
-from prefect_tune.executors.remote_executor import RemoteCrew
-from prefect_tune.executors.trial_executor import Began, Message
+from prefect_tune.executors.remote_executor import RemoteExecutor
+from prefect_tune.executors.trial_executor import Message, RemoteAttemptStarted
 from prefect_tune.stores.posix.posix_store import PosixStore
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
-from prefect_tune.supervisor.search_link import Told
-from prefect_tune.supervisor.trial_spec import Orders
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.supervisor.trial_spec import AttemptRequest
 from tests.fakes.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.far_searches import FarSearch
 
@@ -32,19 +32,19 @@ def target(tmp_path: Path) -> LocalTarget:
 
 
 @pytest.fixture
-def crew(target: LocalTarget) -> RemoteCrew:
+def executor(target: LocalTarget) -> RemoteExecutor:
     """One attempt is under way in it, to be asked about at step 2."""
-    crew = RemoteCrew(target, FarMachines(), look_every=NOW)
-    crew.start(plan_at(target), Orders(milestone=2), 1, absorbed=0)
-    return crew
+    executor = RemoteExecutor(target, FarMachines(), look_every=NOW)
+    executor.start(plan_at(target), AttemptRequest(milestone=2), 1, absorbed=0)
+    return executor
 
 
 def told(heard: list[Message]) -> list[tuple[int, bool]]:
-    return [(each.report.step, each.asks) for each in heard if isinstance(each, Told)]
+    return [(each.report.step, each.asks) for each in heard if isinstance(each, StepReported)]
 
 
 def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
-    target: LocalTarget, crew: RemoteCrew, monkeypatch: pytest.MonkeyPatch
+    target: LocalTarget, executor: RemoteExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = FarAttempt(target)
     attempt.starts()
@@ -58,12 +58,12 @@ def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
         return read(store, path, offset=offset, length=length)
 
     monkeypatch.setattr(PosixStore, "read", fails_once)
-    heard = [*crew.hear(NOW), *crew.hear(NOW)]
+    heard = [*executor.poll(NOW), *executor.poll(NOW)]
     assert told(heard) == [(1, False), (2, True)]
 
 
 def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
-    target: LocalTarget, crew: RemoteCrew, monkeypatch: pytest.MonkeyPatch
+    target: LocalTarget, executor: RemoteExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = FarAttempt(target)
     attempt.starts()
@@ -73,9 +73,9 @@ def test_who_could_not_be_told_to_stop_is_told_by_the_next_call(
 
     monkeypatch.setattr(PosixStore, "create", refuses)
     with pytest.raises(StoreRefused):
-        crew.stop()
+        executor.stop()
     monkeypatch.undo()
-    crew.stop()
+    executor.stop()
     assert attempt.told(0) == StopAndSave()
 
 
@@ -102,7 +102,7 @@ class RunAgain:
 def test_an_attempt_that_is_run_again_with_its_old_orders_asks_again_and_is_told_what_was_decided(
     target: LocalTarget, *, asks_first: bool
 ) -> None:
-    search, attempt = FarSearch(target, ASHA(27, grace_period=3), outlives=False), FarAttempt(target)
+    search, attempt = FarSearch(target, ASHA(27, grace_period=3), survives_search=False), FarAttempt(target)
     saved_at = 3 if asks_first else 2
 
     def goes_on() -> None:
@@ -119,7 +119,7 @@ def test_an_attempt_that_is_run_again_with_its_old_orders_asks_again_and_is_told
 
 
 def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(target: LocalTarget) -> None:
-    search, attempt = FarSearch(target, ASHA(27, grace_period=3), outlives=False), FarAttempt(target)
+    search, attempt = FarSearch(target, ASHA(27, grace_period=3), survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: attempt.saves(4), again, nothing, nothing)
     assert again.attempt.told(4) == GoOn(milestone=9)
@@ -128,17 +128,17 @@ def test_an_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(
 def test_an_attempt_that_finds_a_checkpoint_where_it_is_to_ask_is_heard_though_it_writes_no_report(
     target: LocalTarget,
 ) -> None:
-    attempt, crew = FarAttempt(target), RemoteCrew(target, FarMachines(), look_every=NOW)
+    attempt, executor = FarAttempt(target), RemoteExecutor(target, FarMachines(), look_every=NOW)
     attempt.starts()
     attempt.saves(2)
     again = FarAttempt(target)
-    crew.start(plan_at(target), Orders(milestone=2), 2, absorbed=again.written)
+    executor.start(plan_at(target), AttemptRequest(milestone=2), 2, absorbed=again.written)
     again.starts()
-    assert Began("00000") in crew.hear(NOW)
+    assert RemoteAttemptStarted("00000") in executor.poll(NOW)
 
 
 def test_an_attempt_that_is_run_again_is_told_again_to_stop(target: LocalTarget) -> None:
-    search, attempt = FarSearch(target, samples=2, outlives=False), FarAttempt(target)
+    search, attempt = FarSearch(target, samples=2, survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, lambda: search.stop("00000"), nothing, again, nothing, nothing)
     leave = Leave(reason="enough", save=True, for_good=True)
@@ -146,7 +146,7 @@ def test_an_attempt_that_is_run_again_is_told_again_to_stop(target: LocalTarget)
 
 
 def test_an_attempt_that_is_run_again_while_all_save_and_end_does_so_too(target: LocalTarget) -> None:
-    search, attempt = FarSearch(target, outlives=False), FarAttempt(target)
+    search, attempt = FarSearch(target, survives_search=False), FarAttempt(target)
     again = RunAgain(target)
     search.live(nothing, attempt.starts, search.stop, nothing, again, nothing, nothing)
     assert (attempt.told(attempt=1), again.attempt.told()) == (StopAndSave(), StopAndSave())
@@ -155,13 +155,13 @@ def test_an_attempt_that_is_run_again_while_all_save_and_end_does_so_too(target:
 def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
     target: LocalTarget,
 ) -> None:
-    def orders_of(search: FarSearch) -> Orders:
+    def orders_of(search: FarSearch) -> AttemptRequest:
         search.live(nothing)
         return search.machines.orders[0]
 
     first, resumed = orders_of(FarSearch(target)), orders_of(FarSearch(target))
     with target.open(timeout=timedelta(seconds=9)) as store:
-        remove(store, "e", this_owner(), new_stamp(), side_by_side=map)
+        remove(store, "e", current_owner(), new_write_id(), side_by_side=map)
     again = orders_of(FarSearch(target))
     assert first.experiment_id
     assert resumed.experiment_id == first.experiment_id != again.experiment_id
@@ -170,7 +170,7 @@ def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_na
 @pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable])
 def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_told_of_once(
     target: LocalTarget,
-    crew: RemoteCrew,
+    executor: RemoteExecutor,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kind: type[Exception],
@@ -184,11 +184,11 @@ def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_told_of_
 
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
-        assert [*crew.hear(NOW), *crew.hear(NOW)] == []
+        assert [*executor.poll(NOW), *executor.poll(NOW)] == []
         assert caplog.text.count("are read later: the credentials have expired") == 1
-    assert told(crew.hear(NOW)) == [(1, False), (2, True)]
+    assert told(executor.poll(NOW)) == [(1, False), (2, True)]
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
         expired.setattr(remote_executor, "_UNREAD", timedelta(0))
         with pytest.raises(kind, match="expired"):
-            crew.hear(NOW)
+            executor.poll(NOW)

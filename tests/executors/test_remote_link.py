@@ -17,7 +17,7 @@ from prefect_tune.core.messages.trial_replies import UNASKED, answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors import remote_link
-from prefect_tune.executors.remote_link import StoreLine
+from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.supervisor.search_link import Answer
 
@@ -31,7 +31,7 @@ class Ends:
 
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
-        self.line = StoreLine(target, TRIAL, attempt=1)
+        self.line = StoreLink(target, TRIAL, attempt=1)
         self.heard: list[Answer] = []
         self.line.connect(self.heard.append)
 

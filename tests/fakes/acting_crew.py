@@ -19,9 +19,9 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.messages.process_messages import GoOn, Leave
 from prefect_tune.core.models import StepReport
-from prefect_tune.executors.trial_executor import Message, Over
-from prefect_tune.supervisor.search_link import Told, Wrote
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.executors.trial_executor import AttemptExited, Message
+from prefect_tune.supervisor.search_link import EntryWritten, StepReported
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
 __all__ = ["ActingCrew"]
 
@@ -32,7 +32,7 @@ class ActingCrew:
     What it reports hangs on its name and the step only. `started` is called whenever one starts.
     """
 
-    outlives = False
+    survives_search = False
 
     def __init__(self, steps: int, started: Callable[[str], None] = lambda _: None) -> None:
         self._steps = steps
@@ -48,7 +48,7 @@ class ActingCrew:
     def __contains__(self, trial: str) -> bool:
         return trial in self._trials
 
-    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         trial = plan.trial.trial
         self._started(trial)
         self._trials[trial] = actor = _Actor(trial, absorbed, self._saved)
@@ -72,12 +72,12 @@ class ActingCrew:
     def stop(self) -> None:
         raise AssertionError("nobody stops it")
 
-    def hear(self, patience: timedelta) -> list[Message]:
+    def poll(self, patience: timedelta) -> list[Message]:
         """Return one message at a time, as trials say them that take their time."""
         del patience
         return [self._inbox.popleft()]
 
-    def dismiss(self, trial: str) -> None:
+    def forget(self, trial: str) -> None:
         del self._trials[trial]
 
 
@@ -99,12 +99,12 @@ class _Actor:
     def train(self, end: int, *, asks: bool, is_last: bool) -> Iterator[Message]:
         while self.step < end:
             self.step += 1
-            yield Told(self.trial, self._report(), asks=asks and not is_last and self.step == end)
+            yield StepReported(self.trial, self._report(), asks=asks and not is_last and self.step == end)
         saves = [self._committed()] if is_last or self.saves_first else []
         yield self._wrote(Reported(trial=self.trial, report=self._report()), *saves)
         if is_last:
             yield self._wrote(Finished(trial=self.trial, reason=f"{end} steps are done"))
-            yield Over(self.trial)
+            yield AttemptExited(self.trial)
 
     def leave(self, said: Leave) -> Iterator[Message]:
         saves = [self._committed()] if said.save and not self.saves_first else []
@@ -112,11 +112,11 @@ class _Actor:
         if not said.for_good:
             end = Paused(trial=self.trial, reason=said.reason)
         yield self._wrote(*saves, end)
-        yield Over(self.trial)
+        yield AttemptExited(self.trial)
 
-    def _wrote(self, *events: Event) -> Wrote:
+    def _wrote(self, *events: Event) -> EntryWritten:
         self.number += 1
-        return Wrote(self.trial, self.number, events)
+        return EntryWritten(self.trial, self.number, events)
 
     def _report(self) -> StepReport:
         return StepReport(step=self.step, metrics=_metrics(self.trial, self.step), trained_seconds=float(self.step))

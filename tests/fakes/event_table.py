@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefect_tune.core.notifications import lifecycle_events
-from prefect_tune.core.notifications.lifecycle_events import News, TrialNews
+from prefect_tune.core.notifications.lifecycle_events import LifecycleEvent, TrialLifecycleEvent
 
 __all__ = ["events_table"]
 
@@ -11,8 +11,10 @@ __all__ = ["events_table"]
 def events_table() -> str:
     rows = ["| event | when | it says |", "|---|---|---|"]
     for kind in vars(lifecycle_events).values():
-        if isinstance(kind, type) and issubclass(kind, News) and "name" in vars(kind):
+        if isinstance(kind, type) and issubclass(kind, LifecycleEvent) and "name" in vars(kind):
             fields = ", ".join(f"`{name}`" for name in kind.model_fields)
-            name = f"`{kind.name}`" if not issubclass(kind, TrialNews) or kind.is_urgent else f"`{kind.name}` *"
+            name = (
+                f"`{kind.name}`" if not issubclass(kind, TrialLifecycleEvent) or kind.is_urgent else f"`{kind.name}` *"
+            )
             rows.append(f"| {name} | {' '.join(str(kind.__doc__).split())} | {fields} |")
     return "\n".join(rows)

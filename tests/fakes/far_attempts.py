@@ -22,10 +22,10 @@ from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, read_answer
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.executors.remote_link import StoreLine
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 
 __all__ = ["FarAttempt", "FarMachines", "plan_at"]
@@ -33,22 +33,22 @@ __all__ = ["FarAttempt", "FarMachines", "plan_at"]
 _REQUEST = timedelta(seconds=9)
 
 
-def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialPlan:
+def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialSpec:
     key = TrialKey(experiment="e", trial=trial)
-    return TrialPlan(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, apart=True)
+    return TrialSpec(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, apart=True)
 
 
 class FarMachines:
     """Starts nothing, and notes what it was asked to start: trial, attempt, milestone."""
 
-    def __init__(self, *, outlives: bool = True) -> None:
-        self.outlives = outlives
+    def __init__(self, *, survives_search: bool = True) -> None:
+        self.survives_search = survives_search
         self.started: list[tuple[str, int, int | None]] = []
-        self.orders: list[Orders] = []
+        self.orders: list[AttemptRequest] = []
         self.is_withdrawn = False
         self._ends: dict[str, threading.Event] = {}
 
-    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+    def __call__(self, plan: TrialSpec, orders: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
         del line
         trial = plan.trial.trial
         self.started.append((trial, attempt, orders.milestone))
@@ -74,18 +74,18 @@ class FarAttempt:
         def first(found: Experiment) -> Sequence[Event]:
             return () if trial in found.trials else (Adopted(), TrialAdded(trial=trial, config={}))
 
-        opening = Opening(this_owner(), new_stamp(), first)
+        opening = Opening(current_owner(), new_write_id(), first)
         opened = open_journal(target, JournalKey(experiment="e", trial=trial), opening)
-        self._book = Book(target, opened, write_directly, lambda _events, _experiment: None)
+        self._journal_writer = JournalWriter(target, opened, write_directly, lambda _events, _experiment: None)
 
     @property
     def trial(self) -> Trial:
-        return self._book.experiment.trial(self._key.trial)
+        return self._journal_writer.experiment.trial(self._key.trial)
 
     @property
     def written(self) -> int:
         """How many entries its journal has."""
-        return self._book.experiment.number
+        return self._journal_writer.experiment.number
 
     def starts(self) -> None:
         newest = newest_checkpoint(self.trial)
@@ -101,12 +101,12 @@ class FarAttempt:
 
     def saves(self, step: int, *, asks: bool = False) -> None:
         """Report a step, and commit its checkpoint."""
-        ref = CheckpointRef(sequence=self._book.experiment.number, **_report(step).model_dump())
+        ref = CheckpointRef(sequence=self._journal_writer.experiment.number, **_report(step).model_dump())
         reported = Reported(trial=self._key.trial, report=_report(step), asks=asks)
         self.writes(reported, Committed(trial=self._key.trial, checkpoint=ref))
 
     def writes(self, *events: Event) -> None:
-        self._book.write(events)
+        self._journal_writer.write(events)
 
     def told(self, step: int = UNASKED, *, attempt: int | None = None) -> GoOn | Leave | StopAndSave | None:
         """What it is told at a step, or unasked."""

@@ -17,15 +17,15 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.executors.remote_executor import RemoteCrew
-from prefect_tune.monitoring.listener import Listeners
-from prefect_tune.parameters.limits import Limits
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.executors.remote_executor import RemoteExecutor
+from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.parameters.limits import SearchLimits
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tuner import driver
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.policy import Council
+from prefect_tune.tuner.policy import SearchPolicy
 from tests.fakes.far_attempts import FarMachines, plan_at
 
 __all__ = ["Death", "FarSearch"]
@@ -46,19 +46,19 @@ class FarSearch:
         scheduler: Scheduler | None = None,
         *,
         samples: int = 1,
-        limits: Limits | None = None,
-        outlives: bool = True,
+        limits: SearchLimits | None = None,
+        survives_search: bool = True,
     ) -> None:
-        self.machines = FarMachines(outlives=outlives)
-        opening = Opening(this_owner(), new_stamp())
+        self.machines = FarMachines(survives_search=survives_search)
+        opening = Opening(current_owner(), new_write_id())
         state = open_journal(target, JournalKey(experiment="e"), opening)
-        self._book = Book(target, state, write_directly, lambda _events, _state: None)
+        self._journal_writer = JournalWriter(target, state, write_directly, lambda _events, _state: None)
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)
-        council = Council(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
-        crew = RemoteCrew(target, self.machines, look_every=timedelta(seconds=0.01))
-        limits = limits or Limits(max_concurrent_trials=2)
+        policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
+        executor = RemoteExecutor(target, self.machines, look_every=timedelta(seconds=0.01))
+        limits = limits or SearchLimits(max_concurrent_trials=2)
         plan, log = plan_at(target), getLogger(__name__)
-        self._driver = Driver(plan, limits, council, crew, self._book, log=log, listener=Listeners())
+        self._driver = Driver(plan, limits, policy, executor, self._journal_writer, log=log, listener=ObserverGroup())
         self._happens: deque[Callable[[], object]] = deque()
         self._asked: list[StopRequest] = []
 
@@ -75,7 +75,7 @@ class FarSearch:
 
     def stop(self, trial: str | None = None) -> None:
         """Ask for a stop, from outside."""
-        epoch = self._book.experiment.epoch
+        epoch = self._journal_writer.experiment.epoch
         self._asked.append(StopRequest(write_id="w", at="now", reason="enough", epoch=epoch, trial=trial))
 
     # ------------------------------------------------------------------------------- what the driver asks

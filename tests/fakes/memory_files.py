@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from prefect_tune.core.checkpoints.chunking import FileStat, Piece
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.recovery.restore import restore
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -44,7 +44,7 @@ class MemorySink:
         return {path: bytes(data) for path, data in self._content.items()}
 
 
-def restored(store: ObjectStore, manifest: Manifest, side_by_side: Mapper = map) -> dict[str, bytes]:
+def restored(store: ObjectStore, manifest: Manifest, side_by_side: ParallelMap = map) -> dict[str, bytes]:
     """Return the files of a checkpoint, every byte verified."""
     sink = MemorySink(manifest)
     restore(store, manifest, sink, side_by_side=side_by_side)

@@ -20,7 +20,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never
 from prefect_tune.core.messages.process_messages import Broke, FromTrial, Start, StepDone, TrialEnded
 from prefect_tune.supervisor.process_channel import TrialChannel
-from prefect_tune.supervisor.trial_spec import payload
+from prefect_tune.supervisor.trial_spec import pickled_or_path
 
 __all__ = [
     "Family",
@@ -47,8 +47,8 @@ def start_of(
         "experiment": "e",
         "trial": "t",
         "attempt": 1,
-        "trainable": payload(trainable),
-        "stopper": payload(Never() if steps is None else MaxSteps(steps)),
+        "trainable": pickled_or_path(trainable),
+        "stopper": pickled_or_path(Never() if steps is None else MaxSteps(steps)),
         "import_path": tuple(sys.path),
         "config": config or {},
         "directory": str(folder),

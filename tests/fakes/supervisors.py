@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from prefect_tune.supervisor.process_pool import Nursery, supervised_process
+from prefect_tune.supervisor.process_pool import TrialProcessPool, supervised_process
 from tests.fakes.nurseries import Family, heard, start_of, until
 from tests.trainables.forked import daemonizes
 from tests.trainables.witness import told
@@ -89,7 +89,7 @@ def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> 
     environment = {"PYTHONHASHSEED": "7"} if way.endswith("of its environment") else {}
     with ExitStack() as stack:
         slots = {"search": 2, "training": 0}.get(way.split(maxsplit=1)[0])
-        process = supervised_process if slots is None else stack.enter_context(Nursery(slots=slots)).process
+        process = supervised_process if slots is None else stack.enter_context(TrialProcessPool(slots=slots)).process
         config = {"witness": f"{folder}/witness", "gate": "/none", "stubborn": stubborn}
         start = start_of(daemonizes, Path(folder), config)
         with process(start, logging.getLogger(), environment) as channel:

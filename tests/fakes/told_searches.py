@@ -33,8 +33,8 @@ from prefect_tune.core.experiment.experiment import Experiment, after_event, not
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Stop
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.reporting.history import Chronicle
-from prefect_tune.reporting.report_data import Material, material
+from prefect_tune.reporting.history import ExperimentHistory
+from prefect_tune.reporting.report_data import ReportData, material
 
 __all__ = ["Telling", "asha", "pareto", "population", "single"]
 
@@ -54,7 +54,7 @@ class Telling:
 
     def __post_init__(self) -> None:
         self.state: Experiment = nothing_yet(self.name)
-        self.chronicle = Chronicle(self.metrics)
+        self.chronicle = ExperimentHistory(self.metrics)
         self.opens()
         if self.settings:
             self.tell(Described(settings=self.settings))
@@ -93,7 +93,7 @@ class Telling:
         known = self.state.trial(trial)
         self.tell(Decided(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision))
 
-    def material(self, expected: int | None = None) -> Material:
+    def material(self, expected: int | None = None) -> ReportData:
         return material(self.state, self.chronicle.story, uri=URI, now=self.now, expected=expected)
 
 

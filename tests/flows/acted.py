@@ -19,15 +19,15 @@ from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.executors.trial_executor import Over
-from prefect_tune.monitoring.listener import Listeners
-from prefect_tune.parameters.limits import Limits
-from prefect_tune.supervisor.journal_writer import Book, Writer
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.executors.trial_executor import AttemptExited
+from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.parameters.limits import SearchLimits
+from prefect_tune.supervisor.journal_writer import JournalWriter, Writer
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.policy import Council
+from prefect_tune.tuner.policy import SearchPolicy
 from tests.fakes.acting_crew import ActingCrew
 
 __all__ = ["NAME", "Acted", "Troupe"]
@@ -45,14 +45,14 @@ class Troupe(ActingCrew):
         self.stopped = False
         self.start_count = 0
 
-    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         self.start_count += 1
         super().start(plan, orders, attempt, absorbed)
 
     def stop(self) -> None:
         self.stopped = True
         self._inbox.clear()
-        self._inbox.extend(Over(trial) for trial in self._trials)
+        self._inbox.extend(AttemptExited(trial) for trial in self._trials)
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Acted:
     """One search, run as often as one likes; who acts in it remembers its checkpoints from run to run."""
 
     target: LocalTarget
-    crew: Troupe = field(default_factory=lambda: Troupe(9))
+    executor: Troupe = field(default_factory=lambda: Troupe(9))
     samples: int = 9
     slots: int = 1
     metric: str = "loss"
@@ -73,13 +73,13 @@ class Acted:
         *,
         until: Callable[[], bool] = lambda: False,
         writer: Writer = write_directly,
-        limits: Limits | None = None,
+        limits: SearchLimits | None = None,
     ) -> Experiment:
         """Take the experiment over and go on with it, to its end or `until` somebody interrupts it."""
         objective = Objective(metrics=(self.metric,), modes=("min",))
-        state = open_journal(self.target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
+        state = open_journal(self.target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
         proposals = (search or RandomSearch(self.samples)).begin({"x": uniform(0, 1)}, objective, 1)
-        plan = TrialPlan(
+        plan = TrialSpec(
             target=self.target,
             trial=TrialKey(experiment=NAME, trial="any"),
             trainable="a:b",
@@ -90,12 +90,12 @@ class Acted:
         )
         driver = Driver(
             plan,
-            limits or Limits(max_concurrent_trials=self.slots),
-            Council(proposals, (scheduler or FIFO()).begin(objective, 1)),
-            self.crew,
-            Book(self.target, state, writer, lambda _events, _state: None),
+            limits or SearchLimits(max_concurrent_trials=self.slots),
+            SearchPolicy(proposals, (scheduler or FIFO()).begin(objective, 1)),
+            self.executor,
+            JournalWriter(self.target, state, writer, lambda _events, _state: None),
             log=self.log,
-            listener=Listeners(),
+            listener=ObserverGroup(),
         )
         return driver.run(_Outside(until))
 

@@ -17,7 +17,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from tests.flows.acted import NAME, Acted
 from tests.flows.driver import Driver, Drivers, until
@@ -46,17 +46,17 @@ def test_a_search_that_cannot_write_its_journal_has_its_trials_end(entries: int,
     acted = Acted(local_target, slots=3)
     with pytest.raises(StoreUnavailable, match="the target is away"):
         acted.run(ASHA(max_t=9, grace_period=3), writer=WritesUntil(entries))
-    assert acted.crew.stopped
-    assert len(acted.crew) == 0
+    assert acted.executor.stopped
+    assert len(acted.executor) == 0
 
 
 def test_what_outlives_its_search_is_left_to_the_next_owner(local_target: LocalTarget) -> None:
     acted = Acted(local_target, slots=3)
-    acted.crew.outlives = True
+    acted.executor.survives_search = True
     with pytest.raises(StoreUnavailable):
         acted.run(ASHA(max_t=9, grace_period=3), writer=WritesUntil(1))
-    assert not acted.crew.stopped
-    assert len(acted.crew) == 3
+    assert not acted.executor.stopped
+    assert len(acted.executor) == 3
 
 
 def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_target: LocalTarget) -> None:
@@ -65,7 +65,7 @@ def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_
     def stop() -> None:
         raise StoreUnavailable("nobody can be told")
 
-    acted.crew.stop = stop  # type: ignore[method-assign]  # for this one troupe
+    acted.executor.stop = stop  # type: ignore[method-assign]  # for this one troupe
     with pytest.raises(StoreUnavailable, match="the target is away"):
         acted.run(writer=WritesUntil(1))
 
@@ -75,10 +75,10 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
 ) -> None:
     own = JournalKey(experiment=NAME, trial="00000")
     added = TrialAdded(trial="00000", config={}, apart=True)
-    search = open_journal(local_target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
+    search = open_journal(local_target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
     write_directly(local_target, search, [added])
     began: list[Event] = [added, Started(trial="00000", attempt=1, from_step=0), Finished(trial="00000", reason="done")]
-    open_journal(local_target, own, Opening(this_owner(), new_stamp(), lambda _: began))
+    open_journal(local_target, own, Opening(current_owner(), new_write_id(), lambda _: began))
     refusals, real = iter([False, True]), LocalTarget.open
 
     def away_once(target: LocalTarget, **options: Any) -> Any:
@@ -115,7 +115,7 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
 
     driver = start(0.5)
     until(lambda: len(told(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
-    open_journal(local_target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
+    open_journal(local_target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
     assert driver.wait(seconds=45)["error"] == "Superseded"
     driver.require_no_leftovers()
     assert "error" not in start(0).wait(seconds=90)

@@ -21,7 +21,7 @@ from prefect.states import Pending
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target
 from prefect_tune.deploy.apply_deployments import Pool, deploy
-from prefect_tune.deploy.deployment_specs import Schedule, named, of_one_experiment, wanted
+from prefect_tune.deploy.deployment_specs import DeploymentSchedule, named, of_one_experiment, wanted
 from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at
 
@@ -37,7 +37,9 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
         yield client
 
 
-def deployed(flow: str, name: str, parameters: Mapping[str, Any], schedules: Sequence[Schedule] | None = None) -> str:
+def deployed(
+    flow: str, name: str, parameters: Mapping[str, Any], schedules: Sequence[DeploymentSchedule] | None = None
+) -> str:
     """Make a deployment for one experiment; return its full name."""
     (made,) = deploy([of_one_experiment(named([flow])[0], name, parameters, schedules)], Pool(name=POOL))
     return made.name
@@ -71,7 +73,7 @@ def test_three_scheduled_runs_extend_one_experiment_and_one_too_many_is_cancelle
         "max_concurrent_trials": 1,
         "isolation": "thread",
     }
-    name = deployed("tune", "extends", parameters, [Schedule("0 2 * * *")])
+    name = deployed("tune", "extends", parameters, [DeploymentSchedule("0 2 * * *")])
     runs = [begun(client, name) for _ in range(3)]
     for number, each in enumerate(runs, 1):
         assert ended(client, name, each).is_completed()

@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load
-from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.stores.local.staging import transfer_pool
 
 _DEPLOYMENT = "durable-trainable/durable-trainable"
 
@@ -90,7 +90,7 @@ def _state(client: SyncPrefectClient, flow_run: UUID) -> State[Any]:
 
 
 def _trial(target: LocalTarget) -> Any:
-    with target.open(timeout=timedelta(seconds=30)) as store, side_by_side() as transfers:
+    with target.open(timeout=timedelta(seconds=30)) as store, transfer_pool() as transfers:
         return load(store, "deployed", side_by_side=transfers).trials.get("trial")
 
 

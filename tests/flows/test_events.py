@@ -13,7 +13,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.notifications import lifecycle_events
-from prefect_tune.core.notifications.lifecycle_events import News, TrialNews
+from prefect_tune.core.notifications.lifecycle_events import LifecycleEvent, TrialLifecycleEvent
 from tests.fakes.feed import Feed
 from tests.trainables.moody import Moody
 
@@ -101,8 +101,8 @@ def test_each_is_about_its_trial_or_experiment_and_says_by_which_run(
     for each in runs[0]:
         related = {role["prefect.resource.role"]: role["prefect.resource.id"] for role in each["related"]}
         assert related["flow-run"].startswith("prefect.flow-run.")
-        kind = KINDS.get(each["event"], News)
-        if issubclass(kind, TrialNews):
+        kind = KINDS.get(each["event"], LifecycleEvent)
+        if issubclass(kind, TrialLifecycleEvent):
             name = f"{target.uri}/searched/{each['payload']['trial']}"
             assert each["resource"]["prefect.resource.id"] == f"prefect-tune.trial.{name}"
             assert related["experiment"] == experiment

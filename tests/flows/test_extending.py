@@ -19,15 +19,15 @@ from prefect_tune.core.experiment.experiment import Experiment, after_event, not
 from prefect_tune.parameters.resume_compatibility import settings_today
 from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.samples_per_run import extended, place_of_run, search_of
-from prefect_tune.parameters.search_request import Asked, from_settings, settings_of, space_of
+from prefect_tune.parameters.search_request import SearchRequest, from_settings, settings_of, space_of
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
 
 DIGITS = "tests.trainables.digits_table:DigitsTable"
 
 
-def asked(**options: Any) -> Asked:
-    return Asked(trainable=DIGITS, target="/runs", metric="error", **options)
+def asked(**options: Any) -> SearchRequest:
+    return SearchRequest(trainable=DIGITS, target="/runs", metric="error", **options)
 
 
 def after(state: Experiment, events: Sequence[Event]) -> Experiment:

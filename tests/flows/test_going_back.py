@@ -10,13 +10,13 @@ from prefect.exceptions import Pause
 
 from prefect_tune.core.events.experiment_events import Answered, Owner
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import Choice, Standing
+from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.stores.posix.posix_store import PosixStore
-from prefect_tune.supervisor.run_identity import new_stamp
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import HOW_TO_GO_ON
 from prefect_tune.suspension.resume_forms import form_of_training
 from prefect_tune.suspension.training_answers import TrainingTurn, first_turn, followed
@@ -38,13 +38,13 @@ def trained(trouble: Trouble) -> Trouble:
 
 def _opened(trained: Trouble) -> Experiment:
     owner = Owner(name="a start of the run", host="here", pid=1, flow_run="run")
-    return restore_experiment_state(trained.target, _TRIAL.experiment, owner, new_stamp())
+    return restore_experiment_state(trained.target, _TRIAL.experiment, owner, new_write_id())
 
 
 def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_does(trained: Trouble) -> None:
-    plan = TrialPlan(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
+    plan = TrialSpec(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
     answered = Answered(key="form", answer=_BACK, flow_run="run")
-    turn = TrainingTurn(None, trained.trainable, Choice(way="other checkpoint", checkpoint=5), news=(answered,))
+    turn = TrainingTurn(None, trained.trainable, ResumeChoice(way="other checkpoint", checkpoint=5), news=(answered,))
     back = followed(plan, _opened(trained), turn).trial("trial")
     assert (back.status, back.checkpoints[-1].step) == (Status.PENDING, 5)
     trained.run(steps=20)
@@ -90,4 +90,4 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
     assert experiment_at(trained.target, "troubled") == before
     left_run.resume({**_BACK, "checkpoint": 10})
     left_run.within(start)
-    assert [each.choice for each in turns] == [Choice(way="other checkpoint", checkpoint=10)]
+    assert [each.choice for each in turns] == [ResumeChoice(way="other checkpoint", checkpoint=10)]

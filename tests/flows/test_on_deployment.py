@@ -18,9 +18,9 @@ from prefect.states import Completed, Crashed, Pending, Running, Scheduled
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.executors import launchers
-from prefect_tune.executors.launchers import OnDeployment
-from prefect_tune.executors.remote_link import StoreLine
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.executors.launchers import DeploymentLauncher
+from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from tests.fakes.far_attempts import plan_at
 
 
@@ -78,14 +78,14 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> TrialPlan:
+def plan(tmp_path: Path) -> TrialSpec:
     target = LocalTarget(path=str(tmp_path))
     return plan_at(target, trainable="package.module:Name")
 
 
-def begin(plan: TrialPlan, deployment: OnDeployment | None = None) -> Callable[[], object]:
-    deployment = deployment or OnDeployment("flow/deployment")
-    return deployment(plan, Orders(), StoreLine(plan.target, plan.trial, 1), 1)
+def begin(plan: TrialSpec, deployment: DeploymentLauncher | None = None) -> Callable[[], object]:
+    deployment = deployment or DeploymentLauncher("flow/deployment")
+    return deployment(plan, AttemptRequest(), StoreLink(plan.target, plan.trial, 1), 1)
 
 
 def refused() -> None:
@@ -104,7 +104,7 @@ def gone() -> None:
     raise ObjectNotFound(http_exc=Exception("404"))
 
 
-def test_an_api_that_restarts_is_waited_for_and_no_attempt_is_begun_twice(api: Api, plan: TrialPlan) -> None:
+def test_an_api_that_restarts_is_waited_for_and_no_attempt_is_begun_twice(api: Api, plan: TrialSpec) -> None:
     api.troubles = [refused, answered(503), answered(429)]
     begin(plan)
     assert (len(api.runs), api.slept) == (1, [1.0, 2.0, 4.0])
@@ -112,7 +112,7 @@ def test_an_api_that_restarts_is_waited_for_and_no_attempt_is_begun_twice(api: A
 
 @pytest.mark.parametrize(("trouble", "error"), [(answered(422), PrefectHTTPStatusError), (gone, ObjectNotFound)])
 def test_what_waiting_cannot_mend_is_said_at_once(
-    api: Api, plan: TrialPlan, trouble: Callable[[], None], error: type[Exception]
+    api: Api, plan: TrialSpec, trouble: Callable[[], None], error: type[Exception]
 ) -> None:
     api.troubles = [trouble]
     with pytest.raises(error):
@@ -120,7 +120,7 @@ def test_what_waiting_cannot_mend_is_said_at_once(
     assert api.slept == []
 
 
-def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, plan: TrialPlan) -> None:
+def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, plan: TrialSpec) -> None:
     api.troubles = [refused] * 99
     with pytest.raises(httpx.ConnectError):
         begin(plan)
@@ -129,9 +129,9 @@ def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(api: Api, pla
 
 @pytest.mark.parametrize("state", [Scheduled(), Pending()], ids=["no-worker", "starting"])
 def test_a_run_that_has_not_begun_when_its_search_ends_is_cancelled_and_begun_as_another_by_the_next(
-    api: Api, plan: TrialPlan, state: State
+    api: Api, plan: TrialSpec, state: State
 ) -> None:
-    deployment = OnDeployment("flow/deployment")
+    deployment = DeploymentLauncher("flow/deployment")
     wait = begin(plan, deployment)
     (run,) = api.runs.values()
     run.state = state
@@ -143,9 +143,9 @@ def test_a_run_that_has_not_begun_when_its_search_ends_is_cancelled_and_begun_as
 
 
 def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
-    api: Api, plan: TrialPlan, monkeypatch: pytest.MonkeyPatch
+    api: Api, plan: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deployment = OnDeployment("flow/deployment")
+    deployment = DeploymentLauncher("flow/deployment")
     wait = begin(plan, deployment)
     (run,) = api.runs.values()
     run.state = Running()
@@ -169,8 +169,8 @@ def died(api: Api) -> None:
     list(api.runs.values())[-1].state = Crashed()
 
 
-def test_an_attempt_whose_first_run_died_is_found_by_the_next_search_in_its_second(api: Api, plan: TrialPlan) -> None:
-    search = OnDeployment("flow/deployment")
+def test_an_attempt_whose_first_run_died_is_found_by_the_next_search_in_its_second(api: Api, plan: TrialSpec) -> None:
+    search = DeploymentLauncher("flow/deployment")
     begin(plan, search)
     died(api)
     begin(plan, search)
@@ -188,8 +188,8 @@ def test_an_attempt_whose_first_run_died_is_found_by_the_next_search_in_its_seco
     assert len(api.runs) == 2
 
 
-def test_the_second_run_is_looked_for_again_where_the_api_is_away(api: Api, plan: TrialPlan) -> None:
-    search = OnDeployment("flow/deployment")
+def test_the_second_run_is_looked_for_again_where_the_api_is_away(api: Api, plan: TrialSpec) -> None:
+    search = DeploymentLauncher("flow/deployment")
     begin(plan, search)
     died(api)
     begin(plan, search)
@@ -199,13 +199,13 @@ def test_the_second_run_is_looked_for_again_where_the_api_is_away(api: Api, plan
 
 
 def test_where_all_runs_of_an_attempt_have_died_the_next_is_made_only_when_it_is_begun_again(
-    api: Api, plan: TrialPlan
+    api: Api, plan: TrialSpec
 ) -> None:
-    search = OnDeployment("flow/deployment")
+    search = DeploymentLauncher("flow/deployment")
     for _ in range(2):
         begin(plan, search)
         died(api)
-    resumed = OnDeployment("flow/deployment")
+    resumed = DeploymentLauncher("flow/deployment")
     begin(plan, resumed)()
     assert len(api.runs) == 2
     begin(plan, resumed)
@@ -213,9 +213,9 @@ def test_where_all_runs_of_an_attempt_have_died_the_next_is_made_only_when_it_is
 
 
 def test_a_run_that_a_deleted_experiment_of_the_same_name_has_left_in_the_pool_is_not_taken(
-    api: Api, plan: TrialPlan
+    api: Api, plan: TrialSpec
 ) -> None:
     for experiment_id in ("deleted", "again", "again"):
-        orders = Orders(experiment_id=experiment_id)
-        OnDeployment("flow/deployment")(plan, orders, StoreLine(plan.target, plan.trial, 1), 1)
+        orders = AttemptRequest(experiment_id=experiment_id)
+        DeploymentLauncher("flow/deployment")(plan, orders, StoreLink(plan.target, plan.trial, 1), 1)
     assert len(api.runs) == 2

@@ -15,21 +15,21 @@ from prefect_tune.core.experiment.experiment import Experiment, after_event, not
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.metric_check import MetricLookout
-from prefect_tune.parameters.limits import Limits
+from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space, settings_today
-from prefect_tune.parameters.search_request import Asked
-from prefect_tune.supervisor.search_link import Told
+from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.supervisor.search_link import StepReported
 from tests.trainables.moody import Moody, silent, train
 
 LOG = logging.getLogger("a flow run")
 SPACE: Mapping[str, Any] = {"x": pt.uniform(0, 1)}
 
 
-def asked(trainable: Any = train, **options: Any) -> Asked:
-    return Asked(trainable=trainable, target="./nowhere", **{"space": SPACE, "num_samples": 3, **options})
+def asked(trainable: Any = train, **options: Any) -> SearchRequest:
+    return SearchRequest(trainable=trainable, target="./nowhere", **{"space": SPACE, "num_samples": 3, **options})
 
 
-def searched(then: Asked, *news: Event) -> Experiment:
+def searched(then: SearchRequest, *news: Event) -> Experiment:
     """An experiment of three trials that was asked for so."""
     name = then.trainable.__name__
     added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, apart=True) for n in range(3)]
@@ -51,10 +51,10 @@ def gave_up(*trials: str) -> list[Event]:
 
 def test_trials_that_errored_and_are_not_tried_again_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(asked(), *gave_up("00000", "00002"))
-    say_errored(state, Limits(max_concurrent_trials=1, reruns_errored=True), LOG)
-    say_errored(searched(asked()), Limits(max_concurrent_trials=1), LOG)
+    say_errored(state, SearchLimits(max_concurrent_trials=1, reruns_errored=True), LOG)
+    say_errored(searched(asked()), SearchLimits(max_concurrent_trials=1), LOG)
     assert caplog.messages == []
-    say_errored(state, Limits(max_concurrent_trials=1), LOG)
+    say_errored(state, SearchLimits(max_concurrent_trials=1), LOG)
     assert caplog.messages[0].startswith(
         "2 trials that errored in an earlier run are not tried again: pass rerun_errored"
     )
@@ -117,16 +117,16 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
 # -------------------------------------------------------------------------------------------------- the metric
 
 
-def told(**metrics: object) -> Told:
-    return Told("00000", StepReport(step=1, metrics=metrics), asks=False)
+def told(**metrics: object) -> StepReported:
+    return StepReported("00000", StepReport(step=1, metrics=metrics), asks=False)
 
 
-def lookout() -> MetricLookout:
+def health() -> MetricLookout:
     return MetricLookout(Objective(metrics=("los",), modes=("min",)), LOG)
 
 
 def test_a_metric_that_the_first_report_lacks_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    looks = lookout()
+    looks = health()
     for _ in range(3):
         looks.told(told(loss=1.0), nothing_yet("e"))
     assert caplog.messages == ["trial 00000 reported ['loss'], without the metric 'los'"]
@@ -134,7 +134,7 @@ def test_a_metric_that_the_first_report_lacks_is_told_of_once(caplog: pytest.Log
 
 def test_so_is_one_that_a_trial_elsewhere_lacks_or_reports_as_text(caplog: pytest.LogCaptureFixture) -> None:
     for metrics in ({"loss": 1.0}, {"los": "1.0"}):
-        looks, report = lookout(), Reported(trial="00000", report=StepReport(step=1, metrics=metrics))
+        looks, report = health(), Reported(trial="00000", report=StepReport(step=1, metrics=metrics))
         for number in (1, 2):
             looks.happened(Absorbed(trial="00000", number=number, events=(report, report)), nothing_yet("e"))
     assert caplog.messages == [
@@ -144,7 +144,7 @@ def test_so_is_one_that_a_trial_elsewhere_lacks_or_reports_as_text(caplog: pytes
 
 
 def test_nothing_is_said_of_a_metric_that_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    looks = lookout()
+    looks = health()
     looks.told(told(los=float("nan")), nothing_yet("e"))
     looks.told(told(loss=1.0), nothing_yet("e"))
     assert caplog.messages == []

@@ -15,7 +15,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.flows.durable_trainable import _require_same
 from prefect_tune.parameters.limits import has_had_enough
 from prefect_tune.parameters.training_request import name_of
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from tests.fakes.experiments import write_experiment
 from tests.flows.training import trial_at
 
@@ -30,8 +30,8 @@ def train(_config: object) -> None: ...
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> TrialPlan:
-    return TrialPlan(
+def plan(tmp_path: Path) -> TrialSpec:
+    return TrialSpec(
         target=LocalTarget(path=str(tmp_path / "target")),
         trial=TrialKey(experiment=NAME, trial="trial"),
         trainable="",
@@ -43,7 +43,7 @@ def plan(tmp_path: Path) -> TrialPlan:
 
 @pytest.mark.parametrize("trainable", [train, "some.module:train", "another.module:Other"])
 def test_another_trainable_under_the_same_name_is_refused_and_both_are_named(
-    plan: TrialPlan, trainable: object
+    plan: TrialSpec, trainable: object
 ) -> None:
     trial = Trial(trial="trial", config={}, fingerprint=name_of(trainable))
     with pytest.raises(InvalidInput, match="'Model'") as refused:
@@ -52,11 +52,11 @@ def test_another_trainable_under_the_same_name_is_refused_and_both_are_named(
 
 
 @pytest.mark.parametrize("trainable", [Model, "moved.elsewhere:Model", "some.module:Outer.Model"])
-def test_the_same_trainable_may_be_named_otherwise(plan: TrialPlan, trainable: object) -> None:
+def test_the_same_trainable_may_be_named_otherwise(plan: TrialSpec, trainable: object) -> None:
     _require_same(plan, Trial(trial="trial", config={}, fingerprint=name_of(trainable)), {})
 
 
-def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(plan: TrialPlan) -> None:
+def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(plan: TrialSpec) -> None:
     _require_same(plan, Trial(trial="trial", config={}, fingerprint={"code": "0123"}), {})
 
 
@@ -64,7 +64,7 @@ def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(plan: Tria
 
 
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
-def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(plan: TrialPlan, stopper: Stopper) -> None:
+def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(plan: TrialSpec, stopper: Stopper) -> None:
     done = Trial(trial="trial", config={}, status=Status.FINISHED, step=7, metrics={"done": True})
     assert has_had_enough(plan, done, stopper)
 
@@ -80,7 +80,7 @@ def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(plan: TrialPl
     ],
 )
 def test_a_larger_budget_goes_on_unless_what_was_reported_before_says_enough(
-    plan: TrialPlan, stopper: Stopper, enough: bool
+    plan: TrialSpec, stopper: Stopper, enough: bool
 ) -> None:
     assert isinstance(plan.target, LocalTarget)
     write_experiment(Path(plan.target.path), NAME, [1, 2, 3, 4])

@@ -28,8 +28,8 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.integrations.optuna import OptunaPruner
-from prefect_tune.parameters.limits import Limits
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
+from prefect_tune.parameters.limits import SearchLimits
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 from tests.flows.acted import NAME, Acted, Troupe
 
@@ -49,8 +49,8 @@ def began_elsewhere(target: LocalTarget, *events: Event) -> Experiment:
     added = TrialAdded(trial="00000", config={"x": 0.5})
     began = [added, Started(trial="00000", attempt=1, from_step=0), *events]
     own = JournalKey(experiment=NAME, trial="00000")
-    open_journal(target, own, Opening(this_owner(), new_stamp(), lambda _: began))
-    search = open_journal(target, JournalKey(experiment=NAME), Opening(this_owner(), new_stamp()))
+    open_journal(target, own, Opening(current_owner(), new_write_id(), lambda _: began))
+    search = open_journal(target, JournalKey(experiment=NAME), Opening(current_owner(), new_write_id()))
     return write_directly(target, search, [added.model_copy(update={"apart": True})])
 
 
@@ -87,7 +87,7 @@ def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
     one: str, other: str, started: int, local_target: LocalTarget
 ) -> None:
     acted = Acted(local_target)
-    before = acted.run(PAUSING[one], until=lambda: acted.crew.start_count >= started and not len(acted.crew))
+    before = acted.run(PAUSING[one], until=lambda: acted.executor.start_count >= started and not len(acted.executor))
     assert "paused" in acted.are(before)
     after = acted.run(OTHERS[other])
     assert acted.are(after) == ["finished"] * 9
@@ -118,6 +118,6 @@ def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_n
     assert began.trial("00000").status is Status.PENDING
     acted = Acted(local_target, Troupe(9, saved={"00000": SAVED}), samples=1)
     for _ in range(2):
-        state = acted.run(limits=Limits(1, has_had_enough=lambda trial: trial.step >= 9))
+        state = acted.run(limits=SearchLimits(1, has_had_enough=lambda trial: trial.step >= 9))
         assert (state.trial("00000").status, state.trial("00000").step) == (Status.FINISHED, 9)
-        assert (state.trial("00000").attempt, acted.crew.start_count) == (2, 1)
+        assert (state.trial("00000").attempt, acted.executor.start_count) == (2, 1)

@@ -56,7 +56,7 @@ from prefect_tune.core.storage.documents import Document
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in, requests_folder
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.results.results import load_results
-from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.delete_experiment import Removal, remove_experiment
 from prefect_tune.tasks.publish_results import read_curves
 from prefect_tune.tuner.send_stop_request import stop
@@ -253,17 +253,17 @@ def write_trainings(target: pt.LocalTarget) -> None:
 def write_rare_events(target: pt.LocalTarget) -> None:
     """A checkpoint of `pruned` is pinned, another one of `damaged` is whole again: written entry by entry."""
     with target.open(timeout=_PATIENCE) as store:
-        state = journal.take_over(store, "pruned", OWNER, new_stamp(), side_by_side=map)
+        state = journal.take_over(store, "pruned", OWNER, new_write_id(), side_by_side=map)
         (kept,) = state.trial("trial").checkpoints
         rare = [Pinned(trial="trial", sequence=kept.sequence), Retired(trial="trial", retires=())]
-        journal.append(store, state, rare, new_stamp())
+        journal.append(store, state, rare, new_write_id())
         trial = TrialKey(experiment="damaged", trial="trial")
         state = journal.load(store, "damaged", side_by_side=map)
         keys = {CheckpointKey(trial=trial, step=2, sequence=each) for each in state.trial("trial").quarantined}
         whole = {key for key in keys if store.size(key.manifest_path) is not None}
         (blob,) = {path for key in whole for path in read_manifest(store, key).blob_paths()}
         (Path(target.path) / blob).write_bytes(b"2")
-        reinstate(store, trial, whole, new_stamp(), side_by_side=map)
+        reinstate(store, trial, whole, new_write_id(), side_by_side=map)
 
 
 def damage(target: pt.LocalTarget, experiment: str, which: int) -> None:
@@ -288,9 +288,9 @@ def write_questions(target: pt.LocalTarget) -> None:
         RemovalGivenUp(),
     ]
     with target.open(timeout=_PATIENCE) as store:
-        state = journal.take_over(store, "questions", OWNER, new_stamp(), side_by_side=map)
+        state = journal.take_over(store, "questions", OWNER, new_write_id(), side_by_side=map)
         for event in events:
-            state = journal.append(store, state, [event], new_stamp())
+            state = journal.append(store, state, [event], new_write_id())
 
 
 def write_stopped(target: pt.LocalTarget) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke, StepDone
-from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from tests.fakes.nurseries import Hearing, family, heard, log_to, start_of
 from tests.integrations import several_ranks
 from tests.integrations.examples import Example
@@ -23,8 +23,8 @@ _INTERVAL = 3
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with family(), Nursery(slots=1) as made:
+def pool() -> Iterator[TrialProcessPool]:
+    with family(), TrialProcessPool(slots=1) as made:
         yield made
 
 
@@ -51,11 +51,11 @@ def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable
 @pytest.mark.parametrize("callback", [True, False])
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_several_processes_are_refused_as_the_users_error_whatever_starts_them(
-    nursery: Nursery, tmp_path: Path, strategy: str, callback: bool
+    pool: TrialProcessPool, tmp_path: Path, strategy: str, callback: bool
 ) -> None:
     config = {"strategy": strategy, "callback": callback}
     hearing = Hearing()
-    with nursery.process(start_of(several_ranks.trainer, tmp_path, config), log_to(hearing)) as channel:
+    with pool.process(start_of(several_ranks.trainer, tmp_path, config), log_to(hearing)) as channel:
         said = heard(channel, seconds=300)
     (*_, ended) = said
     assert isinstance(ended, Broke), said
@@ -65,8 +65,8 @@ def test_several_processes_are_refused_as_the_users_error_whatever_starts_them(
     assert not [each for each in said if isinstance(each, StepDone)]
 
 
-def test_fabric_is_refused_likewise(nursery: Nursery, tmp_path: Path) -> None:
-    with nursery.process(start_of(several_ranks.fabric, tmp_path), log_to(Hearing())) as channel:
+def test_fabric_is_refused_likewise(pool: TrialProcessPool, tmp_path: Path) -> None:
+    with pool.process(start_of(several_ranks.fabric, tmp_path), log_to(Hearing())) as channel:
         (*_, ended) = heard(channel, seconds=300)
     assert isinstance(ended, Broke)
     assert "One process trains a trial" in ended.message

@@ -10,7 +10,7 @@ import pytest
 
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
-from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from tests.fakes.nurseries import Hearing, heard, log_to, start_of
 from tests.integrations import several_ranks
 from tests.integrations.examples import Example
@@ -50,9 +50,9 @@ def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable
 
 
 def test_ranks_that_accelerate_starts_are_told_where_to_report(tmp_path: Path) -> None:
-    with Nursery(slots=1) as nursery:
+    with TrialProcessPool(slots=1) as pool:
         start = start_of(several_ranks.launches_ranks, tmp_path)
-        with nursery.process(start, log_to(Hearing())) as channel:
+        with pool.process(start, log_to(Hearing())) as channel:
             (*_, ended) = heard(channel, seconds=300)
     assert isinstance(ended, Broke)
     assert ended.cause is Cause.USER

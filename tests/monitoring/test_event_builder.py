@@ -38,15 +38,15 @@ from prefect_tune.core.notifications.health import Budget
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.monitoring import event_emitter as heralds
-from prefect_tune.monitoring.assets import Notice, Place, asset_of
-from prefect_tune.monitoring.event_builder import Dispatches, Subject, budgets_of
-from prefect_tune.monitoring.event_emitter import Herald, heralded
-from prefect_tune.supervisor.search_link import Told
+from prefect_tune.monitoring.assets import ExperimentAddress, PrefectEvent, asset_of
+from prefect_tune.monitoring.event_builder import EventBuilder, EventContext, budgets_of
+from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
+from prefect_tune.supervisor.search_link import StepReported
 
 LOG = logging.getLogger("prefect_tune.tests.dispatches")
-PLACE = Place("s3://bucket/runs", "first")
+PLACE = ExperimentAddress("s3://bucket/runs", "first")
 RUN = UUID(int=7)
-SUBJECT = Subject(PLACE, objective_of("loss", "min"), run=RUN)
+SUBJECT = EventContext(PLACE, objective_of("loss", "min"), run=RUN)
 
 
 def entry(trial: str, number: int, *events: Event) -> Absorbed:
@@ -70,30 +70,30 @@ def begun(trial: str) -> list[Event]:
 class Story:
     """An experiment as it goes, and what is told of it."""
 
-    def __init__(self, subject: Subject = SUBJECT, state: Experiment | None = None) -> None:
+    def __init__(self, subject: EventContext = SUBJECT, state: Experiment | None = None) -> None:
         self.state = state or nothing_yet("first")
-        self.dispatches = Dispatches(subject, self.state, 0.0)
-        self.told: list[Notice] = []
+        self.dispatches = EventBuilder(subject, self.state, 0.0)
+        self.told: list[PrefectEvent] = []
         self.now = 0.0
 
-    def goes(self, *events: Event) -> list[Notice]:
+    def goes(self, *events: Event) -> list[PrefectEvent]:
         """Let these happen; return what is told of them."""
-        told: list[Notice] = []
+        told: list[PrefectEvent] = []
         for event in events:
             before, self.state = self.state, after_event(self.state, event, 1)
             told += self.dispatches.heard(event, before, self.state, self.now)
         self.told += told
         return told
 
-    def ends(self, reason: str = "") -> list[Notice]:
+    def ends(self, reason: str = "") -> list[PrefectEvent]:
         return list(self.dispatches.over(None, self.state, reason))
 
 
-def names(notices: list[Notice]) -> list[str]:
+def names(notices: list[PrefectEvent]) -> list[str]:
     return [each.event.removeprefix("prefect-tune.") for each in notices]
 
 
-def upstream(notice: Notice) -> list[str]:
+def upstream(notice: PrefectEvent) -> list[str]:
     return [each["prefect.resource.id"] for each in notice.related if each["prefect.resource.role"] == "asset"]
 
 
@@ -116,15 +116,15 @@ def upstream(notice: Notice) -> list[str]:
     ],
 )
 def test_an_experiment_is_named_by_its_place_without_secrets(uri: str, named: str) -> None:
-    place = Place(uri, "first")
+    place = ExperimentAddress(uri, "first")
     assert place.uri == named
     assert place.resource["prefect.resource.id"] == f"prefect-tune.experiment.{named}"
     assert "s3cret" not in str([place.target, place.checkpoints("00000"), place.best, place.related])
 
 
 def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_same() -> None:
-    story = Story(Subject(Place("file:///my%20runs", "first"), objective_of("loss", "min")))
-    assert asset_of(Place("file:///my%20runs", "first").best) is None
+    story = Story(EventContext(ExperimentAddress("file:///my%20runs", "first"), objective_of("loss", "min")))
+    assert asset_of(ExperimentAddress("file:///my%20runs", "first").best) is None
     told = names(story.goes(*begun("00000"), step("00000", 2, 0.5, at=1)))
     assert told == ["trial.started", "checkpoint.committed", "experiment.best-improved"]
 
@@ -193,7 +193,7 @@ def test_a_better_model_is_told_at_most_every_half_minute_and_the_last_one_at_th
 
 
 def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_not() -> None:
-    story = Story(Subject(PLACE))
+    story = Story(EventContext(PLACE))
     for number in range(300):
         story.goes(*begun(f"{number:05d}"))
     assert len(story.told) == 100
@@ -208,7 +208,7 @@ def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_n
 def test_what_a_run_tells_again_since_it_was_killed_is_the_same_event_and_another_runs_is_not() -> None:
     events = [*begun("00000"), step("00000", 2, 0.5, at=1)]
     first, again = (Story().goes(*events) for _ in range(2))
-    other = Story(Subject(PLACE, run=UUID(int=8))).goes(*events)
+    other = Story(EventContext(PLACE, run=UUID(int=8))).goes(*events)
     own = [each.identity for each in first if each.event.startswith("prefect-tune.trial")]
     assert None not in own
     assert own == [each.identity for each in again if each.event.startswith("prefect-tune.trial")]
@@ -216,10 +216,10 @@ def test_what_a_run_tells_again_since_it_was_killed_is_the_same_event_and_anothe
 
 
 def test_what_goes_on_for_too_long_is_told_of() -> None:
-    story = Story(Subject(PLACE, budgets=[Budget("time", 46 * 60.0)], sync_period=timedelta(seconds=60)))
+    story = Story(EventContext(PLACE, budgets=[Budget("time", 46 * 60.0)], sync_period=timedelta(seconds=60)))
     story.goes(*begun("00000"))
     assert names(list(story.dispatches.looked(31 * 60.0))) == ["trial.stale"]
-    story.dispatches.lookout.reported("00000", 1, 32 * 60.0)
+    story.dispatches.health.reported("00000", 1, 32 * 60.0)
     assert names(list(story.dispatches.looked(36 * 60.0))) == ["experiment.lag"]
     story.goes(step("00000", 2, 0.5, at=1), entry("00000", 3, Finished(trial="00000", reason="done")))
     assert names(list(story.dispatches.looked(37 * 60.0))) == ["experiment.budget"]
@@ -244,25 +244,25 @@ def test_the_budgets_are_those_of_the_run_and_of_its_stoppers() -> None:
 
 
 @pytest.fixture
-def emitted() -> list[Notice]:
+def emitted() -> list[PrefectEvent]:
     return []
 
 
 @pytest.fixture
-def herald(emitted: list[Notice]) -> Herald:
-    return Herald(SUBJECT, nothing_yet("first"), LOG, emitted.append)
+def emitter(emitted: list[PrefectEvent]) -> EventEmitter:
+    return EventEmitter(SUBJECT, nothing_yet("first"), LOG, emitted.append)
 
 
-def play(herald: Herald, *events: Event) -> None:
+def play(emitter: EventEmitter, *events: Event) -> None:
     for event in events:
-        herald.happened(event, after_event(herald.experiment, event, 1))
+        emitter.happened(event, after_event(emitter.experiment, event, 1))
 
 
-def test_a_run_that_ends_in_order_has_finished(herald: Herald, emitted: list[Notice]) -> None:
-    with heralded(herald, threading.Event()):
-        play(herald, *begun("00000"))
-        herald.told(Told("00000", StepReport(step=1, metrics={}), asks=False), herald.experiment)
-        herald.wrote(herald.experiment)
+def test_a_run_that_ends_in_order_has_finished(emitter: EventEmitter, emitted: list[PrefectEvent]) -> None:
+    with emitting_events(emitter, threading.Event()):
+        play(emitter, *begun("00000"))
+        emitter.told(StepReported("00000", StepReport(step=1, metrics={}), asks=False), emitter.experiment)
+        emitter.wrote(emitter.experiment)
     assert names(emitted) == ["experiment.started", "trial.started", "experiment.finished"]
 
 
@@ -270,12 +270,12 @@ def test_a_run_that_ends_in_order_has_finished(herald: Herald, emitted: list[Not
     ("stops", "reason"), [([StopAsked(reason="enough money")], "enough money"), ([], "asked to stop")]
 )
 def test_a_run_that_is_asked_to_end_says_why(
-    herald: Herald, emitted: list[Notice], stops: list[Event], reason: str
+    emitter: EventEmitter, emitted: list[PrefectEvent], stops: list[Event], reason: str
 ) -> None:
     stop = threading.Event()
     stop.set()
-    with heralded(herald, stop):
-        play(herald, *stops)
+    with emitting_events(emitter, stop):
+        play(emitter, *stops)
     assert (emitted[-1].event, emitted[-1].payload["reason"]) == ("prefect-tune.experiment.stopped", reason)
 
 
@@ -284,21 +284,21 @@ def test_a_run_that_is_asked_to_end_says_why(
     [(Superseded("by another"), "superseded"), (ValueError("a bug"), "failed"), (KeyboardInterrupt(), "failed")],
 )
 def test_a_run_that_dies_of_an_error_says_so_and_the_error_goes_on(
-    herald: Herald, emitted: list[Notice], error: BaseException, name: str
+    emitter: EventEmitter, emitted: list[PrefectEvent], error: BaseException, name: str
 ) -> None:
-    with pytest.raises(type(error)), heralded(herald, threading.Event()):
+    with pytest.raises(type(error)), emitting_events(emitter, threading.Event()):
         raise error
     assert names(emitted)[-1] == f"experiment.{name}"
     assert str(error) in str(emitted[-1].payload["message"])
 
 
-def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emitted: list[Notice]) -> None:
+def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emitted: list[PrefectEvent]) -> None:
     found = Story()
     found.goes(*begun("00000"), *begun("00001"))
-    herald = Herald(SUBJECT, found.state, LOG, emitted.append)
+    emitter = EventEmitter(SUBJECT, found.state, LOG, emitted.append)
     ended = AttemptEnded(trial="00000", cause=Cause.MACHINE, message="its owner died")
-    herald.opened(after_event(found.state, ended, 2))
-    with heralded(herald, threading.Event()):
+    emitter.opened(after_event(found.state, ended, 2))
+    with emitting_events(emitter, threading.Event()):
         pass
     assert names(emitted) == ["experiment.started", "trial.attempt-ended", "experiment.finished"]
     assert emitted[1].payload["message"] == "its owner died"
@@ -307,51 +307,51 @@ def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended(emi
 def test_who_cannot_be_told_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heralds, "_PATIENCE", timedelta(seconds=0.2))
     released = threading.Event()
-    herald = Herald(SUBJECT, nothing_yet("first"), LOG, lambda _: bool(released.wait(30)) and None)
+    emitter = EventEmitter(SUBJECT, nothing_yet("first"), LOG, lambda _: bool(released.wait(30)) and None)
     began = time.monotonic()
-    with heralded(herald, threading.Event()):
-        play(herald, *begun("00000"))
+    with emitting_events(emitter, threading.Event()):
+        play(emitter, *begun("00000"))
     took = time.monotonic() - began
     released.set()
     assert took < 10
 
 
 def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(
-    caplog: pytest.LogCaptureFixture, emitted: list[Notice]
+    caplog: pytest.LogCaptureFixture, emitted: list[PrefectEvent]
 ) -> None:
-    def emit(notice: Notice) -> None:
+    def emit(notice: PrefectEvent) -> None:
         if notice.event.endswith("trial.started"):
             raise ValueError("too large")
         emitted.append(notice)
 
-    herald = Herald(SUBJECT, nothing_yet("first"), LOG, emit)
-    with caplog.at_level("ERROR"), heralded(herald, threading.Event()):
-        play(herald, *begun("00000"), step("00000", 2, 0.5, at=1))
+    emitter = EventEmitter(SUBJECT, nothing_yet("first"), LOG, emit)
+    with caplog.at_level("ERROR"), emitting_events(emitter, threading.Event()):
+        play(emitter, *begun("00000"), step("00000", 2, 0.5, at=1))
     assert "could not be emitted" in caplog.text
     assert "checkpoint.committed" in names(emitted)
 
 
 def test_a_search_that_says_more_than_can_be_told_is_not_held_up_by_it(
-    monkeypatch: pytest.MonkeyPatch, emitted: list[Notice]
+    monkeypatch: pytest.MonkeyPatch, emitted: list[PrefectEvent]
 ) -> None:
     monkeypatch.setattr(heralds, "_MOST_WAITING", 10)
-    herald = Herald(SUBJECT, nothing_yet("first"), LOG, emitted.append)
+    emitter = EventEmitter(SUBJECT, nothing_yet("first"), LOG, emitted.append)
     for number in range(50):
-        play(herald, *begun(f"{number:05d}"))
-    with heralded(herald, threading.Event()):
+        play(emitter, *begun(f"{number:05d}"))
+    with emitting_events(emitter, threading.Event()):
         pass
     assert 2 < len(emitted) < 15
 
 
-def test_the_herald_looks_while_nothing_happens(monkeypatch: pytest.MonkeyPatch, emitted: list[Notice]) -> None:
+def test_the_herald_looks_while_nothing_happens(monkeypatch: pytest.MonkeyPatch, emitted: list[PrefectEvent]) -> None:
     monkeypatch.setattr(heralds, "_LOOK_EVERY", timedelta(seconds=0.05))
     looked = threading.Event()
 
-    def emit(notice: Notice) -> None:
+    def emit(notice: PrefectEvent) -> None:
         emitted.append(notice)
         if notice.event.endswith("budget"):
             looked.set()
 
-    subject = Subject(PLACE, budgets=[Budget("time", 0.2)])
-    with heralded(Herald(subject, nothing_yet("first"), LOG, emit), threading.Event()):
+    subject = EventContext(PLACE, budgets=[Budget("time", 0.2)])
+    with emitting_events(EventEmitter(subject, nothing_yet("first"), LOG, emit), threading.Event()):
         assert looked.wait(20)

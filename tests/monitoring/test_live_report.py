@@ -23,8 +23,8 @@ from prefect_tune.core.events.experiment_events import Owner, TrialAdded
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring import artifact_publisher, live_report
-from prefect_tune.monitoring.artifact_publisher import Bulletin, Sheet, artifact_key
-from prefect_tune.terminal.progress_state import Outlook
+from prefect_tune.monitoring.artifact_publisher import ArtifactContent, ArtifactPublisher, artifact_key
+from prefect_tune.terminal.progress_state import SearchEstimate
 from tests.fakes.tcp_proxy import TcpProxy
 from tests.fakes.told_searches import Telling
 from tests.flows.driver import until
@@ -141,7 +141,7 @@ def test_one_training_has_the_same_report(tmp_path: Path) -> None:
 
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
     told = Telling(name="endless")
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), told.state, Outlook("endless"), LOG)
+    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), told.state, SearchEstimate("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
     told.tell(added)
     seen.happened(added, told.state)
@@ -161,14 +161,14 @@ def proxy(prefect_server: str) -> Iterator[TcpProxy]:
         yield passing
 
 
-def sheets(key: str, data: Callable[[], str]) -> Callable[[], Sequence[Sheet]]:
-    return lambda: [Sheet(key, "markdown", data(), "a page")]
+def sheets(key: str, data: Callable[[], str]) -> Callable[[], Sequence[ArtifactContent]]:
+    return lambda: [ArtifactContent(key, "markdown", data(), "a page")]
 
 
 @pytest.mark.usefixtures("often")
 def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProxy, prefect_server: str) -> None:
     said = ["first"]
-    shown = Bulletin(sheets("report-outage", lambda: said[-1]), LOG)
+    shown = ArtifactPublisher(sheets("report-outage", lambda: said[-1]), LOG)
     with temporary_settings({PREFECT_API_URL: prefect_server}):
         shown.stir()
         until(lambda: artifacts("report-outage"), seconds=60, what=lambda: "nothing is shown")
@@ -186,7 +186,7 @@ def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProx
 
 def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
     proxy.swallow()
-    shown = Bulletin(sheets("report-nobody", lambda: "a page"), LOG)
+    shown = ArtifactPublisher(sheets("report-nobody", lambda: "a page"), LOG)
     began = time.monotonic()
     shown.close(timedelta(seconds=0.5))
     assert time.monotonic() - began < 5
@@ -194,7 +194,7 @@ def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
 
 def test_what_is_short_is_shown_once_in_the_end() -> None:
     numbers = count(1)
-    shown = Bulletin(sheets("report-short", lambda: f"drawn {next(numbers)}"), LOG)
+    shown = ArtifactPublisher(sheets("report-short", lambda: f"drawn {next(numbers)}"), LOG)
     shown.stir()
     shown.close(PATIENCE)
     assert [each.data for each in artifacts("report-short")] == ["drawn 1"]
@@ -202,7 +202,7 @@ def test_what_is_short_is_shown_once_in_the_end() -> None:
 
 
 def test_what_is_somebody_elses_now_is_left_alone() -> None:
-    shown = Bulletin(sheets("report-left", lambda: "old"), LOG)
+    shown = ArtifactPublisher(sheets("report-left", lambda: "old"), LOG)
     shown.stir()
     shown.leave()
     shown.close(PATIENCE)
@@ -212,7 +212,7 @@ def test_what_is_somebody_elses_now_is_left_alone() -> None:
 @pytest.mark.usefixtures("often")
 def test_an_artifact_that_somebody_deleted_is_made_again() -> None:
     said = ["first"]
-    shown = Bulletin(sheets("report-deleted", lambda: said[-1]), LOG)
+    shown = ArtifactPublisher(sheets("report-deleted", lambda: said[-1]), LOG)
     shown.stir()
     until(lambda: artifacts("report-deleted"), seconds=60, what=lambda: "nothing is shown")
     with get_client(sync_client=True) as client:
@@ -233,7 +233,7 @@ def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog:
             raise ZeroDivisionError
         return str(found)
 
-    shown = Bulletin(sheets("report-broken", draws), LOG)
+    shown = ArtifactPublisher(sheets("report-broken", draws), LOG)
     shown.stir()
     until(lambda: "the report could not be rendered" in caplog.text, seconds=60, what=lambda: caplog.text)
     shown.stir()

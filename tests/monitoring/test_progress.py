@@ -18,8 +18,8 @@ from prefect_tune.core.events.experiment_events import Cause, GaveUp, Started, T
 from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.progress import Progress, progress
-from prefect_tune.supervisor.search_link import Told
-from prefect_tune.terminal.progress_state import Outlook, Watch
+from prefect_tune.supervisor.search_link import StepReported
+from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
 from tests.trainables.moody import train
 
 LOG = logging.getLogger("a flow run")
@@ -34,8 +34,8 @@ def running() -> tuple[Progress, Callable[[int], None]]:
     """A search of one trial, and how it reports a step."""
     state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
     state = after_event(state, Started(trial="0", attempt=1, from_step=0), 2)
-    seen = Progress(Watch(state, Outlook("e"), 0.0), LOG, log_period=timedelta(0))
-    return seen, lambda step: seen.told(Told("0", StepReport(step=step, metrics={}), asks=False), state)
+    seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0), LOG, log_period=timedelta(0))
+    return seen, lambda step: seen.told(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
 
 
 def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,9 +49,9 @@ def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.Log
 
 def test_no_line_comes_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
     state = nothing_yet("e")
-    seen = Progress(Watch(state, Outlook("e"), 0.0), LOG)
+    seen = Progress(ProgressTracker(state, SearchEstimate("e"), 0.0), LOG)
     for step in range(1, 100):
-        seen.told(Told("0", StepReport(step=step, metrics={}), asks=False), state)
+        seen.told(StepReported("0", StepReport(step=step, metrics={}), asks=False), state)
     assert caplog.messages == []
 
 
@@ -65,10 +65,10 @@ def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.Log
 
 
 def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.LogCaptureFixture) -> None:
-    with progress(nothing_yet("e"), Outlook("e", trial_count=3), LOG, in_terminal=True):
+    with progress(nothing_yet("e"), SearchEstimate("e", trial_count=3), LOG, in_terminal=True):
         pass
     assert caplog.messages == ["e: none of 3 after 0 s"]
-    with pytest.raises(ZeroDivisionError), progress(nothing_yet("e"), Outlook("e"), LOG, in_terminal=True):
+    with pytest.raises(ZeroDivisionError), progress(nothing_yet("e"), SearchEstimate("e"), LOG, in_terminal=True):
         raise ZeroDivisionError
     assert len(caplog.messages) == 1
 
@@ -76,7 +76,7 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke(caplog: pytest.Log
 def test_the_last_line_warns_of_trials_that_errored_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
     state = after_event(nothing_yet("e"), TrialAdded(trial="0", config={}), 1)
     state = after_event(state, GaveUp(trial="0", cause=Cause.USER, message="no"), 2)
-    with progress(state, Outlook("e", trial_count=1), LOG, in_terminal=True):
+    with progress(state, SearchEstimate("e", trial_count=1), LOG, in_terminal=True):
         pass
     (last,) = caplog.records
     assert last.levelname == "WARNING"

@@ -7,9 +7,9 @@ from inspect import Parameter, signature
 
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
-from prefect_tune.parameters.search_request import OF_THE_RUN, Asked
+from prefect_tune.parameters.search_request import OF_THE_RUN, SearchRequest
 
-KEPT = {each.name: Parameter.empty if each.default is MISSING else each.default for each in fields(Asked)}
+KEPT = {each.name: Parameter.empty if each.default is MISSING else each.default for each in fields(SearchRequest)}
 
 
 def test_what_the_journal_leaves_out_as_a_default_is_the_default_of_a_search() -> None:

@@ -12,7 +12,7 @@ from prefect.task_runners import ProcessPoolTaskRunner
 
 import prefect_tune as pt
 from prefect_tune.blocks import FsspecTarget
-from prefect_tune.executors.launchers import OnDeployment
+from prefect_tune.executors.launchers import DeploymentLauncher
 from tests.flows.test_tune import searched, statuses
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -56,7 +56,7 @@ def test_who_would_have_two_write_one_journal_is_refused_and_nothing_is_there(
     target: FsspecTarget,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(OnDeployment, "require", lambda *_: None)  # there is one
+    monkeypatch.setattr(DeploymentLauncher, "require", lambda *_: None)  # there is one
     with pytest.raises(pt.InvalidInput, match=rf"{said}.*{target.uri}.*create-if-absent.*Nothing was started"):
         search(tmp_path, target)
     with target.open(timeout=timedelta(seconds=10)) as store:

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from prefect_tune.prefect_api import local_server
-from prefect_tune.prefect_api.local_server import Patient, is_cut_short
+from prefect_tune.prefect_api.local_server import RetryOn503Middleware, is_cut_short
 
 
 @dataclass
@@ -35,7 +35,9 @@ class Moody:
 
 def answered(app: Moody) -> httpx.Response:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(Patient(app, pauses_seconds=(0.0, 0.0)), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(
+            RetryOn503Middleware(app, pauses_seconds=(0.0, 0.0)), raise_app_exceptions=False
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.post("/api", content=b"flow run" * 100_000)
 
@@ -66,7 +68,7 @@ def test_a_refusal_that_took_its_time_is_not_asked_for_again(monkeypatch: pytest
 @pytest.mark.parametrize("refusals", [2, 3])
 def test_what_the_last_try_raised_is_for_the_log(refusals: int) -> None:
     async def ask() -> None:
-        patient = Patient(Moody(refusals), pauses_seconds=(0.0, 0.0))
+        patient = RetryOn503Middleware(Moody(refusals), pauses_seconds=(0.0, 0.0))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(patient), base_url="http://server") as client:
             await client.post("/api")
 

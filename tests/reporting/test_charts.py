@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune.core.events.experiment_events import Absorbed, AttemptEnded, Cause, Opened, Owner, Reported, Started
 from prefect_tune.core.models import StepReport
-from prefect_tune.reporting.report_data import DRAWN, Material
+from prefect_tune.reporting.report_data import DRAWN, ReportData
 from prefect_tune.reporting.scales import fitted
 from prefect_tune.reporting.svg import GREY
 from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
@@ -24,7 +24,7 @@ from prefect_tune.reporting.trial_charts import (
 )
 from tests.fakes.told_searches import Telling, asha, pareto, population, single
 
-Chart = Callable[[Material], str | None]
+Chart = Callable[[ReportData], str | None]
 CHARTS: list[Chart] = [
     front_chart,
     importance_chart,

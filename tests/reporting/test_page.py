@@ -25,7 +25,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_html import as_html
 from prefect_tune.reporting.render_markdown import as_markdown
-from prefect_tune.reporting.report_data import Material
+from prefect_tune.reporting.report_data import ReportData
 from prefect_tune.reporting.report_summary import facts_of
 from tests.fakes.told_searches import Telling, asha, pareto, population, single
 
@@ -36,7 +36,7 @@ def linked(owner: Owner) -> str | None:
     return f"http://ui/runs/flow-run/{owner.flow_run}" if owner.flow_run else None
 
 
-def markdown(material: Material) -> str:
+def markdown(material: ReportData) -> str:
     return as_markdown(page_of(material, linked))
 
 
@@ -182,7 +182,7 @@ def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> Non
 HOSTILE = "</summary><script>alert(1)</script>![x](http://evil/x.png)[y](javascript:z)|`a`\n# no *b* _c_ \x00\x1b &lt;"
 
 
-def hostile() -> Material:
+def hostile() -> ReportData:
     told = Telling(settings={"metric": HOSTILE, "mode": "min", "note": f"{HOSTILE}\n```\n# no"}, metrics=[HOSTILE])
     for index in range(12):
         told.adds(str(index), {HOSTILE: f"{HOSTILE}{index % 3}", "lr": index})
@@ -240,7 +240,7 @@ ODD: dict[str, tuple[dict[str, object], list[object], list[dict[str, object]]]] 
 }
 
 
-def odd(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> Material:
+def odd(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> ReportData:
     told = Telling(settings=settings, metrics=["loss"])
     for index in range(12):
         told.adds(str(index), {"x": values[index % len(values)], "y": index})

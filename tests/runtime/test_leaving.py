@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.experiment.trial_stoppers import Never
-from prefect_tune.core.messages.process_messages import FromTrial, Leave, Saved, StateSaved, StepDone, ToTrial
+from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, Leave, StateSaved, StepDone, ToTrial
 from prefect_tune.runtime.session import TrialOver, TrialSession
 from tests.fakes.nurseries import start_of
 
@@ -38,7 +38,7 @@ class Supervisor:
         match message:
             case StateSaved(report=report) | StepDone(report=report, checkpoint=str()):
                 self.steps = self.saved = report.step
-                self._waiting.append(Saved(step=report.step))
+                self._waiting.append(CheckpointSaved(step=report.step))
             case StepDone(report=report):
                 self.steps = report.step
             case _:

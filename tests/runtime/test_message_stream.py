@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from prefect_tune.core.messages.process_messages import FromTrial, Saved, StepDone, TrialEnded, from_trial
+from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, TrialEnded, from_trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
@@ -35,7 +35,7 @@ def reader(ends: tuple[Connection, socket.socket]) -> MessageReader[FromTrial]:
     return MessageReader(ends[0], from_trial, limit_bytes=_LIMIT_BYTES)
 
 
-def framed(message: FromTrial | Saved) -> bytes:
+def framed(message: FromTrial | CheckpointSaved) -> bytes:
     data = message.model_dump_json().encode()
     return struct.pack("!i", len(data)) + data
 
@@ -131,8 +131,8 @@ def test_a_trial_that_reads_what_is_no_message_says_that_its_supervisor_sent_it(
     ends: tuple[Connection, socket.socket],
 ) -> None:
     connection = SupervisorConnection(ends[0])
-    ends[1].sendall(framed(Saved(step=1)))
-    assert connection.receive() == Saved(step=1)
+    ends[1].sendall(framed(CheckpointSaved(step=1)))
+    assert connection.receive() == CheckpointSaved(step=1)
     ends[1].sendall(framed(LAST))
     with pytest.raises(MalformedMessage, match="from the trial's supervisor: expected a message"):
         connection.receive()

@@ -23,14 +23,14 @@ from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never, Stopper, as_stopper
 from prefect_tune.core.messages.process_messages import (
     Broke,
+    CheckpointSaved,
     FromTrial,
-    Loaded,
-    Saved,
     Start,
     StateSaved,
     StepDone,
     StopAndSave,
     ToTrial,
+    TrainableLoaded,
     TrialEnded,
     from_trial,
 )
@@ -39,7 +39,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.runtime.session import TrialOver
 from prefect_tune.runtime.trainable import save_last_step
 from prefect_tune.runtime.trial_process import train
-from prefect_tune.supervisor.trial_spec import payload
+from prefect_tune.supervisor.trial_spec import pickled_or_path
 
 Config = Mapping[str, object]
 Trains = Callable[[Config], Mapping[str, object] | None]
@@ -63,8 +63,8 @@ def _trained(
         experiment="e",
         trial="t",
         attempt=1,
-        trainable=payload(function),
-        stopper=payload(stopper or Never()),
+        trainable=pickled_or_path(function),
+        stopper=pickled_or_path(stopper or Never()),
         import_path=(),
         config={},
         directory=str(folder),
@@ -95,7 +95,7 @@ def _hear(near: Connection, heard: list[FromTrial]) -> None:
     while not (heard and isinstance(heard[-1], TrialEnded | Broke)):
         heard.append(from_trial.validate_json(near.recv_bytes()))
         if isinstance(heard[-1], StepDone | StateSaved) and heard[-1].checkpoint:
-            near.send_bytes(Saved(step=heard[-1].report.step).model_dump_json().encode())
+            near.send_bytes(CheckpointSaved(step=heard[-1].report.step).model_dump_json().encode())
 
 
 def _save() -> None:
@@ -130,7 +130,7 @@ def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
     trained: Callable[..., Sequence[FromTrial]], trains: Trains
 ) -> None:
     loaded, step, ended = trained(trains, StopAndSave())
-    assert isinstance(loaded, Loaded)
+    assert isinstance(loaded, TrainableLoaded)
     assert isinstance(step, StepDone)
     assert ended == TrialEnded(reason="saved, as asked", interrupted=True)
 
@@ -280,7 +280,7 @@ def test_what_is_reported_after_the_end_counts_for_nothing(
     trained: Callable[..., Sequence[FromTrial]], report: Callable[[], None]
 ) -> None:
     said = trained(_goes_on(report), stopper=MaxSteps(1))
-    assert [type(each) for each in said] == [Loaded, StepDone, TrialEnded]
+    assert [type(each) for each in said] == [TrainableLoaded, StepDone, TrialEnded]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from prefect_tune import retry_policy
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.retry_policy import may_pass, retrying, retrying_refusals
+from prefect_tune.retry_policy import may_pass, retrying_refusals, with_retries
 from prefect_tune.supervisor import graceful_shutdown
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 
@@ -78,7 +78,7 @@ def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_aga
 
     def trains() -> None:
         try:
-            retrying(refuse)
+            with_retries(refuse)
         except type(error):
             found.append(may_pass(error))
         ended.set()

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from prefect_tune.core.messages.process_messages import Broke, StepDone, TrialEnded
-from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from tests.fakes.nurseries import Hearing, family, heard, log_to, metrics_of, start_of
 from tests.trainables.lingering import ForksInAStep, LateThread, NeverCleansUp, reports_a_pipe
 from tests.trainables.witness import told
@@ -17,7 +17,7 @@ LOG = log_to(Hearing())
 
 def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
-    with family(), Nursery(slots=1) as made:
+    with family(), TrialProcessPool(slots=1) as made:
         start = start_of(ForksInAStep, tmp_path, {"witness": str(witness)}, steps=3)
         with made.process(start, LOG) as channel:
             found = metrics_of(channel)
@@ -27,7 +27,7 @@ def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses
 
 
 def test_a_thread_of_an_earlier_trial_cannot_report_to_the_next_one(tmp_path: Path) -> None:
-    with family(), Nursery(slots=1) as made:
+    with family(), TrialProcessPool(slots=1) as made:
         for _ in range(2):
             with made.process(start_of(LateThread, tmp_path, steps=2), LOG) as channel:
                 *said, ended = heard(channel)
@@ -39,14 +39,14 @@ def test_a_thread_of_an_earlier_trial_cannot_report_to_the_next_one(tmp_path: Pa
 
 
 def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path) -> None:
-    with family(), ExitStack() as nursery:
-        made = nursery.enter_context(Nursery(slots=4))
+    with family(), ExitStack() as pool:
+        made = pool.enter_context(TrialProcessPool(slots=4))
         with ExitStack() as trials:
             start = start_of(NeverCleansUp, tmp_path, {"gate": str(tmp_path / "never")}, steps=1)
             for channel in [trials.enter_context(made.process(start, LOG)) for _ in range(4)]:
                 assert isinstance(heard(channel)[-1], TrialEnded)
         began = time.monotonic()
-        nursery.close()
+        pool.close()
         assert time.monotonic() - began < 15  # one by one it takes 20
 
 
@@ -54,7 +54,7 @@ def test_a_checkpoint_with_a_named_pipe_is_refused_and_not_waited_for(tmp_path: 
     directory, staging = tmp_path / "checkpoint", tmp_path / "staging"
     directory.mkdir()
     start = start_of(reports_a_pipe, tmp_path, {"directory": str(directory)}, staging=str(staging), overlap=True)
-    with family(), Nursery(slots=1) as made, made.process(start, LOG) as channel:
+    with family(), TrialProcessPool(slots=1) as made, made.process(start, LOG) as channel:
         ended = heard(channel, seconds=30)[-1]
     assert isinstance(ended, Broke)
     assert ended.message == f"InvalidInput: {directory / 'pipe'}: neither a file nor a directory, so it cannot be saved"

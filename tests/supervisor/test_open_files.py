@@ -8,20 +8,20 @@ from datetime import timedelta
 
 import pytest
 
-from prefect_tune.supervisor.fork_client import Child, Forks
+from prefect_tune.supervisor.fork_client import ForkedProcess, ForkServer
 
 _LOUD = {"PYTHONWARNINGS": "always::ResourceWarning", "PYTHONUNBUFFERED": "1"}
 
 
-def _served(forks: Forks) -> None:
+def _served(forks: ForkServer) -> None:
     child = forks.fork().child()
-    assert isinstance(child, Child)
+    assert isinstance(child, ForkedProcess)
     child.dismiss()
     assert child.end(timedelta(seconds=60)) == 0
 
 
 def test_a_nursery_its_nannies_and_their_trials_leave_no_socket_open(capfd: pytest.CaptureFixture[str]) -> None:
-    forks = Forks.start({**os.environ, **_LOUD})
+    forks = ForkServer.start({**os.environ, **_LOUD})
     _served(forks)
     _served(forks)  # by the nanny of the first, if she is still free
     time.sleep(0.3)  # a nanny stays for 0.2 s

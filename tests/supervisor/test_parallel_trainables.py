@@ -18,8 +18,8 @@ import pytest
 
 from prefect_tune.core.messages.process_messages import (
     Broke,
+    CheckpointSaved,
     FromTrial,
-    Saved,
     Start,
     StepDone,
     StopAndSave,
@@ -27,7 +27,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.supervisor.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.supervisor.process_output import Log
-from prefect_tune.supervisor.process_pool import Nursery, supervised_process
+from prefect_tune.supervisor.process_pool import TrialProcessPool, supervised_process
 from tests.fakes.nurseries import Family, Hearing, family, log_to, metrics_of, start_of, until
 from tests.trainables import parallel
 from tests.trainables.witness import told
@@ -42,15 +42,15 @@ Opened = Callable[[Start, Log], AbstractContextManager[TrialChannel]]
 @contextmanager
 def searches() -> Iterator[Opened]:
     """As `pt.tune` has processes."""
-    with Nursery(slots=len(_WAYS)) as nursery:
-        yield nursery.process
+    with TrialProcessPool(slots=len(_WAYS)) as pool:
+        yield pool.process
 
 
 @contextmanager
 def trains_alone() -> Iterator[Opened]:
     """As `pt.durable_trainable` has them."""
-    with Nursery(slots=0) as nursery:
-        yield nursery.process
+    with TrialProcessPool(slots=0) as pool:
+        yield pool.process
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def _last_word(channel: TrialChannel, at_second_step: Callable[[], None]) -> Fro
         if isinstance(message, StepDone):
             if message.report.step == 2:
                 at_second_step()
-            channel.tell(Saved(step=message.report.step))
+            channel.tell(CheckpointSaved(step=message.report.step))
     raise AssertionError(f"not over within {_SLOW_SECONDS:g} s: a trial")
 
 

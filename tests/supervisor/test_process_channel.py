@@ -18,7 +18,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.trial_stoppers import Never
 from prefect_tune.core.messages.process_messages import FromTrial, GoOn, Start, StepDone, TrialEnded
 from prefect_tune.supervisor.process_channel import TrialChannel, trial_process
-from prefect_tune.supervisor.trial_spec import payload
+from prefect_tune.supervisor.trial_spec import pickled_or_path
 
 SOON = timedelta(seconds=0.05)
 
@@ -104,8 +104,8 @@ def test_the_temporary_files_of_a_trial_are_below_its_scratch_directory(tmp_path
         experiment="e",
         trial="t",
         attempt=1,
-        trainable=payload(says_where),
-        stopper=payload(Never()),
+        trainable=pickled_or_path(says_where),
+        stopper=pickled_or_path(Never()),
         import_path=tuple(sys.path),
         config={},
         directory=str(tmp_path),

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.core.messages.process_messages import Broke, Loaded, StopAndSave, TrialEnded
+from prefect_tune.core.messages.process_messages import Broke, StopAndSave, TrainableLoaded, TrialEnded
 from prefect_tune.supervisor import fork_client
 from prefect_tune.supervisor.process_channel import trial_process
-from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from tests.fakes.nurseries import (
     Family,
     Hearing,
@@ -48,17 +48,17 @@ def whole_family() -> Iterator[Family]:
 
 
 @pytest.fixture(scope="module")
-def one_nursery(whole_family: Family) -> Iterator[Nursery]:
+def one_pool(whole_family: Family) -> Iterator[TrialProcessPool]:
     assert not whole_family.pids()
-    with Nursery(slots=4) as made:
+    with TrialProcessPool(slots=4) as made:
         yield made
 
 
 @pytest.fixture
-def nursery(one_nursery: Nursery, whole_family: Family) -> Iterator[Nursery]:
+def pool(one_pool: TrialProcessPool, whole_family: Family) -> Iterator[TrialProcessPool]:
     """The same one for many tests; none of them leaves a trial."""
-    yield one_nursery
-    one_nursery.dismiss()
+    yield one_pool
+    one_pool.dismiss()
     until(lambda: whole_family.names() <= {"trial-nursery"}, what=lambda: f"the end of {whole_family.names()}")
 
 
@@ -69,9 +69,9 @@ def ours(whole_family: Family) -> Family:
 
 
 def found_in(
-    nursery: Nursery, folder: Path, environment: dict[str, str] | None = None, **config: object
+    pool: TrialProcessPool, folder: Path, environment: dict[str, str] | None = None, **config: object
 ) -> dict[str, Any]:
-    with nursery.process(start_of(looks_around, folder, config), LOG, environment or {}) as channel:
+    with pool.process(start_of(looks_around, folder, config), LOG, environment or {}) as channel:
         return dict(metrics_of(channel))
 
 
@@ -83,18 +83,18 @@ def began(witness: Path, act: str = "begin") -> Callable[[], list[Told]]:
 
 
 def test_a_trial_has_the_environment_of_this_moment_and_the_variables_of_its_own(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GONE", "before")
     monkeypatch.setenv("TZ", "UTC")
     names = ("GONE", "CHANGED", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
-    assert found_in(nursery, tmp_path, variables=names)["environment"]["GONE"] == "'before'"
+    assert found_in(pool, tmp_path, variables=names)["environment"]["GONE"] == "'before'"
     monkeypatch.delenv("GONE")
     monkeypatch.setenv("CHANGED", "now")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("TZ", "UTC-5")
     monkeypatch.setitem(os.environb, b"ODD", b"\xff\xe9")
-    found = found_in(nursery, tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}, variables=(*names, "ODD"))
+    found = found_in(pool, tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}, variables=(*names, "ODD"))
     assert found["environment"] == {
         "GONE": "None",
         "CHANGED": "'now'",
@@ -107,24 +107,24 @@ def test_a_trial_has_the_environment_of_this_moment_and_the_variables_of_its_own
 
 
 def test_a_trial_is_where_its_supervisor_is_and_has_a_temporary_directory_of_its_own(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = found_in(nursery, tmp_path)
+    first = found_in(pool, tmp_path)
     monkeypatch.chdir(tmp_path)
-    second = found_in(nursery, tmp_path)
+    second = found_in(pool, tmp_path)
     assert (first["directory"], second["directory"]) == (str(Path(__file__).parents[2]), str(tmp_path))
     assert first["temporary"] != second["temporary"]
     assert not Path(first["temporary"]).exists()
 
 
 def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with nursery.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
+    with pool.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
         assert isinstance(heard(channel)[-1], TrialEnded)
 
 
@@ -142,8 +142,10 @@ def but_for_ctrl_c(ignored: list[str]) -> list[int]:
     return [int(mask, 16) & ~(1 << (signal.SIGINT - 1)) & ~(0b11 << 31) for mask in ignored]
 
 
-def test_a_trial_leads_its_own_session_and_finds_a_process_as_good_as_new(nursery: Nursery, tmp_path: Path) -> None:
-    found, other = found_in(nursery, tmp_path), found_in(nursery, tmp_path)
+def test_a_trial_leads_its_own_session_and_finds_a_process_as_good_as_new(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
+    found, other = found_in(pool, tmp_path), found_in(pool, tmp_path)
     assert found["pid"] == found["session"] == found["group"] != other["pid"]
     assert found["drawn"] != other["drawn"]
     assert found["threads"] == 1
@@ -153,40 +155,40 @@ def test_a_trial_leads_its_own_session_and_finds_a_process_as_good_as_new(nurser
 
 
 def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
-    nursery: Nursery, ours: Family, tmp_path: Path
+    pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
-    found_in(nursery, tmp_path)
+    found_in(pool, tmp_path)
     pid = ours.one("trial-nursery")
-    found_in(nursery, tmp_path)
+    found_in(pool, tmp_path)
     assert ours.one("trial-nursery") == pid
     assert "Threads:\t1\n" in Path(f"/proc/{pid}/status").read_text()
 
 
 def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
-    with family() as ours, Nursery(slots=1) as nursery:
+    with family() as ours, TrialProcessPool(slots=1) as pool:
         assert not ours.pids()
-        nursery.prepare()
+        pool.prepare()
         until(lambda: len(ours.pids()) == 1, what=lambda: f"one process, found {ours.names()}")  # /proc lags behind
-        found_in(nursery, tmp_path)
+        found_in(pool, tmp_path)
 
 
 def test_what_only_a_new_interpreter_can_have_is_had_from_one_that_serves_all_such_trials(tmp_path: Path) -> None:
-    with family() as ours, Nursery(slots=1) as nursery:
-        seeded = [found_in(nursery, tmp_path, {"PYTHONHASHSEED": "7"}) for _ in range(2)]
+    with family() as ours, TrialProcessPool(slots=1) as pool:
+        seeded = [found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"}) for _ in range(2)]
         server = ours.one("trial-nursery")
-        assert seeded[0]["hash"] == seeded[1]["hash"] != found_in(nursery, tmp_path)["hash"]
+        assert seeded[0]["hash"] == seeded[1]["hash"] != found_in(pool, tmp_path)["hash"]
         assert server in ours.pids("trial-nursery")
-        assert found_in(nursery, tmp_path, {"PYTHONHASHSEED": "7"})["hash"] == seeded[0]["hash"]
+        assert found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"})["hash"] == seeded[0]["hash"]
         assert len(ours.pids("trial-nursery")) == 2
-        found_in(nursery, tmp_path, {"PYTHONHASHSEED": "8"})
+        found_in(pool, tmp_path, {"PYTHONHASHSEED": "8"})
         until(lambda: len(ours.pids("trial-nursery")) == 2, what=lambda: "the end of the one not used for longest")
 
 
 def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
-    nursery: Nursery, ours: Family, tmp_path: Path
+    pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with nursery.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         for pid in ours.pids():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -212,9 +214,9 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
     ],
 )
 def test_how_a_process_ended_is_said_exactly_and_its_last_words(
-    nursery: Nursery, tmp_path: Path, forks: bool, how: object, said: str
+    pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, said: str
 ) -> None:
-    process = nursery.process if forks else trial_process
+    process = pool.process if forks else trial_process
     with process(start_of(dies, tmp_path, {"how": how}), LOG) as channel:
         heard(channel)
         became = channel.end()
@@ -226,11 +228,13 @@ def test_how_a_process_ended_is_said_exactly_and_its_last_words(
 WHO: ContextVar[str] = ContextVar("who", default="nobody")
 
 
-def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(nursery: Nursery, tmp_path: Path) -> None:
+def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(
+    pool: TrialProcessPool, tmp_path: Path
+) -> None:
     def train(name: str) -> Hearing:
         WHO.set(name)
         hearing = Hearing(WHO.get)
-        with nursery.process(start_of(prints, tmp_path, {"lines": 200}), log_to(hearing)) as channel:
+        with pool.process(start_of(prints, tmp_path, {"lines": 200}), log_to(hearing)) as channel:
             heard(channel)
         return hearing
 
@@ -241,11 +245,11 @@ def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(nu
             assert set(hearing.answers) == {name}
 
 
-def test_a_trial_is_told_to_stop_and_says_what_it_raised(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_trial_is_told_to_stop_and_says_what_it_raised(pool: TrialProcessPool, tmp_path: Path) -> None:
     def fails(_config: object) -> None:
         raise ValueError("shapes differ")
 
-    with nursery.process(start_of(fails, tmp_path), LOG) as channel:
+    with pool.process(start_of(fails, tmp_path), LOG) as channel:
         channel.tell(StopAndSave())
         broke = heard(channel)[-1]
     assert isinstance(broke, Broke)
@@ -263,7 +267,7 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
             assert isinstance(heard(channel)[-1], TrialEnded)
         return number
 
-    with family() as ours, Nursery(slots=16) as room:
+    with family() as ours, TrialProcessPool(slots=16) as room:
         train(0)
         with nothing_left(), ThreadPoolExecutor(16) as threads:
             assert list(threads.map(train, range(200))) == list(range(200))
@@ -274,11 +278,11 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
     record_property("figure: trials in forked processes, none of them left", 200)
 
 
-def test_64_trials_run_at_once(nursery: Nursery, tmp_path: Path) -> None:
+def test_64_trials_run_at_once(pool: TrialProcessPool, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
 
     def train(_number: int) -> int:
-        with nursery.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+        with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
             return int(metrics_of(channel)["pid"])
 
     with ThreadPoolExecutor(64) as threads:
@@ -289,10 +293,12 @@ def test_64_trials_run_at_once(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", ["by itself", "killed", "given up"])
-def test_whatever_a_trial_has_started_ends_with_it(nursery: Nursery, ours: Family, tmp_path: Path, ends: str) -> None:
+def test_whatever_a_trial_has_started_ends_with_it(
+    pool: TrialProcessPool, ours: Family, tmp_path: Path, ends: str
+) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     config = {"witness": str(witness), "gate": "" if ends == "by itself" else str(gate)}
-    with nursery.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
+    with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         left = [each.step for each in told(witness) if each.act in ("child", "orphan")]
         assert len(left) == 3
@@ -305,14 +311,14 @@ def test_whatever_a_trial_has_started_ends_with_it(nursery: Nursery, ours: Famil
             assert set(left) <= set(ours.pids())
         channel.end()
         assert not set(left) & set(ours.pids())  # only the nanny, who has said so, may still be leaving
-    nursery.dismiss()
+    pool.dismiss()
     until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
 
 
-def test_orphans_that_end_before_their_trial_are_buried(nursery: Nursery, ours: Family, tmp_path: Path) -> None:
+def test_orphans_that_end_before_their_trial_are_buried(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     config = {"witness": str(witness), "gate": str(gate)}
-    with nursery.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
+    with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         children = partial(children_of, ours.one("trial-nanny"))
         until(lambda: len(children()) == 2, what=lambda: f"the trial and an orphan, not {children()}")
@@ -323,13 +329,13 @@ def test_orphans_that_end_before_their_trial_are_buried(nursery: Nursery, ours: 
 # ---------------------------------------------------------------------------------------------- who may be killed
 
 
-def test_a_nursery_that_is_killed_costs_nobody_anything(nursery: Nursery, ours: Family, tmp_path: Path) -> None:
+def test_a_nursery_that_is_killed_costs_nobody_anything(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with nursery.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         killed = ours.one("trial-nursery")
         os.kill(killed, signal.SIGKILL)
-        found = found_in(nursery, tmp_path)
+        found = found_in(pool, tmp_path)
         assert ours.one("trial-nursery") != killed
         gate.touch()
         assert metrics_of(channel)["pid"] == began(witness)()[0].pid != found["pid"]
@@ -337,40 +343,40 @@ def test_a_nursery_that_is_killed_costs_nobody_anything(nursery: Nursery, ours: 
 
 
 def test_a_nursery_that_is_stopped_is_replaced(
-    nursery: Nursery, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found_in(nursery, tmp_path)
+    found_in(pool, tmp_path)
     stopped = ours.one("trial-nursery")
     os.kill(stopped, signal.SIGSTOP)
     monkeypatch.setattr(fork_client, "_PATIENCE", timedelta(seconds=3))
-    found_in(nursery, tmp_path)  # in a process that was forked ahead
-    found_in(nursery, tmp_path)
+    found_in(pool, tmp_path)  # in a process that was forked ahead
+    found_in(pool, tmp_path)
     assert ours.one("trial-nursery") != stopped
 
 
 @pytest.mark.parametrize("dies", ["trial", "trial-nanny"])
 def test_a_process_that_was_forked_ahead_and_died_is_replaced(
-    nursery: Nursery, ours: Family, tmp_path: Path, dies: str
+    pool: TrialProcessPool, ours: Family, tmp_path: Path, dies: str
 ) -> None:
-    before = found_in(nursery, tmp_path)
+    before = found_in(pool, tmp_path)
     os.kill(ours.one(dies), signal.SIGKILL)
     until(lambda: ours.names() == {"trial-nursery"}, what=lambda: f"the end of {ours.names()}")
-    assert found_in(nursery, tmp_path)["pid"] != before["pid"]
+    assert found_in(pool, tmp_path)["pid"] != before["pid"]
 
 
 def test_where_nothing_can_be_forked_ahead_the_trial_has_ended_well_all_the_same(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(_forks: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    with nursery.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
+    with pool.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
         assert isinstance(heard(channel)[-1], TrialEnded)
-        monkeypatch.setattr(fork_client.Forks, "fork", no_room)
+        monkeypatch.setattr(fork_client.ForkServer, "fork", no_room)
 
 
 def test_no_more_is_forked_ahead_than_there_are_slots(tmp_path: Path) -> None:
-    with family() as ours, Nursery(slots=2) as made, ThreadPoolExecutor(3) as threads:
+    with family() as ours, TrialProcessPool(slots=2) as made, ThreadPoolExecutor(3) as threads:
         list(threads.map(lambda _: found_in(made, tmp_path), range(9)))
         time.sleep(0.3)  # for one too many, which takes some milliseconds
         ahead = set(ours.pids("trial"))
@@ -379,30 +385,30 @@ def test_no_more_is_forked_ahead_than_there_are_slots(tmp_path: Path) -> None:
 
 
 def test_a_nanny_that_is_killed_costs_her_trial_and_nothing_of_it_stays(
-    nursery: Nursery, ours: Family, tmp_path: Path
+    pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     config = {"witness": str(witness), "gate": str(gate)}
-    with nursery.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
+    with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         os.kill(ours.one("trial-nanny"), signal.SIGKILL)
-        assert isinstance(heard(channel)[-1], Loaded)
+        assert isinstance(heard(channel)[-1], TrainableLoaded)
         assert channel.end() == "ended by SIGKILL"
-    nursery.dismiss()
+    pool.dismiss()
     until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
 
 
 @pytest.mark.parametrize("stopped", ["trial", "trial-nanny"])
 def test_a_trial_that_is_stopped_or_whose_nanny_is_can_be_ended(
-    nursery: Nursery, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
+    pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
     monkeypatch.setattr(fork_client, "_GOODBYE", timedelta(seconds=0.5))
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with nursery.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         os.kill(ours.one(stopped), signal.SIGSTOP)
         assert channel.end() == "ended by SIGKILL"
-    nursery.dismiss()
+    pool.dismiss()
     until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
 
 
@@ -410,13 +416,13 @@ _SUPERVISOR = """
 import sys, threading, time
 from pathlib import Path
 from typing import Any
-from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from tests.fakes.nurseries import Hearing, heard, log_to, start_of
 from tests.trainables.forked import computes, daemonizes
-nursery = Nursery(slots=4)
+pool = TrialProcessPool(slots=4)
 def train(trainable):
     start = start_of(trainable, Path(sys.argv[1]), {"witness": sys.argv[2], "gate": "/none"})
-    with nursery.process(start, log_to(Hearing())) as channel:
+    with pool.process(start, log_to(Hearing())) as channel:
         heard(channel)
 for trainable in (computes, daemonizes):
     threading.Thread(target=train, args=(trainable,), daemon=True).start()
@@ -452,23 +458,23 @@ def test_a_machine_without_room_for_another_process_is_said_to_be_one() -> None:
     with ours, nannys:
         nannys.send(b"failed 11")
         with pytest.raises(BlockingIOError, match="cannot be forked"):
-            fork_client._born(ours)
+            fork_client._started_pid(ours)
 
 
 def test_a_nursery_that_is_closed_gives_nothing_any_more(tmp_path: Path) -> None:
-    with family() as ours, Nursery(slots=1) as nursery:
-        found_in(nursery, tmp_path)
+    with family() as ours, TrialProcessPool(slots=1) as pool:
+        found_in(pool, tmp_path)
         assert ours.pids()
     assert not ours.pids()
     with pytest.raises(RuntimeError, match="closed"):
-        found_in(nursery, tmp_path)
+        found_in(pool, tmp_path)
 
 
 def test_an_attempt_that_still_runs_when_its_nursery_is_closed_goes_on(tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with Nursery(slots=1) as nursery:
+    with TrialProcessPool(slots=1) as pool:
         start = start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)})
-        attempt = nursery.process(start, LOG)
+        attempt = pool.process(start, LOG)
         channel = attempt.__enter__()
         until(began(witness), what=lambda: "the trial")
     gate.touch()

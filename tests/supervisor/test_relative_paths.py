@@ -13,9 +13,9 @@ import pytest
 from prefect_tune.artifact_sync.target_syncer import TargetSyncer
 from prefect_tune.blocks import FsspecTarget
 from prefect_tune.callbacks import SearchInfo
-from prefect_tune.core.messages.process_messages import Broke, Loaded, Saved, StepDone
+from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, StepDone, TrainableLoaded
 from prefect_tune.loggers import CSVLogger
-from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path
 from tests.fakes.nurseries import Hearing, family, heard, log_to, start_of
 from tests.trainables import reporters
@@ -24,15 +24,15 @@ LOG = log_to(Hearing())
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with family(), Nursery(slots=1) as made:
+def pool() -> Iterator[TrialProcessPool]:
+    with family(), TrialProcessPool(slots=1) as made:
         yield made
 
 
 @pytest.mark.parametrize("path", ["checkpoint", "../here/checkpoint", "latest"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_checkpoints_relative_path_is_handed_over_as_the_real_one(
-    nursery: Nursery, tmp_path: Path, path: str, overlap: bool
+    pool: TrialProcessPool, tmp_path: Path, path: str, overlap: bool
 ) -> None:
     here = tmp_path / "here"
     (here / "checkpoint").mkdir(parents=True)
@@ -42,10 +42,10 @@ def test_a_checkpoints_relative_path_is_handed_over_as_the_real_one(
     staging.mkdir()
     config = {"seen_from": str(here), "path": path}
     start = start_of(reporters.hands_over, tmp_path, config, overlap=overlap, staging=str(staging))
-    with nursery.process(start, LOG) as channel:
-        assert isinstance(channel.receive(timedelta(seconds=60)), Loaded)
+    with pool.process(start, LOG) as channel:
+        assert isinstance(channel.receive(timedelta(seconds=60)), TrainableLoaded)
         step = channel.receive(timedelta(seconds=60))
-        channel.tell(Saved(step=1))
+        channel.tell(CheckpointSaved(step=1))
         channel.receive(timedelta(seconds=60))
     assert isinstance(step, StepDone)
     directory = Path(step.checkpoint or "")
@@ -57,21 +57,21 @@ def test_a_checkpoints_relative_path_is_handed_over_as_the_real_one(
 
 
 def test_a_relative_path_that_is_no_directory_is_refused_with_the_directory_it_is_seen_from(
-    nursery: Nursery, tmp_path: Path
+    pool: TrialProcessPool, tmp_path: Path
 ) -> None:
     config = {"seen_from": str(tmp_path), "path": "nothing"}
-    with nursery.process(start_of(reporters.hands_over, tmp_path, config), LOG) as channel:
+    with pool.process(start_of(reporters.hands_over, tmp_path, config), LOG) as channel:
         *_, broke = heard(channel)
     assert isinstance(broke, Broke)
     assert f"expected a local directory in the working directory {tmp_path}" in broke.message
 
 
 def test_a_checkpoint_on_a_target_is_not_mistaken_for_a_directory_of_the_same_name(
-    nursery: Nursery, tmp_path: Path
+    pool: TrialProcessPool, tmp_path: Path
 ) -> None:
     (tmp_path / "bucket" / "checkpoint").mkdir(parents=True)
     config = {"seen_from": str(tmp_path)}
-    with nursery.process(start_of(reporters.hands_over_what_is_on_a_target, tmp_path, config), LOG) as channel:
+    with pool.process(start_of(reporters.hands_over_what_is_on_a_target, tmp_path, config), LOG) as channel:
         *_, broke = heard(channel)
     assert isinstance(broke, Broke)
     assert "a checkpoint that is on a target already need not be reported" in broke.message

@@ -13,16 +13,16 @@ import pytest
 
 from prefect_tune.core.messages.process_messages import (
     Broke,
+    CheckpointSaved,
     FromTrial,
     GoOn,
     Leave,
-    Loaded,
-    Saved,
     StepDone,
+    TrainableLoaded,
     TrialEnded,
 )
 from prefect_tune.supervisor.process_channel import TrialChannel, trial_in_place, trial_process
-from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from tests.fakes.nurseries import Hearing, family, heard, log_to, start_of
 from tests.trainables import reporters
 
@@ -33,15 +33,15 @@ _IN_TIME = timedelta(seconds=60)
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with family(), Nursery(slots=1) as made:
+def pool() -> Iterator[TrialProcessPool]:
+    with family(), TrialProcessPool(slots=1) as made:
         yield made
 
 
 @pytest.fixture(params=["forked", "started", "in place"])
-def opened(request: pytest.FixtureRequest, nursery: Nursery) -> Opened:
+def opened(request: pytest.FixtureRequest, pool: TrialProcessPool) -> Opened:
     """Each way to train."""
-    ways: Mapping[str, Opened] = {"forked": nursery.process, "started": trial_process, "in place": trial_in_place}
+    ways: Mapping[str, Opened] = {"forked": pool.process, "started": trial_process, "in place": trial_in_place}
     return ways[request.param]
 
 
@@ -57,7 +57,7 @@ def served(channel: TrialChannel) -> Sequence[FromTrial]:
     while not (messages and isinstance(messages[-1], TrialEnded | Broke)):
         messages.append(next_of(channel))
         if isinstance(messages[-1], StepDone) and messages[-1].checkpoint:
-            channel.tell(Saved(step=messages[-1].report.step))
+            channel.tell(CheckpointSaved(step=messages[-1].report.step))
     return messages
 
 
@@ -88,11 +88,11 @@ def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(o
     assert messages[-1] == TrialEnded(reason="the trainable returned", returned=True)
 
 
-def test_while_one_thread_waits_for_a_decision_no_other_reports(nursery: Nursery, tmp_path: Path) -> None:
+def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
     start = start_of(reporters.waits_in_a_thread, tmp_path, milestone=3)
     hearing = Hearing()
-    with nursery.process(start, log_to(hearing)) as channel:
-        assert isinstance(next_of(channel), Loaded)
+    with pool.process(start, log_to(hearing)) as channel:
+        assert isinstance(next_of(channel), TrainableLoaded)
         assert [next_of(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # each is a step
         assert channel.receive(_SOON) is None
         channel.tell(GoOn(milestone=5))
@@ -106,11 +106,13 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(nursery: Nursery
 
 
 @pytest.mark.parametrize("isolation", ["forked", "in place"])
-def test_a_trial_ends_although_only_a_thread_of_it_is_told(nursery: Nursery, tmp_path: Path, isolation: str) -> None:
+def test_a_trial_ends_although_only_a_thread_of_it_is_told(
+    pool: TrialProcessPool, tmp_path: Path, isolation: str
+) -> None:
     start = start_of(
         reporters.leaves_it_to_a_thread, tmp_path, {"seconds": 2 if isolation == "in place" else 600}, steps=3
     )
-    opened: Opened = nursery.process if isolation == "forked" else trial_in_place
+    opened: Opened = pool.process if isolation == "forked" else trial_in_place
     with opened(start, log_to(Hearing())) as channel:
         *_, ended = heard(channel)
         assert isinstance(ended, TrialEnded)
@@ -123,9 +125,11 @@ def test_a_trial_ends_although_only_a_thread_of_it_is_told(nursery: Nursery, tmp
 
 
 @pytest.mark.parametrize("call", ["report", "report_step", "should_checkpoint", "ask"])
-def test_what_a_forked_child_reports_or_asks_is_refused_there(nursery: Nursery, tmp_path: Path, call: str) -> None:
+def test_what_a_forked_child_reports_or_asks_is_refused_there(
+    pool: TrialProcessPool, tmp_path: Path, call: str
+) -> None:
     start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "fork", "call": call})
-    with nursery.process(start, log_to(Hearing())) as channel:
+    with pool.process(start, log_to(Hearing())) as channel:
         messages = heard(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
     assert [each.report.step for each in steps] == list(range(1, len(steps) + 1))
@@ -137,9 +141,9 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(nursery: Nursery, 
     assert {each.report.metrics.get("from") for each in steps[:-1]} == {"the trial"}
 
 
-def test_what_a_spawned_process_reports_is_refused_there(nursery: Nursery, tmp_path: Path) -> None:
+def test_what_a_spawned_process_reports_is_refused_there(pool: TrialProcessPool, tmp_path: Path) -> None:
     start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "spawn", "call": "report"})
-    with nursery.process(start, log_to(Hearing())) as channel:
+    with pool.process(start, log_to(Hearing())) as channel:
         (said,) = metrics_after(channel)["said"]
     assert "pt.report(): expected process " in said
     assert "which trains trial 't'" in said
@@ -179,17 +183,19 @@ def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_fo
 _REPORTS = "import prefect_tune as pt; pt.report({'loss': 1.0})"
 
 
-def test_a_program_that_a_trial_starts_is_told_where_to_report(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_program_that_a_trial_starts_is_told_where_to_report(pool: TrialProcessPool, tmp_path: Path) -> None:
     config = {"arguments": ["-c", _REPORTS]}
-    with nursery.process(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
+    with pool.process(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
         found = metrics_after(channel)
     assert found["code"] == 1
     assert "InvalidInput: pt.report(): expected process " in found["said"]
 
 
 @pytest.mark.parametrize("way", ["forked", "started"])
-def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(nursery: Nursery, tmp_path: Path, way: str) -> None:
-    opened: Opened = nursery.process if way == "forked" else trial_process
+def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(
+    pool: TrialProcessPool, tmp_path: Path, way: str
+) -> None:
+    opened: Opened = pool.process if way == "forked" else trial_process
     config = {"environment": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
     with opened(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
         said = metrics_after(channel)["refused"]

@@ -14,8 +14,8 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import Broke
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.supervisor.process_pool import Nursery
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Failed, Outcome, supervise
 from tests.fakes.nurseries import Hearing, family, heard, log_to, start_of
 from tests.tasks.test_attempt_supervisor import FakeLedger, line
@@ -25,13 +25,13 @@ LOG = log_to(Hearing())
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with family(), Nursery(slots=1) as made:
+def pool() -> Iterator[TrialProcessPool]:
+    with family(), TrialProcessPool(slots=1) as made:
         yield made
 
 
-def outcome_of(nursery: Nursery, folder: Path, trainable: object, **config: object) -> Outcome:
-    plan = TrialPlan(
+def outcome_of(pool: TrialProcessPool, folder: Path, trainable: object, **config: object) -> Outcome:
+    plan = TrialSpec(
         target=LocalTarget(path=str(folder)),
         trial=TrialKey(experiment="e", trial="t"),
         trainable="",
@@ -39,9 +39,9 @@ def outcome_of(nursery: Nursery, folder: Path, trainable: object, **config: obje
         needs_curve=False,
         silence=timedelta(minutes=10),
     )
-    ledger: Any = FakeLedger()
-    with nursery.process(start_of(trainable, folder, config), LOG) as channel:
-        return supervise(channel, ledger, plan, line())
+    commit_worker: Any = FakeLedger()
+    with pool.process(start_of(trainable, folder, config), LOG) as channel:
+        return supervise(channel, commit_worker, plan, line())
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def outcome_of(nursery: Nursery, folder: Path, trainable: object, **config: obje
     ],
 )
 def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable(
-    nursery: Nursery, tmp_path: Path, stray: bytes, said: str
+    pool: TrialProcessPool, tmp_path: Path, stray: bytes, said: str
 ) -> None:
-    outcome = outcome_of(nursery, tmp_path, reporters.talks_out_of_turn, bytes=stray.hex())
+    outcome = outcome_of(pool, tmp_path, reporters.talks_out_of_turn, bytes=stray.hex())
     assert isinstance(outcome, Failed)
     assert outcome.cause is Cause.USER
     assert outcome.message.startswith("the channel of the trial's process: ")
@@ -64,8 +64,8 @@ def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable
     assert "pydantic" not in outcome.message
 
 
-def test_an_error_that_shows_a_whole_array_is_cut_in_its_middle(nursery: Nursery, tmp_path: Path) -> None:
-    with nursery.process(start_of(reporters.shows_everything, tmp_path), LOG) as channel:
+def test_an_error_that_shows_a_whole_array_is_cut_in_its_middle(pool: TrialProcessPool, tmp_path: Path) -> None:
+    with pool.process(start_of(reporters.shows_everything, tmp_path), LOG) as channel:
         *_, ended = heard(channel)
     assert isinstance(ended, Broke)
     assert ended.message.startswith(r"ValueError: the file \udcff in [0, 0, 0,")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefect_tune.core.messages.process_messages import TrialEnded
-from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from tests.fakes.nurseries import Hearing, family, heard, log_to, metrics_of, start_of, until
 from tests.trainables.forked import daemonizes, looks_around
 from tests.trainables.witness import told
@@ -19,26 +19,26 @@ LOG = log_to(Hearing())
 _NOT_TEXT = b"\xff\xfe odd) S"
 
 
-def pid_of_a_trial(nursery: Nursery, folder: Path) -> int:
-    with nursery.process(start_of(looks_around, folder), LOG) as channel:
+def pid_of_a_trial(pool: TrialProcessPool, folder: Path) -> int:
+    with pool.process(start_of(looks_around, folder), LOG) as channel:
         return int(metrics_of(channel)["pid"])
 
 
 def test_a_nanny_looks_after_the_next_trial_too_and_leaves_where_none_comes(tmp_path: Path) -> None:
-    with family() as ours, Nursery(slots=1) as made:
+    with family() as ours, TrialProcessPool(slots=1) as made:
         found = [pid_of_a_trial(made, tmp_path)]
-        nanny = ours.one("trial-nanny")
+        subreaper = ours.one("trial-nanny")
         found += [pid_of_a_trial(made, tmp_path) for _ in range(3)]
-        assert (len(set(found)), ours.one("trial-nanny")) == (4, nanny)
+        assert (len(set(found)), ours.one("trial-nanny")) == (4, subreaper)
         made.dismiss()
         until(lambda: ours.names() == {"trial-nursery"}, what=lambda: f"the end of {ours.names()}")
         pid_of_a_trial(made, tmp_path)
-        assert ours.one("trial-nanny") != nanny
+        assert ours.one("trial-nanny") != subreaper
 
 
 def test_what_an_earlier_trial_of_a_nanny_has_started_does_not_outlive_it(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
-    with family() as ours, Nursery(slots=1) as made:
+    with family() as ours, TrialProcessPool(slots=1) as made:
         for number in (1, 2):
             config = {"witness": str(witness), "gate": ""}
             with made.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
@@ -50,14 +50,14 @@ def test_what_an_earlier_trial_of_a_nanny_has_started_does_not_outlive_it(tmp_pa
 
 
 def test_trials_that_follow_each_other_as_a_nanny_leaves_all_have_one(tmp_path: Path) -> None:
-    with family() as ours, Nursery(slots=1) as made:
+    with family() as ours, TrialProcessPool(slots=1) as made:
         pid_of_a_trial(made, tmp_path)
-        nursery = ours.one("trial-nursery")
+        pool = ours.one("trial-nursery")
         for number in range(30):
             made.dismiss()  # what was forked ahead: its nanny is free from now on, for a fifth of a second
             time.sleep(0.185 + number * 0.001)
             pid_of_a_trial(made, tmp_path)
-        assert ours.one("trial-nursery") == nursery  # one that did not answer would have been replaced
+        assert ours.one("trial-nursery") == pool  # one that did not answer would have been replaced
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def a_process_whose_name_is_no_text() -> Iterator[None]:
 
 def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
-    with family() as ours, a_process_whose_name_is_no_text(), Nursery(slots=1) as made:
+    with family() as ours, a_process_whose_name_is_no_text(), TrialProcessPool(slots=1) as made:
         config = {"witness": str(witness), "gate": ""}
         with made.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
             assert isinstance(heard(channel)[-1], TrialEnded)

@@ -13,9 +13,17 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.checkpoints.cadence import Cadence
-from prefect_tune.core.messages.process_messages import Broke, Leave, Loaded, Saved, StepDone, StopAndSave, TrialEnded
+from prefect_tune.core.messages.process_messages import (
+    Broke,
+    CheckpointSaved,
+    Leave,
+    StepDone,
+    StopAndSave,
+    TrainableLoaded,
+    TrialEnded,
+)
 from prefect_tune.supervisor.process_channel import trial_in_place, trial_process
-from prefect_tune.supervisor.process_pool import Nursery
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from tests.fakes.nurseries import (
     Family,
     Hearing,
@@ -43,17 +51,17 @@ def ours() -> Iterator[Family]:
 
 
 @pytest.fixture(scope="module")
-def one_nursery(ours: Family) -> Iterator[Nursery]:
+def one_pool(ours: Family) -> Iterator[TrialProcessPool]:
     assert not ours.pids()
-    with Nursery(slots=2) as made:
+    with TrialProcessPool(slots=2) as made:
         yield made
 
 
 @pytest.fixture
-def nursery(one_nursery: Nursery, ours: Family) -> Iterator[Nursery]:
+def pool(one_pool: TrialProcessPool, ours: Family) -> Iterator[TrialProcessPool]:
     """The same one for many tests; none of them leaves a process that waits."""
-    yield one_nursery
-    one_nursery.dismiss()
+    yield one_pool
+    one_pool.dismiss()
     until(lambda: ours.names() <= {"trial-nursery"}, what=lambda: f"the end of {ours.names()}")
 
 
@@ -66,14 +74,14 @@ Trained = Callable[..., Mapping[str, Any]]
 
 
 @pytest.fixture
-def trained(nursery: Nursery, tmp_path: Path, witness: Path) -> Trained:
+def trained(pool: TrialProcessPool, tmp_path: Path, witness: Path) -> Trained:
     """Train a step of a trial; return what it reports."""
 
     def train(
         x: int = 0, kind: type = Resettable, environment: Mapping[str, str] = NOTHING, **config: object
     ) -> Mapping[str, Any]:
         start = start_of(kind, tmp_path, {"x": x, "witness": str(witness), **config}, steps=1)
-        with nursery.process(start, LOG, environment) as channel:
+        with pool.process(start, LOG, environment) as channel:
             metrics = metrics_of(channel)
             channel.end()
         return metrics
@@ -98,25 +106,25 @@ def test_a_trainable_that_can_be_reset_serves_the_next_trial_as_the_same_object(
 
 
 def test_what_waits_goes_on_from_a_checkpoint_where_there_is_one(
-    nursery: Nursery, trained: Trained, tmp_path: Path, witness: Path
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
 ) -> None:
     first = trained(1)
     (tmp_path / "count").write_text("7")
     start = start_of(
         Resettable, tmp_path, {"x": 2, "witness": str(witness)}, steps=8, restored=str(tmp_path), from_step=7
     )
-    with nursery.process(start, LOG) as channel:
+    with pool.process(start, LOG) as channel:
         found = metrics_of(channel)
     assert (found["pid"], found["count"]) == (first["pid"], 8)
     assert acts(witness) == ["setup 1", "reset 2", "loaded 7"]
 
 
 def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
-    nursery: Nursery, trained: Trained, tmp_path: Path, witness: Path
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
 ) -> None:
     first = trained(1)
     last = {"step": 1, "metrics": {"done": True}}
-    with nursery.process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
+    with pool.process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
         (ended,) = heard(channel)
     assert isinstance(ended, TrialEnded)
     assert ended.reason == "the trainable said it is done"
@@ -131,10 +139,10 @@ def test_who_declines_cleans_up_and_the_trial_begins_in_a_new_process(trained: T
     assert trained(3)["pid"] == second["pid"]
 
 
-def test_a_function_gets_a_new_process_each_time(nursery: Nursery, ours: Family, tmp_path: Path) -> None:
+def test_a_function_gets_a_new_process_each_time(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     pids = set()
     for _ in range(2):
-        with nursery.process(start_of(looks_around, tmp_path), LOG) as channel:
+        with pool.process(start_of(looks_around, tmp_path), LOG) as channel:
             pids.add(metrics_of(channel)["pid"])
         assert pids.isdisjoint(ours.pids())
     assert len(pids) == 2
@@ -142,7 +150,7 @@ def test_a_function_gets_a_new_process_each_time(nursery: Nursery, ours: Family,
 
 @pytest.mark.parametrize("how", ["raises", "is killed", "is interrupted", "is given up", "cannot be reset"])
 def test_a_process_whose_trial_did_not_end_well_serves_no_other(
-    nursery: Nursery, ours: Family, trained: Trained, tmp_path: Path, witness: Path, how: str
+    pool: TrialProcessPool, ours: Family, trained: Trained, tmp_path: Path, witness: Path, how: str
 ) -> None:
     before = trained(1)["pid"]
     config = {
@@ -153,16 +161,16 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
         "cannot be reset": {"fails_in_reset": True},
     }[how]
     start = start_of(Resettable, tmp_path, {"x": 2, "witness": str(witness), **config}, cadence=Cadence(every_steps=1))
-    with nursery.process(start, LOG) as channel:
+    with pool.process(start, LOG) as channel:
         if how == "is interrupted":
             channel.tell(StopAndSave())
             until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
-            channel.tell(Saved(step=1))
+            channel.tell(CheckpointSaved(step=1))
         if how == "is given up":
-            until(lambda: isinstance(channel.receive(timedelta(0)), Loaded), what=lambda: "the trial")
+            until(lambda: isinstance(channel.receive(timedelta(0)), TrainableLoaded), what=lambda: "the trial")
         else:
             last = heard(channel)[-1]
-            assert isinstance(last, {"is interrupted": TrialEnded, "is killed": Loaded}.get(how, Broke))
+            assert isinstance(last, {"is interrupted": TrialEnded, "is killed": TrainableLoaded}.get(how, Broke))
         served = set(ours.pids("trial"))
         channel.end()
     assert served.isdisjoint(ours.pids("trial"))  # the one that is forked ahead for the next trial may be there
@@ -171,10 +179,10 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
 
 
 def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
-    nursery: Nursery, trained: Trained, tmp_path: Path, witness: Path
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
 ) -> None:
     start = start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, milestone=1)
-    with nursery.process(start, LOG) as channel:
+    with pool.process(start, LOG) as channel:
         until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
         channel.tell(Leave(reason="paused", save=False, for_good=False))
         (ended,) = heard(channel)
@@ -228,19 +236,19 @@ def test_temporary_files_live_as_long_as_their_process_which_may_use_them_yet(
     assert not Path(first["temporary"]).exists()
 
 
-def test_what_each_trial_prints_is_logged_as_its_own(nursery: Nursery, tmp_path: Path) -> None:
+def test_what_each_trial_prints_is_logged_as_its_own(pool: TrialProcessPool, tmp_path: Path) -> None:
     for x, act in ((1, "setup"), (2, "reset"), (3, "reset")):
         hearing = Hearing()
-        with nursery.process(start_of(Resettable, tmp_path, {"x": x}, steps=1), log_to(hearing)) as channel:
+        with pool.process(start_of(Resettable, tmp_path, {"x": x}, steps=1), log_to(hearing)) as channel:
             metrics_of(channel)
         assert hearing.lines == [f"{act} {x}"]
 
 
-def test_what_is_said_to_a_trial_after_its_end_is_not_heard_by_the_next(nursery: Nursery, tmp_path: Path) -> None:
-    with nursery.process(start_of(Resettable, tmp_path, {"x": 1}, steps=1), LOG) as first:
+def test_what_is_said_to_a_trial_after_its_end_is_not_heard_by_the_next(pool: TrialProcessPool, tmp_path: Path) -> None:
+    with pool.process(start_of(Resettable, tmp_path, {"x": 1}, steps=1), LOG) as first:
         pid = metrics_of(first)["pid"]
         first.tell(StopAndSave())
-    with nursery.process(start_of(Resettable, tmp_path, {"x": 2}, steps=3), LOG) as second:
+    with pool.process(start_of(Resettable, tmp_path, {"x": 2}, steps=3), LOG) as second:
         first.tell(StopAndSave())
         found = metrics_of(second)
     assert (found["pid"], found["count"]) == (pid, 3)
@@ -251,7 +259,7 @@ def test_what_is_said_to_a_trial_after_its_end_is_not_heard_by_the_next(nursery:
 
 @pytest.mark.parametrize("when", ["as it waits", "as it is reset"])
 def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_attempt(
-    nursery: Nursery, ours: Family, tmp_path: Path, witness: Path, trained: Trained, when: str
+    pool: TrialProcessPool, ours: Family, tmp_path: Path, witness: Path, trained: Trained, when: str
 ) -> None:
     first = trained(1)["pid"]
     hearing = Hearing()
@@ -259,7 +267,7 @@ def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_atte
         os.kill(first, signal.SIGKILL)
         until(lambda: not ours.pids("trial-nanny"), what=lambda: f"the end of {first}")
     config = {"x": 2, "witness": str(witness)} | ({"in_reset": signal.SIGKILL} if when == "as it is reset" else {})
-    with nursery.process(start_of(Resettable, tmp_path, config, steps=1), log_to(hearing)) as channel:
+    with pool.process(start_of(Resettable, tmp_path, config, steps=1), log_to(hearing)) as channel:
         found = metrics_of(channel)
     assert (found["x"], found["pid"] != first) == (2, True)
     said = [line for line in hearing.lines if "kept from an earlier trial ended by SIGKILL" in line]
@@ -267,14 +275,14 @@ def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_atte
 
 
 def test_who_is_asked_to_stop_while_a_process_declines_stops_in_the_new_one(
-    nursery: Nursery, trained: Trained, tmp_path: Path, witness: Path
+    pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
 ) -> None:
     trained(1)
     config = {"x": 2, "witness": str(witness), "declines": True}
-    with nursery.process(start_of(Resettable, tmp_path, config, cadence=Cadence(every_steps=1)), LOG) as channel:
+    with pool.process(start_of(Resettable, tmp_path, config, cadence=Cadence(every_steps=1)), LOG) as channel:
         channel.tell(StopAndSave())
         until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
-        channel.tell(Saved(step=1))
+        channel.tell(CheckpointSaved(step=1))
         last = heard(channel)[-1]
     assert isinstance(last, TrialEnded)
     assert last.interrupted
@@ -284,12 +292,12 @@ def test_who_is_asked_to_stop_while_a_process_declines_stops_in_the_new_one(
 # ------------------------------------------------------------------------------------------------------- how many
 
 
-def test_no_more_wait_than_there_are_slots(nursery: Nursery, ours: Family, tmp_path: Path) -> None:
+def test_no_more_wait_than_there_are_slots(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     gate, witness = tmp_path / "gate", tmp_path / "witness"
 
     def train(x: int) -> None:
         config = {"x": x, "gate": str(gate), "witness": str(witness)}
-        with nursery.process(start_of(Resettable, tmp_path, config, steps=1), LOG) as channel:
+        with pool.process(start_of(Resettable, tmp_path, config, steps=1), LOG) as channel:
             metrics_of(channel)
 
     with ThreadPoolExecutor(4) as threads:
@@ -309,10 +317,8 @@ def test_who_waits_makes_room_for_trials_of_another_kind(trained: Trained, ours:
 
 
 def test_at_the_end_who_waits_cleans_up_and_ends(tmp_path: Path, witness: Path) -> None:
-    with family() as ours, Nursery(slots=2) as nursery:
-        with nursery.process(
-            start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG
-        ) as channel:
+    with family() as ours, TrialProcessPool(slots=2) as pool:
+        with pool.process(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
             temporary = metrics_of(channel)["temporary"]
         assert len(ours.pids("trial")) == 1
         descriptors = open_descriptors()

@@ -43,10 +43,10 @@ from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.supervisor.run_identity import new_stamp
-from prefect_tune.supervisor.search_link import Line
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.search_link import SearchLink
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Done, Yielded
 from prefect_tune.tasks.checkpoints import clone_checkpoint, save_checkpoint
 from prefect_tune.tasks.experiment_state import Opening, experiment_id, open_journal, write_directly
@@ -66,7 +66,7 @@ class Desk:
 
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
-        self.plan = TrialPlan(
+        self.plan = TrialSpec(
             target=target,
             trial=TrialKey(experiment="e", trial=TRIAL),
             trainable="",
@@ -75,29 +75,31 @@ class Desk:
             apart=True,
         )
         stop = threading.Event()
-        self.line = cast("Line", SimpleNamespace(stop=stop, wrote=lambda _events, _state: None))
+        self.line = cast("SearchLink", SimpleNamespace(stop=stop, wrote=lambda _events, _state: None))
 
-    def given(self, orders: Orders) -> Book:
+    def given(self, orders: AttemptRequest) -> JournalWriter:
         """Carry orders out up to where the attempt begins."""
-        book: Book = module._own_book(self.plan, orders, self.line)
-        return book
+        journal_writer: JournalWriter = module._own_book(self.plan, orders, self.line)
+        return journal_writer
 
-    def begun(self, orders: Orders) -> Book:
-        book = self.given(orders)
-        trial = book.experiment.trial(TRIAL)
+    def begun(self, orders: AttemptRequest) -> JournalWriter:
+        journal_writer = self.given(orders)
+        trial = journal_writer.experiment.trial(TRIAL)
         if trial.status is not Status.RUNNING:
             newest = trial.checkpoints[-1] if trial.checkpoints else None
             step, sequence = (newest.step, newest.sequence) if newest else (0, None)
-            book.write([Started(trial=TRIAL, attempt=trial.attempt + 1, from_step=step, from_sequence=sequence)])
-        return book
+            journal_writer.write(
+                [Started(trial=TRIAL, attempt=trial.attempt + 1, from_step=step, from_sequence=sequence)]
+            )
+        return journal_writer
 
-    def run(self, orders: Orders) -> AttemptResult:
+    def run(self, orders: AttemptRequest) -> AttemptResult:
         result: AttemptResult = module._attempt(self.plan, orders, self.line, logging.getLogger("tests"))
         return result
 
-    def saves(self, book: Book, *steps: int) -> None:
+    def saves(self, journal_writer: JournalWriter, *steps: int) -> None:
         for step in steps:
-            self._save(book, self.plan.trial, step)
+            self._save(journal_writer, self.plan.trial, step)
 
     def source(self) -> None:
         """Another trial, with one checkpoint at step 2."""
@@ -106,22 +108,22 @@ class Desk:
             TrialAdded(trial=SOURCE, config={}),
             Started(trial=SOURCE, attempt=1, from_step=0),
         ]
-        opening = Opening(Owner(name="it", host="h", pid=1), new_stamp(), lambda _: began)
+        opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
         state = open_journal(self.target, JournalKey(experiment="e", trial=SOURCE), opening)
-        book = Book(self.target, state, write_directly, lambda _events, _state: None)
-        self._save(book, TrialKey(experiment="e", trial=SOURCE), 2)
+        journal_writer = JournalWriter(self.target, state, write_directly, lambda _events, _state: None)
+        self._save(journal_writer, TrialKey(experiment="e", trial=SOURCE), 2)
 
-    def _save(self, book: Book, trial: TrialKey, step: int) -> None:
-        directory = Path(self.target.path).parent / f"{trial.trial}-{step}-{book.experiment.number}"
+    def _save(self, journal_writer: JournalWriter, trial: TrialKey, step: int) -> None:
+        directory = Path(self.target.path).parent / f"{trial.trial}-{step}-{journal_writer.experiment.number}"
         directory.mkdir()
         (directory / "weights").write_text(str(step))
-        key = CheckpointKey(trial=trial, step=step, sequence=book.experiment.number)
-        stamp = new_stamp()
+        key = CheckpointKey(trial=trial, step=step, sequence=journal_writer.experiment.number)
+        stamp = new_write_id()
         about = About(attempt=1, epoch=1, write_id=stamp.write_id, created_at=stamp.at)
         save_checkpoint.fn(self.target, key, directory, about)
         report = StepReport(step=step, metrics={})
         ref = CheckpointRef(step=step, sequence=key.sequence)
-        book.write([Reported(trial=trial.trial, report=report), Committed(trial=trial.trial, checkpoint=ref)])
+        journal_writer.write([Reported(trial=trial.trial, report=report), Committed(trial=trial.trial, checkpoint=ref)])
 
     def state(self) -> Experiment:
         with self.target.open(timeout=_MINUTE) as store:
@@ -139,13 +141,13 @@ class Desk:
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     monkeypatch.setattr(module, "clone_checkpoint", clone_checkpoint.fn)
-    monkeypatch.setattr(module, "unseen", lambda argument: argument)
+    monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
     with disable_run_logger():
         yield Desk(LocalTarget(path=str(tmp_path / "target")))
 
 
-def orders(attempt: int, *, search_epoch: int = 1, exploit: Exploit | None = None) -> Orders:
-    return Orders(config={"x": 1}, attempt=attempt, search_epoch=search_epoch, exploit=exploit)
+def orders(attempt: int, *, search_epoch: int = 1, exploit: Exploit | None = None) -> AttemptRequest:
+    return AttemptRequest(config={"x": 1}, attempt=attempt, search_epoch=search_epoch, exploit=exploit)
 
 
 # ------------------------------------------------------------------------------------- the same ones once more
@@ -180,10 +182,12 @@ def test_an_exploit_is_carried_out_by_the_second_run_where_the_first_died_before
 
 
 def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(desk: Desk) -> None:
-    book = desk.begun(orders(1))
-    desk.saves(book, 1, 2)
-    book.write([AttemptEnded(trial=TRIAL, cause=Cause.USER, message="x")])
-    bad = Quarantined(trial=TRIAL, sequence=book.experiment.trial(TRIAL).checkpoints[-1].sequence, reason="kills")
+    journal_writer = desk.begun(orders(1))
+    desk.saves(journal_writer, 1, 2)
+    journal_writer.write([AttemptEnded(trial=TRIAL, cause=Cause.USER, message="x")])
+    bad = Quarantined(
+        trial=TRIAL, sequence=journal_writer.experiment.trial(TRIAL).checkpoints[-1].sequence, reason="kills"
+    )
     told = replace(orders(2), puts_aside=(bad,))
     desk.saves(desk.begun(told), 3)
     desk.begun(told)
@@ -193,9 +197,9 @@ def test_what_was_put_aside_and_released_since_is_not_put_aside_by_a_second_run(
 
 def test_a_trial_that_has_finished_is_not_trained_again_by_a_second_run_of_its_orders(desk: Desk) -> None:
     told = orders(1)
-    book = desk.begun(told)
-    desk.saves(book, 1)
-    book.write([Finished(trial=TRIAL, reason="enough", returned=True)])
+    journal_writer = desk.begun(told)
+    desk.saves(journal_writer, 1)
+    journal_writer.write([Finished(trial=TRIAL, reason="enough", returned=True)])
     assert desk.run(told).outcome == Done("enough", returned=True)
     assert (desk.trial().status, desk.trial().attempt) == (Status.FINISHED, 1)
 
@@ -213,19 +217,19 @@ def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is
         return adopted
 
     told = orders(1)
-    book = desk.begun(told)
-    desk.saves(book, 1)
+    journal_writer = desk.begun(told)
+    desk.saves(journal_writer, 1)
     if ends:
-        book.write([Finished(trial=TRIAL, reason="enough", returned=True)])
+        journal_writer.write([Finished(trial=TRIAL, reason="enough", returned=True)])
     heard: dict[int, Sequence[Event]] = {}
 
     def hear(events: Sequence[Event], state: Experiment) -> None:
         heard[state.number] = tuple(events)
 
-    desk.line = cast("Line", SimpleNamespace(stop=desk.line.stop, wrote=hear))
+    desk.line = cast("SearchLink", SimpleNamespace(stop=desk.line.stop, wrote=hear))
     monkeypatch.setattr(experiment_state, "adopt", breaks_off)
     monkeypatch.setattr(transient.time, "sleep", lambda _seconds: None)
-    assert isinstance(desk.given(told), AttemptResult if ends else Book)
+    assert isinstance(desk.given(told), AttemptResult if ends else JournalWriter)
     assert desk.count(Requeued) == 0
     with desk.target.open(timeout=_MINUTE) as store:
         written = {each.number: each.events for each in history(store, desk.plan.journal, side_by_side=map)}
@@ -234,18 +238,18 @@ def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is
 
 def test_a_trial_that_has_paused_stays_so_in_a_second_run_of_its_orders(desk: Desk) -> None:
     told = orders(1)
-    book = desk.begun(told)
-    desk.saves(book, 1)
-    book.write([Paused(trial=TRIAL, reason="rung")])
+    journal_writer = desk.begun(told)
+    desk.saves(journal_writer, 1)
+    journal_writer.write([Paused(trial=TRIAL, reason="rung")])
     assert desk.run(told).outcome == Yielded("rung")
     assert desk.trial().status is Status.PAUSED
     assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
 
 
 def test_a_trial_that_has_finished_goes_on_where_it_is_ordered_to(desk: Desk) -> None:
-    book = desk.begun(orders(1))
-    desk.saves(book, 1)
-    book.write([Finished(trial=TRIAL, reason="enough")])
+    journal_writer = desk.begun(orders(1))
+    desk.saves(journal_writer, 1)
+    journal_writer.write([Finished(trial=TRIAL, reason="enough")])
     assert desk.begun(orders(2)).experiment.trial(TRIAL).attempt == 2
 
 
@@ -255,7 +259,9 @@ def test_a_trial_that_has_finished_goes_on_where_it_is_ordered_to(desk: Desk) ->
 @pytest.mark.parametrize(
     "late", [orders(1), orders(3, search_epoch=1)], ids=["of an older attempt", "of an older owner"]
 )
-def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that_runs(desk: Desk, late: Orders) -> None:
+def test_orders_that_newer_ones_have_replaced_take_nothing_from_the_attempt_that_runs(
+    desk: Desk, late: AttemptRequest
+) -> None:
     """Somebody presses Retry on the run of an attempt that failed long ago; or its search was taken over."""
     desk.begun(orders(1)).write([AttemptEnded(trial=TRIAL, cause=Cause.MACHINE, message="x")])
     runs = desk.begun(orders(2, search_epoch=2))
@@ -277,7 +283,7 @@ def test_what_is_ordered_again_by_who_owns_it_now_is_carried_out(desk: Desk) -> 
 
 def searched(target: LocalTarget) -> str:
     """Begin the experiment; return its id."""
-    open_journal(target, JournalKey(experiment="e"), Opening(Owner(name="it", host="h", pid=1), new_stamp()))
+    open_journal(target, JournalKey(experiment="e"), Opening(Owner(name="it", host="h", pid=1), new_write_id()))
     found = experiment_id(target, "e")
     assert found
     return found
@@ -286,7 +292,7 @@ def searched(target: LocalTarget) -> str:
 def test_orders_of_an_experiment_that_was_deleted_begin_nothing(desk: Desk) -> None:
     late = replace(orders(1), experiment_id=searched(desk.target))
     with desk.target.open(timeout=_MINUTE) as store:
-        remove(store, "e", Owner(name="it", host="h", pid=1), new_stamp(), side_by_side=map)
+        remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
         with pytest.raises(Superseded, match="is not there any more"):
             desk.given(late)
         assert list(store.list("")) == []
@@ -297,7 +303,7 @@ def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_t
 ) -> None:
     late = replace(orders(1, search_epoch=3), config={"x": 0}, experiment_id=searched(desk.target))
     with desk.target.open(timeout=_MINUTE) as store:
-        remove(store, "e", Owner(name="it", host="h", pid=1), new_stamp(), side_by_side=map)
+        remove(store, "e", Owner(name="it", host="h", pid=1), new_write_id(), side_by_side=map)
     now = replace(orders(1), experiment_id=searched(desk.target))
     with pytest.raises(Superseded, match="is another one now"):
         desk.given(late)
@@ -312,9 +318,9 @@ def test_a_training_that_has_finished_is_told_of_by_a_retry_of_its_task(
 ) -> None:
     began: list[Event] = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]
     began.append(Finished(trial=TRIAL, reason="enough"))
-    opening = Opening(Owner(name="it", host="h", pid=1), new_stamp(), lambda _: began)
+    opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
     state = open_journal(desk.target, JournalKey(experiment="e"), opening)
     monkeypatch.setattr(module, "write_entry", write_directly)
-    result = desk.run(Orders(epoch=state.epoch))
+    result = desk.run(AttemptRequest(epoch=state.epoch))
     assert result.outcome == Done("enough", returned=False)
     assert result.experiment == state

@@ -14,27 +14,27 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import (
-    Asked,
+    CheckpointSaved,
     FromTrial,
     GoOn,
     Leave,
-    Loaded,
-    Saved,
+    MilestoneReached,
     StepDone,
     StopAndSave,
     ToTrial,
+    TrainableLoaded,
     TrialEnded,
 )
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.supervisor.process_pool import Nursery
-from prefect_tune.supervisor.search_link import DirectLine
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.search_link import InProcessLink
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import attempt_supervisor
 from prefect_tune.tasks.attempt_supervisor import Done, Failed, Outcome, supervise
-from prefect_tune.tasks.commit_worker import HandedOver
+from prefect_tune.tasks.commit_worker import PendingCheckpoint
 
-LOADED = Loaded(pid=1, code="")
+LOADED = TrainableLoaded(pid=1, code="")
 KILLED = "ended by SIGKILL"
 
 
@@ -86,13 +86,13 @@ class FakeLedger:
     def flush(self) -> None:
         self.flushes += 1
 
-    def save(self, handed_over: HandedOver, committed: Callable[[int], None]) -> None:
+    def save(self, handed_over: PendingCheckpoint, committed: Callable[[int], None]) -> None:
         self.uploads.append(lambda: committed(handed_over.report.step))
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> TrialPlan:
-    return TrialPlan(
+def plan(tmp_path: Path) -> TrialSpec:
+    return TrialSpec(
         target=LocalTarget(path=str(tmp_path)),
         trial=TrialKey(experiment="e", trial="t"),
         trainable="",
@@ -108,14 +108,14 @@ def step(number: int, *, saves: bool = False) -> StepDone:
     return StepDone(report=report, checkpoint="/tmp/none" if saves else None, handed_over=saves)
 
 
-def line() -> DirectLine:
-    return DirectLine("t", lambda _: None, Nursery(slots=1))
+def line() -> InProcessLink:
+    return InProcessLink("t", lambda _: None, TrialProcessPool(slots=1))
 
 
 def outcome_of(
-    plan: TrialPlan, says: Sequence[FromTrial | float], became: str = "", ledger: FakeLedger | None = None
+    plan: TrialSpec, says: Sequence[FromTrial | float], became: str = "", commit_worker: FakeLedger | None = None
 ) -> Outcome:
-    return supervise(FakeChannel(says, became), ledger or FakeLedger(), plan, line())
+    return supervise(FakeChannel(says, became), commit_worker or FakeLedger(), plan, line())
 
 
 # ----------------------------------------------------------------------------------------- whose doing it was
@@ -134,21 +134,21 @@ def outcome_of(
     ],
 )
 def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the_trainable_caused_it(
-    plan: TrialPlan, became: str, cause: Cause, at_start: bool
+    plan: TrialSpec, became: str, cause: Cause, at_start: bool
 ) -> None:
     found = outcome_of(plan, [LOADED], became)
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (cause, at_start)
 
 
-def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(plan: TrialPlan) -> None:
+def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(plan: TrialSpec) -> None:
     for says in ([], [LOADED, step(1)]):
         found = outcome_of(plan, says, "ended by SIGSEGV")
         assert isinstance(found, Failed)
         assert (found.cause, found.at_start) == (Cause.USER, False)
 
 
-def test_silence_speaks_against_no_checkpoint(plan: TrialPlan) -> None:
+def test_silence_speaks_against_no_checkpoint(plan: TrialSpec) -> None:
     found = outcome_of(plan, [LOADED])
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.MACHINE, False)
@@ -160,7 +160,7 @@ def test_silence_speaks_against_no_checkpoint(plan: TrialPlan) -> None:
     [(0.4, Cause.MACHINE), (0.0, Cause.OUT_OF_MEMORY)],
 )
 def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
-    plan: TrialPlan, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
+    plan: TrialSpec, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
 ) -> None:
     monkeypatch.setattr(attempt_supervisor, "_KILLS_PERIOD", timedelta(seconds=0.1))
     kills = [5]
@@ -181,17 +181,17 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
 
 @pytest.mark.parametrize("error", [InvalidInput("a link to nothing"), StagedFilesChanged("it grew")])
 def test_what_is_wrong_with_the_directory_handed_over_is_the_trials_failure(
-    plan: TrialPlan, error: BaseException
+    plan: TrialSpec, error: BaseException
 ) -> None:
-    found = outcome_of(plan, [LOADED, step(1, saves=True)], ledger=FakeLedger(error=error))
+    found = outcome_of(plan, [LOADED, step(1, saves=True)], commit_worker=FakeLedger(error=error))
     assert isinstance(found, Failed)
     assert found.cause is Cause.USER
     assert str(error) in found.message
 
 
-def test_a_target_that_fails_is_the_machines_failure(plan: TrialPlan) -> None:
-    ledger = FakeLedger(error=StoreRefused("AccessDenied"))
-    found = outcome_of(plan, [LOADED, step(1, saves=True)], ledger=ledger)
+def test_a_target_that_fails_is_the_machines_failure(plan: TrialSpec) -> None:
+    commit_worker = FakeLedger(error=StoreRefused("AccessDenied"))
+    found = outcome_of(plan, [LOADED, step(1, saves=True)], commit_worker=commit_worker)
     assert isinstance(found, Failed)
     assert (found.cause, found.at_start) == (Cause.MACHINE, False)
     assert "AccessDenied" in found.message
@@ -199,43 +199,43 @@ def test_a_target_that_fails_is_the_machines_failure(plan: TrialPlan) -> None:
 
 @pytest.mark.parametrize("reads_journal", [True, False])
 def test_a_report_that_asks_says_so_in_the_journal_at_once_where_that_is_what_is_read(
-    plan: TrialPlan, *, reads_journal: bool
+    plan: TrialSpec, *, reads_journal: bool
 ) -> None:
-    ledger, read = FakeLedger(), line()
+    commit_worker, read = FakeLedger(), line()
     read.reads_journal = reads_journal
     asking = StepDone(report=StepReport(step=2, metrics={}), asks=True)
     says = [LOADED, step(1), asking, step(3), TrialEnded(reason="done")]
-    assert supervise(FakeChannel(says), ledger, plan, read) == Done("done", returned=False)
-    assert ledger.noted == [(1, False), (2, reads_journal), (3, False)]
-    assert ledger.flushes == reads_journal
+    assert supervise(FakeChannel(says), commit_worker, plan, read) == Done("done", returned=False)
+    assert commit_worker.noted == [(1, False), (2, reads_journal), (3, False)]
+    assert commit_worker.flushes == reads_journal
 
 
 # ------------------------------------------------------------------------------------- silence, and the grace
 
 
-def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(plan: TrialPlan) -> None:
+def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(plan: TrialSpec) -> None:
     assert outcome_of(plan, [0.6, 0.0, LOADED, TrialEnded(reason="done")]) == Done("done", returned=False)
 
 
-def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(plan: TrialPlan) -> None:
-    ledger = FakeLedger()
+def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(plan: TrialSpec) -> None:
+    commit_worker = FakeLedger()
 
     class Channel(FakeChannel):
         def receive(self, patience: timedelta) -> FromTrial | None:
             if self._left == [0.0]:  # all this time it was in `pt.report`
-                ledger.uploads.pop()()
+                commit_worker.uploads.pop()()
             return super().receive(patience)
 
     channel = Channel([LOADED, step(1, saves=True), 0.4, 0.0])
     began = time.monotonic()
-    found = supervise(channel, ledger, plan, line())
+    found = supervise(channel, commit_worker, plan, line())
     assert time.monotonic() - began >= 0.4 + 0.3
-    assert channel.told == [Saved(step=1)]
+    assert channel.told == [CheckpointSaved(step=1)]
     assert isinstance(found, Failed)
     assert "taken for hung" in found.message
 
 
-def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: TrialPlan) -> None:
+def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: TrialSpec) -> None:
     told = line()
 
     class Channel(FakeChannel):
@@ -253,9 +253,9 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(plan: Trial
     assert "taken for hung" in found.message
 
 
-def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialPlan) -> None:
-    asking = DirectLine("t", lambda _: asking.answer(GoOn(milestone=None)), Nursery(slots=1))
-    says = [Asked(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
+def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialSpec) -> None:
+    asking = InProcessLink("t", lambda _: asking.answer(GoOn(milestone=None)), TrialProcessPool(slots=1))
+    says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(reason="done")]
     channel = FakeChannel(says)
     assert supervise(channel, FakeLedger(), plan, asking) == Done("done", returned=False)
     assert channel.told == [GoOn(milestone=None)]
@@ -265,7 +265,7 @@ def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(plan: TrialPla
     ("saves", "said"), [(True, "its checkpoint was still being uploaded"), (False, "it reported no checkpoint")]
 )
 def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing(
-    plan: TrialPlan, saves: bool, said: str
+    plan: TrialSpec, saves: bool, said: str
 ) -> None:
     asked = line()
     asked.stop.set()

@@ -37,12 +37,12 @@ from prefect_tune.core.operations.scrub import read_one
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.stores.posix.posix_store import PosixStore, make_root
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.supervisor.run_identity import new_stamp
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
-from prefect_tune.tasks.commit_worker import HandedOver, Ledger
+from prefect_tune.tasks.commit_worker import CommitWorker, PendingCheckpoint
 from prefect_tune.tasks.experiment_state import sync_experiment_state
 
 TRIAL = TrialKey(experiment="e", trial="trial")
@@ -115,26 +115,26 @@ class NoArtifacts:
 
 def write(target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None) -> Experiment:
     """Write an entry once: what is tried again is tried by the ledger."""
-    return sync_experiment_state.fn(target, state, events, stamp or new_stamp())
+    return sync_experiment_state.fn(target, state, events, stamp or new_write_id())
 
 
 @dataclass
 class Desk:
     """An experiment with one running trial, and the ledgers of its attempts."""
 
-    plan: TrialPlan
+    plan: TrialSpec
     folder: Path
     committed: list[int] = field(default_factory=list)
 
-    def attempt(self) -> Ledger:
+    def attempt(self) -> CommitWorker:
         """Take the experiment over, and start an attempt from its newest checkpoint."""
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
             owner = Owner(name="a test", host="here", pid=1)
-            state = take_over(store, "e", owner, new_stamp(), side_by_side=map)
+            state = take_over(store, "e", owner, new_write_id(), side_by_side=map)
             known = TRIAL.trial in state.trials
             added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
             lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, message="")] if self._runs(state) else []
-            state = append(store, state, [Adopted(), *added, *lost], new_stamp())
+            state = append(store, state, [Adopted(), *added, *lost], new_write_id())
             trial = state.trial(TRIAL.trial)
             new = trial.checkpoints[-1] if trial.checkpoints else None
             started = Started(
@@ -143,21 +143,21 @@ class Desk:
                 from_step=new.step if new else 0,
                 from_sequence=new.sequence if new else None,
             )
-            state = append(store, state, [started], new_stamp())
-        book = Book(self.plan.target, state, write, lambda _events, _state: None)
-        return Ledger(self.plan, book, NoArtifacts(), getLogger("ledger"))
+            state = append(store, state, [started], new_write_id())
+        journal_writer = JournalWriter(self.plan.target, state, write, lambda _events, _state: None)
+        return CommitWorker(self.plan, journal_writer, NoArtifacts(), getLogger("ledger"))
 
     @staticmethod
     def _runs(state: Experiment) -> bool:
         return TRIAL.trial in state.trials and state.trial(TRIAL.trial).status is Status.RUNNING
 
-    def save(self, ledger: Ledger, step: int, *, backbone: bytes = b"") -> Path:
+    def save(self, commit_worker: CommitWorker, step: int, *, backbone: bytes = b"") -> Path:
         directory = self.folder / f"step-{step}-{time.monotonic_ns()}"
         directory.mkdir()
         (directory / "weights").write_bytes(os.urandom(100))
         if backbone:
             (directory / "backbone").write_bytes(backbone)
-        ledger.save(HandedOver(report(step), directory, ours=False), self.committed.append)
+        commit_worker.save(PendingCheckpoint(report(step), directory, ours=False), self.committed.append)
         return directory
 
     def state(self) -> Trial:
@@ -196,16 +196,16 @@ def report(step: int) -> StepReport:
 
 
 @contextmanager
-def before_last_words(ledger: Ledger, act: Callable[[], None]) -> Iterator[None]:
+def before_last_words(commit_worker: CommitWorker, act: Callable[[], None]) -> Iterator[None]:
     """Have it done between the death of the ledger's thread and its last words."""
-    last_words = ledger._end_all_the_same
+    last_words = commit_worker._end_all_the_same
 
     def after() -> None:
         act()
         last_words()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger, "_end_all_the_same", after)
+        patch.setattr(commit_worker, "_end_all_the_same", after)
         yield
 
 
@@ -218,9 +218,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """Tasks are called as the functions that they are: no server, and no retries."""
     monkeypatch.setattr(module, "save_checkpoint", save_checkpoint.fn)
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
-    monkeypatch.setattr(module, "unseen", lambda argument: argument)
+    monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
     target = WeatheredTarget(path=str(tmp_path / "target"))
-    plan = TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
+    plan = TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
     yield Desk(plan, tmp_path)
     WEATHER.wrong = WEATHER.after = lambda _path: None
     WEATHER.hidden = ()
@@ -234,28 +234,28 @@ def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
 
 
 def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_that_commits_it(desk: Desk) -> None:
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     before = len(desk.entries())
     directory = desk.folder / "last"
     directory.mkdir()
     (directory / "weights").write_bytes(b"1")
-    ledger.save(HandedOver(report(1), directory, ours=False, over="enough"), desk.committed.append)
-    ledger.end([Finished(trial=TRIAL.trial, reason="enough", returned=False)])
-    ledger.close()
+    commit_worker.save(PendingCheckpoint(report(1), directory, ours=False, over="enough"), desk.committed.append)
+    commit_worker.end([Finished(trial=TRIAL.trial, reason="enough", returned=False)])
+    commit_worker.close()
     assert (desk.state().status, desk.state().reason, desk.committed) == (Status.FINISHED, "enough", [1])
     assert [type(event) for event in desk.entries()[-1].events] == [Reported, Committed, Finished]
     assert len(desk.entries()) == before + 1
 
 
 def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(desk: Desk) -> None:
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     directory = desk.folder / "last"
     directory.mkdir()
     (directory / "latest").symlink_to("nothing")
-    ledger.save(HandedOver(report(1), directory, ours=False, over="enough"), desk.committed.append)
-    until(lambda: ledger.error)
-    ledger.end(ended(Cause.USER, "its checkpoint cannot be saved"))
-    ledger.close()
+    commit_worker.save(PendingCheckpoint(report(1), directory, ours=False, over="enough"), desk.committed.append)
+    until(lambda: commit_worker.error)
+    commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
+    commit_worker.close()
     assert (desk.state().status, desk.state().user_failures) == (Status.PENDING, 1)
 
 
@@ -263,16 +263,16 @@ def test_a_trial_whose_last_checkpoint_cannot_be_saved_is_not_done(desk: Desk) -
 
 
 def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(desk: Desk) -> None:
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     directory = desk.folder / "handed-over"
     directory.mkdir()
     (directory / "latest").symlink_to("nothing")
-    ledger.note(report(1))
-    ledger.save(HandedOver(report(2), directory, ours=False), desk.committed.append)
-    until(lambda: ledger.error)
-    assert isinstance(ledger.error, InvalidInput)
-    ledger.end(ended(Cause.USER, "its checkpoint cannot be saved"))
-    ledger.close()
+    commit_worker.note(report(1))
+    commit_worker.save(PendingCheckpoint(report(2), directory, ours=False), desk.committed.append)
+    until(lambda: commit_worker.error)
+    assert isinstance(commit_worker.error, InvalidInput)
+    commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
+    commit_worker.close()
     state = desk.state()
     assert (state.status, state.user_failures, state.machine_failures) == (Status.PENDING, 1, 0)
     assert state.reason == "its checkpoint cannot be saved"
@@ -281,22 +281,22 @@ def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the
 
 
 def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_raised(desk: Desk) -> None:
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
-    desk.save(ledger, 1)
-    ledger.end(ended(Cause.MACHINE, "not written"))
+    desk.save(commit_worker, 1)
+    commit_worker.end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
-        ledger.close()
+        commit_worker.close()
     assert (desk.state().status, desk.state().reason) == (Status.PENDING, "not written")
 
 
 def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_raised(desk: Desk) -> None:
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     WEATHER.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
-    desk.save(ledger, 1)
-    ledger.end(ended(Cause.MACHINE, "not written"))
+    desk.save(commit_worker, 1)
+    commit_worker.end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
-        ledger.close()
+        commit_worker.close()
     WEATHER.wrong = lambda _path: None
     assert desk.state().status is Status.RUNNING
 
@@ -306,7 +306,7 @@ def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothin
     desk: Desk, caplog: pytest.LogCaptureFixture, away: str
 ) -> None:
     """The target is away for longer than the retries of the last entry last, and then is back."""
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     tries: list[str] = []
 
     def once(path: str) -> TuneError | None:
@@ -315,11 +315,11 @@ def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothin
 
     setattr(WEATHER, away, once)
     WEATHER.hidden = tries
-    ledger.note(report(1))
+    commit_worker.note(report(1))
     done = Finished(trial=TRIAL.trial, reason="enough", returned=False)
-    ledger.end([done])
-    with pytest.raises(CommitUnknown), before_last_words(ledger, lambda: setattr(WEATHER, "hidden", ())):
-        ledger.close()
+    commit_worker.end([done])
+    with pytest.raises(CommitUnknown), before_last_words(commit_worker, lambda: setattr(WEATHER, "hidden", ())):
+        commit_worker.close()
     assert (desk.state().status, desk.reported()) == (Status.FINISHED, [1])
     assert "not journaled" not in caplog.text
 
@@ -335,19 +335,19 @@ def damaged(desk: Desk) -> Sequence[int]:
 
 def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_before_it_counts(desk: Desk) -> None:
     desk.plan = replace(desk.plan, retention=Retention(last=2))
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     for step in (1, 2, 3):
-        desk.save(ledger, step, backbone=b"frozen")
+        desk.save(commit_worker, step, backbone=b"frozen")
     until(lambda: desk.committed == [1, 2, 3])
     desk.rot_oldest_blob()
     assert damaged(desk) == [2, 3]
     with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        put_aside(store, TRIAL, {desk.live()[0]: "damaged"}, new_stamp(), side_by_side=map)
+        put_aside(store, TRIAL, {desk.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
     for step in (4, 5, 6):
-        desk.save(ledger, step, backbone=b"frozen")
-    ledger.end(ended(Cause.MACHINE, "away"))
-    ledger.close()
-    assert (ledger.error, desk.committed) == (None, [1, 2, 3, 4, 5, 6])
+        desk.save(commit_worker, step, backbone=b"frozen")
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert (commit_worker.error, desk.committed) == (None, [1, 2, 3, 4, 5, 6])
     assert [key.step for key in desk.live()] == [5, 6]
     assert damaged(desk) == []
     assert desk.reported() == [1, 2, 3, 4, 5, 6]
@@ -360,12 +360,12 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
 def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(desk: Desk) -> None:
     desk.plan = replace(desk.plan, retention=Retention(last=1))
     WEATHER.wrong = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     for step in (1, 2, 3):
-        desk.save(ledger, step)
-    ledger.end(ended(Cause.MACHINE, "away"))
-    ledger.close()
-    assert ledger.error is None
+        desk.save(commit_worker, step)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert commit_worker.error is None
     assert desk.committed == [1, 2, 3]
     assert [each.step for each in desk.state().checkpoints] == [3]
     assert desk.blobs() == 3
@@ -381,11 +381,11 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(desk: Desk, mo
         raise StoreRefused("s3:ListBucket")
 
     monkeypatch.setattr(module, "find_leftovers", refuse)
-    ledger = desk.attempt()
-    desk.save(ledger, 1)
-    ledger.end(ended(Cause.MACHINE, "away"))
-    ledger.close()
-    assert (ledger.error, desk.committed) == (None, [1])
+    commit_worker = desk.attempt()
+    desk.save(commit_worker, 1)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert (commit_worker.error, desk.committed) == (None, [1])
 
 
 # --------------------------------------------------------------------------------------------------- reports
@@ -397,19 +397,19 @@ def often(desk: Desk, seconds: float) -> None:
 
 def test_reports_are_journaled_after_the_period_without_another_one(desk: Desk) -> None:
     often(desk, 0.2)
-    ledger = desk.attempt()
-    ledger.note(report(1))
-    ledger.note(report(2))
+    commit_worker = desk.attempt()
+    commit_worker.note(report(1))
+    commit_worker.note(report(2))
     until(lambda: desk.reported() == [1, 2])
     assert desk.state().status is Status.RUNNING
-    ledger.end(ended(Cause.MACHINE, "away"))
-    ledger.close()
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
 
 
 @pytest.mark.parametrize("wrong", [StoreUnavailable("503"), StoreRefused("ExpiredToken"), CommitUnknown("no reply")])
 def test_reports_wait_for_a_target_that_is_away_or_refuses(desk: Desk, wrong: TuneError) -> None:
     often(desk, 0.05)
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     refused: list[str] = []
 
     def refuse(path: str) -> TuneError:
@@ -417,21 +417,21 @@ def test_reports_wait_for_a_target_that_is_away_or_refuses(desk: Desk, wrong: Tu
         return wrong
 
     WEATHER.wrong = refuse
-    ledger.note(report(1))
+    commit_worker.note(report(1))
     until(lambda: len(refused) > 2)
-    ledger.note(report(2))
+    commit_worker.note(report(2))
     WEATHER.wrong = lambda _path: None
-    desk.save(ledger, 3)
-    ledger.end(ended(Cause.MACHINE, "away"))
-    ledger.close()
-    assert ledger.error is None
+    desk.save(commit_worker, 3)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert commit_worker.error is None
     assert desk.reported() == [1, 2, 3]
 
 
 def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once(desk: Desk) -> None:
     """The same entry is written again, and recognized; the read that would have settled it failed too."""
     often(desk, 0.05)
-    ledger = desk.attempt()
+    commit_worker = desk.attempt()
     lost: list[str] = []
 
     def lose(path: str) -> TuneError | None:
@@ -440,25 +440,25 @@ def test_reports_whose_entry_was_written_and_not_acknowledged_are_journaled_once
 
     WEATHER.after = lose
     WEATHER.hidden = lost
-    ledger.note(report(1))
+    commit_worker.note(report(1))
     until(lambda: lost)
     time.sleep(0.2)  # by now it has been tried again, as often as the period says
     WEATHER.hidden = ()
-    desk.save(ledger, 2)
-    ledger.end(ended(Cause.MACHINE, "away"))
-    ledger.close()
-    assert ledger.error is None
+    desk.save(commit_worker, 2)
+    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.close()
+    assert commit_worker.error is None
     assert desk.reported() == [1, 2]
 
 
 def test_the_report_at_which_a_trial_asks_says_so(desk: Desk) -> None:
-    ledger = desk.attempt()
-    ledger.note(report(1))
-    ledger.asks_at = 2
-    desk.save(ledger, 2)
-    ledger.note(report(3))
-    ledger.end(ended(Cause.MACHINE, "enough"))
-    ledger.close()
+    commit_worker = desk.attempt()
+    commit_worker.note(report(1))
+    commit_worker.asks_at = 2
+    desk.save(commit_worker, 2)
+    commit_worker.note(report(3))
+    commit_worker.end(ended(Cause.MACHINE, "enough"))
+    commit_worker.close()
     events = [event for entry in desk.entries() for event in entry.events]
     asks = {event.report.step: event.asks for event in events if isinstance(event, Reported)}
     assert asks == {1: False, 2: True, 3: False}

@@ -13,8 +13,8 @@ from prefect_tune.core.journal import journal
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.experiment_state import (
     Opening,
     check_target,
@@ -156,7 +156,7 @@ def _with_quarantined(bucket: Bucket, spoil: Callable[[Experiment], Experiment])
 def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(
     request: pytest.FixtureRequest, bucket: Bucket, lost: int
 ) -> None:
-    plan = TrialPlan(
+    plan = TrialSpec(
         target=BucketTarget(name=request.node.name),
         trial=TrialKey(experiment="e", trial="t"),
         trainable="",
@@ -169,10 +169,10 @@ def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(
         return state.model_copy(update={"trials": {"t": trial}})
 
     state = _with_quarantined(bucket, losing)
-    book = Book(plan.target, state, write_entry, lambda _events, _state: None)
+    journal_writer = JournalWriter(plan.target, state, write_entry, lambda _events, _state: None)
     if lost:
         with pytest.raises(ResumeFailed, match="Nothing was started afresh"):
-            _restore_newest(plan, book, None, None)
+            _restore_newest(plan, journal_writer, None, None)
     else:
-        assert _restore_newest(plan, book, None, None) is None
-        assert book.experiment == state
+        assert _restore_newest(plan, journal_writer, None, None) is None
+        assert journal_writer.experiment == state

@@ -15,38 +15,38 @@ from prefect_tune.core.errors import StoreUnavailable, Superseded
 from prefect_tune.core.events.experiment_events import Cause, Committed, Quarantined
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.scrub import read_one
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks import commit_worker as module
 from prefect_tune.tasks.checkpoints import delete_checkpoint, save_checkpoint
-from prefect_tune.tasks.commit_worker import Ledger
+from prefect_tune.tasks.commit_worker import CommitWorker
 from tests.tasks.test_commit_worker import TRIAL, Desk, WeatheredTarget, ended, until
 
 EVERY = 3
 
 
 @pytest.fixture
-def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Desk, Ledger]]:
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Desk, CommitWorker]]:
     """An attempt with two checkpoints that share a file, which has rotted since."""
     monkeypatch.setattr(module, "save_checkpoint", save_checkpoint.fn)
     monkeypatch.setattr(module, "delete_checkpoint", delete_checkpoint.fn)
-    monkeypatch.setattr(module, "unseen", lambda argument: argument)
+    monkeypatch.setattr(module, "skip_prefect_introspection", lambda argument: argument)
     target = WeatheredTarget(path=str(tmp_path / "target"))
     sync = SyncConfig(verify_reused_every=EVERY)
-    desk = Desk(TrialPlan(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync), tmp_path)
-    ledger = desk.attempt()
-    saves(desk, ledger, 1, 2)
+    desk = Desk(TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync), tmp_path)
+    commit_worker = desk.attempt()
+    saves(desk, commit_worker, 1, 2)
     desk.rot_oldest_blob()
-    yield desk, ledger
-    ledger.end(ended(Cause.MACHINE, "away"))
+    yield desk, commit_worker
+    commit_worker.end(ended(Cause.MACHINE, "away"))
     with suppress(Superseded):  # where another attempt has begun
-        ledger.close()
+        commit_worker.close()
 
 
-def saves(desk: Desk, ledger: Ledger, *steps: int) -> None:
+def saves(desk: Desk, commit_worker: CommitWorker, *steps: int) -> None:
     for step in steps:
-        desk.save(ledger, step, backbone=b"frozen")
-    until(lambda: ledger.error or desk.committed[-1:] == [steps[-1]], seconds=60)
-    assert ledger.error is None
+        desk.save(commit_worker, step, backbone=b"frozen")
+    until(lambda: commit_worker.error or desk.committed[-1:] == [steps[-1]], seconds=60)
+    assert commit_worker.error is None
 
 
 def damaged_steps(desk: Desk) -> list[int]:
@@ -55,11 +55,11 @@ def damaged_steps(desk: Desk) -> list[int]:
 
 
 def test_what_shares_a_rotten_blob_is_put_aside_in_the_entry_that_commits_the_good_one(
-    training: tuple[Desk, Ledger],
+    training: tuple[Desk, CommitWorker],
 ) -> None:
-    desk, ledger = training
+    desk, commit_worker = training
     assert damaged_steps(desk) == [1, 2]
-    saves(desk, ledger, *range(3, 3 + EVERY))
+    saves(desk, commit_worker, *range(3, 3 + EVERY))
     assert damaged_steps(desk) == []
     found = [entry.events for entry in desk.entries() if any(isinstance(each, Quarantined) for each in entry.events)]
     assert len(found) == 1
@@ -72,10 +72,10 @@ def test_what_shares_a_rotten_blob_is_put_aside_in_the_entry_that_commits_the_go
 
 
 def test_an_attempt_after_it_goes_on_from_a_whole_checkpoint_and_sends_no_damage(
-    training: tuple[Desk, Ledger],
+    training: tuple[Desk, CommitWorker],
 ) -> None:
-    desk, ledger = training
-    saves(desk, ledger, *range(3, 3 + EVERY))
+    desk, commit_worker = training
+    saves(desk, commit_worker, *range(3, 3 + EVERY))
     again = desk.attempt()
     saves(desk, again, 9, 10)
     again.end(ended(Cause.MACHINE, "away"))
@@ -84,23 +84,23 @@ def test_an_attempt_after_it_goes_on_from_a_whole_checkpoint_and_sends_no_damage
     assert {9, 10} <= {key.step for key in desk.live()}
 
 
-def test_what_retention_retires_in_that_entry_is_not_put_aside(training: tuple[Desk, Ledger]) -> None:
-    desk, ledger = training
-    ledger._plan = replace(desk.plan, retention=Retention(last=1))
-    saves(desk, ledger, *range(3, 3 + EVERY))
+def test_what_retention_retires_in_that_entry_is_not_put_aside(training: tuple[Desk, CommitWorker]) -> None:
+    desk, commit_worker = training
+    commit_worker._plan = replace(desk.plan, retention=Retention(last=1))
+    saves(desk, commit_worker, *range(3, 3 + EVERY))
     assert (desk.state().aside, damaged_steps(desk)) == ((), [])
     assert [key.step for key in desk.live()] == [2 + EVERY]
 
 
 def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all_the_same(
-    training: tuple[Desk, Ledger], monkeypatch: pytest.MonkeyPatch
+    training: tuple[Desk, CommitWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk, ledger = training
+    desk, commit_worker = training
 
     def away(*_: object) -> Callable[[], None]:
         raise StoreUnavailable("503")
 
     monkeypatch.setattr(module, "find_damaged", away)
-    saves(desk, ledger, *range(3, 3 + EVERY))
+    saves(desk, commit_worker, *range(3, 3 + EVERY))
     assert damaged_steps(desk)[:2] == [1, 2]
     assert 2 + EVERY not in damaged_steps(desk)

@@ -20,8 +20,8 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from prefect_tune.terminal.live_display import Screen, can_show, standing
-from prefect_tune.terminal.output_capture import Aside
+from prefect_tune.terminal.live_display import LiveDisplay, can_show, standing
+from prefect_tune.terminal.output_capture import OutputCapture
 
 
 class Terminal:
@@ -147,7 +147,7 @@ def test_a_terminal_that_hangs_up_ends_the_table_and_nothing_else(terminal: Term
 def test_a_pipe_that_breaks_ends_neither_the_process_nor_its_stdout(broken: list[Exception]) -> None:
     reading, writing = os.pipe()
     stream = os.fdopen(writing, "w", encoding="utf-8")
-    console = Screen(table, broken.append, stream, Aside(stream)).console
+    console = LiveDisplay(table, broken.append, stream, OutputCapture(stream)).console
     os.close(reading)
     with pytest.raises(BrokenPipeError, match="its reader has closed it"):
         console.print("a table")
@@ -229,7 +229,7 @@ def test_a_file_a_closed_stream_and_one_without_letters_are_no_place_for_it(term
 
 
 def test_what_stands_in_for_a_terminal_is_one_to_whoever_writes(terminal: Terminal) -> None:
-    aside = Aside(terminal.stream)
+    aside = OutputCapture(terminal.stream)
     assert (aside.isatty(), aside.fileno(), aside.encoding) == (True, terminal.stream.fileno(), "utf-8")
     print("one\ntwo", end="", file=aside, flush=True)
     assert (aside.take_lines(), aside.take_lines()) == (["one"], ())

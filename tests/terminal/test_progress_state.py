@@ -24,7 +24,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Exploit
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.progress_state import Outlook, Watch
+from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -33,9 +33,9 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 class Search:
     """Tells a watch what happens, as a driver does."""
 
-    def __init__(self, outlook: Outlook, before: Experiment | None = None) -> None:
+    def __init__(self, outlook: SearchEstimate, before: Experiment | None = None) -> None:
         self.experiment = before or nothing_yet("e")
-        self.watch = Watch(self.experiment, outlook, now=0.0)
+        self.watch = ProgressTracker(self.experiment, outlook, now=0.0)
 
     def happens(self, *events: Event) -> None:
         for event in events:
@@ -56,7 +56,7 @@ def report(step: int, loss: float) -> StepReport:
 
 @pytest.fixture
 def search() -> Search:
-    return Search(Outlook("e", LOSS, trial_count=4, step_count=10))
+    return Search(SearchEstimate("e", LOSS, trial_count=4, step_count=10))
 
 
 def test_trials_are_counted_by_state(search: Search) -> None:
@@ -78,7 +78,7 @@ def test_the_best_so_far_is_known_as_soon_as_it_is_reported(search: Search) -> N
 
 
 def test_a_large_metric_is_the_best_where_that_is_asked_for() -> None:
-    search = Search(Outlook("e", Objective(metrics=("loss",), modes=("max",))))
+    search = Search(SearchEstimate("e", Objective(metrics=("loss",), modes=("max",))))
     search.begins("0", "1")
     search.reports("0", 1, 0.5)
     search.reports("1", 1, 0.4)
@@ -127,7 +127,7 @@ def test_rungs_tell_how_many_trials_were_judged_where_also_before_this_run(searc
     for trial, step in (("0", 1), ("1", 1), ("0", 3)):
         search.happens(Decided(trial=trial, report=report(step, 0.5), decision=Continue()))
     assert search.watch.sight(1.0).rungs == {1: 2, 3: 1}
-    assert Search(Outlook("e"), search.experiment).watch.sight(0.0).rungs == {1: 2, 3: 1}
+    assert Search(SearchEstimate("e"), search.experiment).watch.sight(0.0).rungs == {1: 2, 3: 1}
 
 
 def test_an_end_that_the_trial_and_the_search_tell_is_noted_once(search: Search) -> None:
@@ -166,7 +166,7 @@ def test_what_is_left_is_estimated_from_what_was_done(search: Search, elapsed: f
 def test_what_earlier_runs_did_is_not_taken_for_the_pace_of_this_one(search: Search) -> None:
     search.begins("0", "1")
     search.happens(Finished(trial="0", reason="enough"), Finished(trial="1", reason="enough"))
-    resumed = Search(Outlook("e", LOSS, trial_count=4), search.experiment)
+    resumed = Search(SearchEstimate("e", LOSS, trial_count=4), search.experiment)
     assert resumed.watch.sight(10.0).left is None
     resumed.begins("2")
     resumed.happens(Finished(trial="2", reason="enough"))
@@ -187,7 +187,7 @@ def test_a_paused_trial_is_taken_for_done(search: Search) -> None:
 
 
 def test_nothing_takes_longer_than_the_time_budget() -> None:
-    search = Search(Outlook("e", LOSS, trial_count=100, time=timedelta(seconds=30)))
+    search = Search(SearchEstimate("e", LOSS, trial_count=100, time=timedelta(seconds=30)))
     assert search.watch.sight(10.0).left == timedelta(seconds=20)
     search.begins("0")
     search.happens(Finished(trial="0", reason="enough"))

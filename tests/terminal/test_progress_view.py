@@ -11,7 +11,7 @@ from rich.console import Console
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.terminal.formatting import said_span
-from prefect_tune.terminal.progress_state import Noted, Outlook, Sight
+from prefect_tune.terminal.progress_state import Noted, ProgressState, SearchEstimate
 from prefect_tune.terminal.progress_view import frame, line
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -23,9 +23,9 @@ def trial(number: int, status: Status) -> Trial:
     return Trial(trial=f"{number:05d}", config=config, status=status, step=number, metrics={"loss": number / 7})
 
 
-def sight(running: int = 2, others: int = 3, **changes: object) -> Sight:
+def sight(running: int = 2, others: int = 3, **changes: object) -> ProgressState:
     known = {
-        "outlook": Outlook("first", LOSS, trial_count=20),
+        "outlook": SearchEstimate("first", LOSS, trial_count=20),
         "elapsed": timedelta(seconds=200),
         "counts": {Status.RUNNING: running, Status.FINISHED: others},
         "reports_per_second": 12.345,
@@ -36,10 +36,10 @@ def sight(running: int = 2, others: int = 3, **changes: object) -> Sight:
         "best": trial(1, Status.FINISHED),
         "notes": [Noted(NOON, "00003", f"finished: step {number} of 27") for number in range(9)],
     }
-    return Sight(**{**known, **changes})
+    return ProgressState(**{**known, **changes})
 
 
-def drawn(shown: Sight, width: int = 80, height: int = 30) -> list[str]:
+def drawn(shown: ProgressState, width: int = 80, height: int = 30) -> list[str]:
     file = io.StringIO()
     console = Console(file=file, width=width, height=height, color_system=None, highlight=False, markup=False)
     console.print(frame(shown, width, height))
@@ -77,7 +77,7 @@ def test_of_many_that_run_some_give_way_to_the_best_of_the_others() -> None:
 
 
 def test_without_a_metric_there_is_no_best_one() -> None:
-    lines = drawn(sight(outlook=Outlook("first")))
+    lines = drawn(sight(outlook=SearchEstimate("first")))
     assert not any(text.startswith("best") for text in lines)
     assert "loss" in lines[4].split()
 

@@ -31,12 +31,12 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.monitoring.listener import Listeners
-from prefect_tune.parameters.limits import Limits
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.tuner.failure_handling import Judge
-from prefect_tune.tuner.pending_entry import Page
-from prefect_tune.tuner.policy import Council
+from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.parameters.limits import SearchLimits
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.tuner.failure_handling import FailureHandler
+from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.stop_handling import Stopping
 from tests.flows.acted import Troupe
 
@@ -53,13 +53,15 @@ class Court:
 
     def __init__(self) -> None:
         objective = Objective(metrics=("loss",), modes=("min",))
-        council = Council(RandomSearch(9).begin({}, objective, 1), FIFO().begin(objective, 1))
-        book = Book(LocalTarget(path="/nowhere"), nothing_yet("e"), noted, lambda _events, _state: None)
-        limits = Limits(max_concurrent_trials=1, failures=FailurePolicy(max_machine_failures=2))
-        self.page = Page(book, council, Listeners(), timedelta(0))
+        policy = SearchPolicy(RandomSearch(9).begin({}, objective, 1), FIFO().begin(objective, 1))
+        journal_writer = JournalWriter(
+            LocalTarget(path="/nowhere"), nothing_yet("e"), noted, lambda _events, _state: None
+        )
+        limits = SearchLimits(max_concurrent_trials=1, failures=FailurePolicy(max_machine_failures=2))
+        self.page = PendingEntry(journal_writer, policy, ObserverGroup(), timedelta(0))
         self.startable: deque[str] = deque()
-        stopping = Stopping(limits, council, Troupe(9), self.page, _LOG)
-        self.judge = Judge(limits, self.page, stopping, self.startable, _LOG)
+        stopping = Stopping(limits, policy, Troupe(9), self.page, _LOG)
+        self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
         self.page.put(Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1)))
         self.page.put(TrialAdded(trial=_TRIAL, config={}))
         self.sequence = 0
@@ -80,7 +82,7 @@ class Court:
         if saves:
             self.sequence += 1
             self.page.put(Committed(trial=_TRIAL, checkpoint=CheckpointRef(step=self.sequence, sequence=self.sequence)))
-        self.judge.lost(_TRIAL, self.error)
+        self.failure_handler.lost(_TRIAL, self.error)
         if self.startable:
             self.startable.clear()
             self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, message="its owner vanished"))
@@ -135,14 +137,14 @@ def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not
     court.error = kind("the credentials have expired")
     court.spends_machine_budget("not written")
     with pytest.raises(kind, match="expired"):
-        court.judge.failed(court.page.state.trial(_TRIAL), Cause.MACHINE, court.error)
+        court.failure_handler.failed(court.page.state.trial(_TRIAL), Cause.MACHINE, court.error)
     assert court.page.state.trial(_TRIAL).status is Status.PENDING
 
 
 def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_with_a_fresh_one() -> None:
     court = Court()
     court.spends_machine_budget("not written")
-    court.judge.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
+    court.failure_handler.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(court.startable) == [_TRIAL]
     assert (court.page.state.trial(_TRIAL).status, court.page.state.trial(_TRIAL).machine_failures) == (
         Status.PENDING,
@@ -153,6 +155,6 @@ def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_wi
 def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> None:
     court = Court()
     court.spends_machine_budget(OWNER_VANISHED)
-    court.judge.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
+    court.failure_handler.resumed(court.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(court.startable) == []
     assert court.page.state.trial(_TRIAL).status is Status.ERRORED, "or it would kill its machine for ever"

@@ -14,10 +14,10 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.monitoring.listener import Listeners
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.tuner.pending_entry import Page
-from prefect_tune.tuner.policy import Council
+from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.policy import SearchPolicy
 
 
 class Written:
@@ -41,13 +41,15 @@ def written() -> Written:
 
 
 @pytest.fixture
-def page(written: Written) -> Page:
+def page(written: Written) -> PendingEntry:
     """The page of an experiment with one trial, that nobody has written anything of for a moment."""
     opened = Opened(experiment="e", epoch=1, owner=Owner(name="me", host="here", pid=1))
-    book = Book(LocalTarget(path="/nowhere"), nothing_yet("e"), written, lambda _events, _state: None)
+    journal_writer = JournalWriter(
+        LocalTarget(path="/nowhere"), nothing_yet("e"), written, lambda _events, _state: None
+    )
     objective = Objective(metrics=("loss",), modes=("min",))
-    council = Council(RandomSearch(9).begin({}, objective, 1), FIFO().begin(objective, 1))
-    page = Page(book, council, Listeners([]), timedelta(minutes=5))
+    policy = SearchPolicy(RandomSearch(9).begin({}, objective, 1), FIFO().begin(objective, 1))
+    page = PendingEntry(journal_writer, policy, ObserverGroup([]), timedelta(minutes=5))
     for event in (opened, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
         page.put(event)
     page.write(may_wait=False)
@@ -55,7 +57,7 @@ def page(written: Written) -> Page:
     return page
 
 
-def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: Page, written: Written) -> None:
+def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: PendingEntry, written: Written) -> None:
     page.put(Finished(trial="00000", reason="done"))
     page.write(may_wait=True)
     assert written.entries == []
@@ -73,12 +75,12 @@ def test_what_nobody_waits_for_has_time_and_an_act_has_not(page: Page, written: 
         StopAsked(reason="enough", request="w", refused="it is too late"),
     ],
 )
-def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopAsked, page: Page) -> None:
+def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopAsked, page: PendingEntry) -> None:
     page.put(event)
     assert page.write(may_wait=True).heard == ("w",)
 
 
-def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: Page, written: Written) -> None:
+def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(page: PendingEntry, written: Written) -> None:
     page.put(StopAsked(reason="enough", trial="00000", request="w"))
     page.write(may_wait=True)
     page.put(Finished(trial="00001", reason="done"))

@@ -10,7 +10,7 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.tuner.policy import Council, standing_decision
+from prefect_tune.tuner.policy import SearchPolicy, standing_decision
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 ADDED = Happening(order=1, what="added")
@@ -21,11 +21,11 @@ def decided(decision: Decision) -> Happening:
     return Happening(order=2, what="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
 
 
-def told(trial: Trial) -> Council:
+def told(trial: Trial) -> SearchPolicy:
     schedule = ASHA(max_t=27, grace_period=3, reduction_factor=3).begin(LOSS, 0)
-    council = Council(RandomSearch(1).begin({}, LOSS, 0), schedule)
-    council.hear(trial, ADDED)
-    return council
+    policy = SearchPolicy(RandomSearch(1).begin({}, LOSS, 0), schedule)
+    policy.record(trial, ADDED)
+    return policy
 
 
 @pytest.mark.parametrize("decision", [Stop(reason="slow"), Pause(reason="waits")])

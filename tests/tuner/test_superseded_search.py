@@ -18,15 +18,15 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
-from prefect_tune.executors.trial_executor import Over
-from prefect_tune.monitoring.listener import Listeners
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.executors.trial_executor import AttemptExited
+from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
-from prefect_tune.tuner.pending_entry import Page
-from prefect_tune.tuner.policy import Council
-from prefect_tune.tuner.trial_journal_intake import Intake
+from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.policy import SearchPolicy
+from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
 from tests.flows.acted import NAME, Acted, Troupe
 
 TRIAL = "00000"
@@ -44,14 +44,14 @@ class Search:
 
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
-        state = open_journal(target, SEARCH, Opening(this_owner(), new_stamp()))
-        self.book = Book(target, state, write_directly, lambda _events, _state: None)
+        state = open_journal(target, SEARCH, Opening(current_owner(), new_write_id()))
+        self.journal_writer = JournalWriter(target, state, write_directly, lambda _events, _state: None)
         if TRIAL not in state.trials:
-            self.book.write([TrialAdded(trial=TRIAL, config={}, apart=True)])
+            self.journal_writer.write([TrialAdded(trial=TRIAL, config={}, apart=True)])
         objective = Objective(metrics=("loss",), modes=("min",))
-        council = Council(RandomSearch(1).begin({}, objective, 1), FIFO().begin(objective, 1))
-        self.page = Page(self.book, council, Listeners(), timedelta(seconds=300))
-        self.intake = Intake(self.page, council, self.book)
+        policy = SearchPolicy(RandomSearch(1).begin({}, objective, 1), FIFO().begin(objective, 1))
+        self.page = PendingEntry(self.journal_writer, policy, ObserverGroup(), timedelta(seconds=300))
+        self.merger = TrialJournalMerger(self.page, policy, self.journal_writer)
 
     def starts_attempt(self, number: int) -> Experiment:
         """Have one begin, as whoever carries out this search's orders."""
@@ -59,10 +59,10 @@ class Search:
         def first(found: Experiment) -> list[Adopted | TrialAdded]:
             return [] if found.trials else [Adopted(), TrialAdded(trial=TRIAL, config={})]
 
-        owner = this_owner(search_epoch=self.book.experiment.epoch, attempt=number)
-        state = open_journal(self.target, OWN, Opening(owner, new_stamp(), first))
+        owner = current_owner(search_epoch=self.journal_writer.experiment.epoch, attempt=number)
+        state = open_journal(self.target, OWN, Opening(owner, new_write_id(), first))
         state = write_directly(self.target, state, [Started(trial=TRIAL, attempt=number, from_step=0)])
-        self.intake.catch_up(TRIAL)
+        self.merger.catch_up(TRIAL)
         self.page.write(may_wait=False)
         return state
 
@@ -78,11 +78,11 @@ def test_an_attempt_of_the_new_owner_goes_on_whatever_the_old_one_takes_its_own_
     old = Search(target)
     old.starts_attempt(1)
     new = Search(target)
-    new.intake.catch_up(TRIAL)
-    new.intake.settle(TRIAL)
+    new.merger.catch_up(TRIAL)
+    new.merger.settle(TRIAL)
     attempt = new.starts_attempt(2)
     with pytest.raises(Superseded, match="orders"):
-        old.intake.settle(TRIAL)
+        old.merger.settle(TRIAL)
     report = Reported(trial=TRIAL, report=StepReport(step=1, metrics={}))
     assert write_directly(target, attempt, [report]).trial(TRIAL).step == 1
 
@@ -90,8 +90,8 @@ def test_an_attempt_of_the_new_owner_goes_on_whatever_the_old_one_takes_its_own_
 def test_an_owner_settles_what_earlier_owners_left(target: LocalTarget) -> None:
     Search(target).starts_attempt(1)
     new = Search(target)
-    new.intake.catch_up(TRIAL)
-    new.intake.settle(TRIAL)
+    new.merger.catch_up(TRIAL)
+    new.merger.settle(TRIAL)
     assert new.page.state.trial(TRIAL).status is Status.PENDING
 
 
@@ -102,39 +102,39 @@ class TakenOver(Troupe):
         super().__init__(9)
         self._target = target
 
-    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         super().start(plan, orders, attempt, absorbed)
         if self.start_count == 1:
             with self._target.open(timeout=_MINUTE) as store:  # somebody passes by, and takes nothing over
                 gone = [Released(trial=TRIAL, clone=CheckpointKey(trial=plan.trial, step=1, sequence=1))]
-                append_as_guest(store, SEARCH, lambda _: gone, new_stamp(), side_by_side=map)
-            open_journal(self._target, SEARCH, Opening(this_owner(), new_stamp()))
+                append_as_guest(store, SEARCH, lambda _: gone, new_write_id(), side_by_side=map)
+            open_journal(self._target, SEARCH, Opening(current_owner(), new_write_id()))
         self._inbox.clear()
-        self._inbox.append(Over(plan.trial.trial, StoreUnavailable("its process is gone")))
+        self._inbox.append(AttemptExited(plan.trial.trial, StoreUnavailable("its process is gone")))
 
 
 def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_starts_none(target: LocalTarget) -> None:
-    acted = Acted(target, crew=TakenOver(target), samples=1)
+    acted = Acted(target, executor=TakenOver(target), samples=1)
     with pytest.raises(Superseded, match="taken it over"):
         acted.run()
-    assert acted.crew.start_count == 1
+    assert acted.executor.start_count == 1
 
 
 class Unlucky(Troupe):
     """Its first attempt is lost to somebody who runs the trial alone."""
 
-    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         super().start(plan, orders, attempt, absorbed)
         if self.start_count == 1:
             self._inbox.clear()
             self._saved.clear()
-            self._inbox.append(Over(plan.trial.trial, Superseded("somebody has opened the trial's journal")))
+            self._inbox.append(AttemptExited(plan.trial.trial, Superseded("somebody has opened the trial's journal")))
 
 
 def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:
-    acted = Acted(target, crew=Unlucky(9), samples=1)
+    acted = Acted(target, executor=Unlucky(9), samples=1)
     acted.run()
-    assert acted.crew.start_count == 2
+    assert acted.executor.start_count == 2
     assert openings(target, SEARCH) == 1
     with target.open(timeout=_MINUTE) as store:
         assert load(store, SEARCH, side_by_side=map).trial(TRIAL).status is Status.FINISHED
@@ -144,10 +144,10 @@ def test_an_attempt_is_ordered_by_its_number_and_the_epoch_of_who_orders_it(targ
     given: list[tuple[int, int]] = []
 
     class Listening(Troupe):
-        def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+        def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
             given.append((orders.search_epoch, orders.attempt))
             super().start(plan, orders, attempt, absorbed)
 
-    open_journal(target, SEARCH, Opening(this_owner(), new_stamp()))
-    Acted(target, crew=Listening(9), samples=1).run()
+    open_journal(target, SEARCH, Opening(current_owner(), new_write_id()))
+    Acted(target, executor=Listening(9), samples=1).run()
     assert given == [(2, 1)]

@@ -14,9 +14,9 @@ from prefect_tune.blocks import resolve_target
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import below
 from prefect_tune.stores.local.artifact_transfer import Writer
-from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.trial_spec import TrialSpec
 
 __all__ = ["TrialArtifacts"]
 
@@ -31,7 +31,7 @@ class TrialArtifacts:
         InvalidInput: the plan's syncer or upload target is invalid.
     """
 
-    def __init__(self, plan: TrialPlan, directory: Path, log: Log) -> None:
+    def __init__(self, plan: TrialSpec, directory: Path, log: Log) -> None:
         self._plan = plan
         self._sync = plan.sync
         self._directory = str(directory)
@@ -84,7 +84,7 @@ class TrialArtifacts:
 
     def _is_superseded(self, attempt: int) -> bool:
         """Whether the journal has another attempt of the trial, or does not have the trial any more."""
-        with self._plan.target.open(timeout=self._sync.sync_timeout) as store, side_by_side() as transfers:
+        with self._plan.target.open(timeout=self._sync.sync_timeout) as store, transfer_pool() as transfers:
             trials = load(store, self._plan.journal, side_by_side=transfers).trials
         newest = trials.get(self._plan.trial.trial)
         return newest is None or newest.attempt != attempt

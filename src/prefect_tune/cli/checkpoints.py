@@ -108,9 +108,9 @@ def _whose(state: Experiment, trial: str | None) -> Trial:
 def _today(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> list[Trial]:
     """Read each trial's own journal: the experiment's journal may be minutes behind while a search runs."""
     from prefect_tune.core.journal.trial_journal import trial_today
-    from prefect_tune.stores.local.staging import side_by_side
+    from prefect_tune.stores.local.staging import transfer_pool
 
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         return list(transfers(lambda known: trial_today(store, state.name, known, side_by_side=map), trials))
 
 
@@ -232,9 +232,9 @@ class _Verified:
 
 def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:
     from prefect_tune.core.operations.scrub import inspect_one
-    from prefect_tune.stores.local.staging import side_by_side
+    from prefect_tune.stores.local.staging import transfer_pool
 
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         for key in (key for trial in trials for key in _live(state, trial)):
             for each in inspect_one(store, key, side_by_side=transfers):
                 yield _Verified(key.trial.trial, key.step, each.size_bytes, each.file_count, each.damage)
@@ -246,14 +246,14 @@ def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], st
     from prefect_tune.core.operations.quarantine import reinstate
     from prefect_tune.core.operations.scrub import read_one
     from prefect_tune.core.recovery.stale_reads import current_trial
-    from prefect_tune.stores.local.staging import side_by_side
-    from prefect_tune.supervisor.run_identity import new_stamp
+    from prefect_tune.stores.local.staging import transfer_pool
+    from prefect_tune.supervisor.run_identity import new_write_id
 
     key = _aside(state, trials, step)
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         found = read_one(store, key, side_by_side=transfers)
         if found.damage is None:
-            is_there = bool(reinstate(store, key.trial, [key], new_stamp(), side_by_side=transfers))
+            is_there = bool(reinstate(store, key.trial, [key], new_write_id(), side_by_side=transfers))
         else:
             is_there = is_aside(current_trial(store, key.trial, side_by_side=transfers), key)
         if not is_there:

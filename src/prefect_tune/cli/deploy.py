@@ -18,7 +18,7 @@ from prefect_tune.core.errors import TuneError
 
 if TYPE_CHECKING:
     from prefect_tune.deploy.apply_deployments import Deployed
-    from prefect_tune.deploy.deployment_specs import Schedule, Wanted
+    from prefect_tune.deploy.deployment_specs import DeploymentSchedule, DeploymentSpec
 
 __all__: list[str] = []
 
@@ -101,14 +101,14 @@ def _given(params: str | None) -> Mapping[str, Any]:
     return object_from(text, "--params")
 
 
-def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str) -> Sequence[Schedule] | None:
-    from prefect_tune.deploy.deployment_specs import Every, Schedule
+def _schedules(cron: Sequence[str], every_seconds: float | None, time_zone: str) -> Sequence[DeploymentSchedule] | None:
+    from prefect_tune.deploy.deployment_specs import DeploymentSchedule, Interval
 
     if every_seconds is not None and every_seconds <= 0:
         raise WrongUsage(f"--every-seconds: expected more than 0, found {every_seconds:g}")
-    found = [Schedule(when, time_zone) for when in cron]
+    found = [DeploymentSchedule(when, time_zone) for when in cron]
     if every_seconds is not None:
-        found.append(Schedule(Every(timedelta(seconds=every_seconds)), time_zone))
+        found.append(DeploymentSchedule(Interval(timedelta(seconds=every_seconds)), time_zone))
     return found or None
 
 
@@ -117,7 +117,7 @@ def _require_nothing_of_one(asked: Mapping[str, Any], schedules: object) -> None
         raise WrongUsage("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
 
 
-def _general(flows: Sequence[str], prefix: str, suffix: str) -> Sequence[Wanted]:
+def _general(flows: Sequence[str], prefix: str, suffix: str) -> Sequence[DeploymentSpec]:
     from prefect_tune.deploy.deployment_specs import named, wanted
 
     return wanted(named(flows), prefix=prefix, suffix=suffix)
@@ -127,9 +127,9 @@ def _of_one(
     flows: Sequence[str],
     name: str,
     asked: Mapping[str, Any],
-    schedules: Sequence[Schedule] | None,
+    schedules: Sequence[DeploymentSchedule] | None,
     collision: _Collision,
-) -> Wanted:
+) -> DeploymentSpec:
     from prefect_tune.deploy.deployment_specs import named, of_one_experiment
 
     if len(flows) != 1:

@@ -51,14 +51,14 @@ def gc(
 def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, deletes: bool) -> Iterator[Collected]:
     from prefect_tune.core.operations.trial_gc import collect_from, look_for_garbage
     from prefect_tune.core.storage.layout import TrialKey
-    from prefect_tune.stores.local.staging import side_by_side
-    from prefect_tune.supervisor.run_identity import new_stamp
+    from prefect_tune.stores.local.staging import transfer_pool
+    from prefect_tune.supervisor.run_identity import new_write_id
 
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         for known in trials:
             key = TrialKey(experiment=state.name, trial=known.trial)
             if deletes:
-                yield collect_from(store, key, new_stamp(), side_by_side=transfers, known=known)
+                yield collect_from(store, key, new_write_id(), side_by_side=transfers, known=known)
             else:
                 yield look_for_garbage(store, key, side_by_side=transfers, known=known)
 

@@ -93,9 +93,9 @@ class _Listed:
 def _experiments(store: ObjectStore) -> Iterator[_Listed]:
     from prefect_tune.core.journal.journal import load
     from prefect_tune.core.storage.experiment_listing import experiment_names
-    from prefect_tune.stores.local.staging import side_by_side
+    from prefect_tune.stores.local.staging import transfer_pool
 
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         for name in experiment_names(store):
             try:
                 yield _listed(store, load(store, name, side_by_side=transfers))

@@ -42,9 +42,9 @@ def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experime
         InvalidInput: there is no experiment of this name.
     """
     from prefect_tune.core.journal.journal import load
-    from prefect_tune.stores.local.staging import side_by_side
+    from prefect_tune.stores.local.staging import transfer_pool
 
-    with looked_at(target) as store, side_by_side() as transfers:
+    with looked_at(target) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
         if not state.number:
             raise InvalidInput(f"{place_at(target).uri}: there is no experiment {experiment!r}")

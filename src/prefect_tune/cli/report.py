@@ -17,7 +17,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import objective_in
 
 if TYPE_CHECKING:
-    from prefect_tune.reporting.report_data import Material
+    from prefect_tune.reporting.report_data import ReportData
 
 __all__: list[str] = []
 
@@ -62,7 +62,7 @@ def _form_of(output: Path | None, *, as_json: bool) -> str:
     return forms[ending]
 
 
-def _written(found: Material, *, as_json: bool, as_html: bool) -> str:
+def _written(found: ReportData, *, as_json: bool, as_html: bool) -> str:
     from prefect_tune.monitoring.live_report import link_to
     from prefect_tune.reporting.page import page_of
     from prefect_tune.reporting.render_html import as_html as html
@@ -75,13 +75,13 @@ def _written(found: Material, *, as_json: bool, as_html: bool) -> str:
     return html(page) if as_html else as_markdown(page)
 
 
-def _material(target: str, experiment: str) -> Material:
+def _material(target: str, experiment: str) -> ReportData:
     from prefect_tune.core.journal.journal import history
     from prefect_tune.reporting.history import moment, told
     from prefect_tune.reporting.report_data import material
-    from prefect_tune.stores.local.staging import side_by_side
+    from prefect_tune.stores.local.staging import transfer_pool
 
-    with opened(target, experiment) as (store, state), side_by_side() as transfers:
+    with opened(target, experiment) as (store, state), transfer_pool() as transfers:
         entries = history(store, experiment, side_by_side=transfers)
     objective = objective_in(state.settings)
     chronicle = told((each for each in entries if each.number <= state.number), objective.metrics if objective else ())

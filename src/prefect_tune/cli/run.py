@@ -31,7 +31,7 @@ class _Mode(StrEnum):
     MAX = "max"
 
 
-class _Trials(StrEnum):
+class _TrialExecution(StrEnum):
     TASKS = "tasks"
     DEPLOYMENT = "deployment"
 
@@ -68,7 +68,9 @@ _Heard = Annotated[list[str] | None, asks("--callback", "MODULE:NAME", "A callba
 _Every = Annotated[int | None, asks("--checkpoint-every", "STEPS", "Default: every 60 s, and at the end.", at_least=1)]
 _Kept = Annotated[int | None, asks("--keep-last", "N", "Checkpoints to keep per trial. Default: all.", at_least=1)]
 _Failures = Annotated[int, asks("--max-failures", "N", "Retries of code that failed. Default: 0.", at_least=0)]
-_Runs = Annotated[_Trials, typer.Option(metavar="WHERE", help="tasks of this run, or deployment: a flow run each.")]
+_Runs = Annotated[
+    _TrialExecution, typer.Option(metavar="WHERE", help="tasks of this run, or deployment: a flow run each.")
+]
 _Deployment = Annotated[str, asks("--trial-deployment", "NAME", "For --trials deployment.")]
 _Resources = Annotated[list[str] | None, asks("--resource", "NAME=N", "Per trial, as gpu=0.5 or cpu=2.")]
 _Variables = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "For each run of the deployment.")]
@@ -104,7 +106,7 @@ def run(
     max_failures: _Failures = 0,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that errors.")] = False,
     callbacks: _Heard = None,
-    trials: _Runs = _Trials.TASKS,
+    trials: _Runs = _TrialExecution.TASKS,
     trial_deployment: _Deployment = "train-trial/train-trial",
     trial_job_variables: _Variables = None,
     trial_tags: _Tags = None,

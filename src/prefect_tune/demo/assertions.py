@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect_tune.core.models import shown_size
-from prefect_tune.demo.render import Claim
+from prefect_tune.demo.render import Assertion
 from prefect_tune.demo.worker import WEIGHTS_FILE
 
 __all__ = ["Findings", "Killed", "claims"]
@@ -43,20 +43,20 @@ class Findings:
     resumed: Mapping[str, str]
 
 
-def claims(found: Findings) -> list[Claim]:
+def claims(found: Findings) -> list[Assertion]:
     """Return every claim, the most important one first."""
     return [_identical(found), _in_the_middle(found), _came_back(found), _not_sent_again(found)]
 
 
-def _held(text: str, *shown_by: str) -> Claim:
-    return Claim(held=True, text=text, shown_by=shown_by)
+def _held(text: str, *shown_by: str) -> Assertion:
+    return Assertion(held=True, text=text, shown_by=shown_by)
 
 
-def _broken(text: str, *shown_by: str) -> Claim:
-    return Claim(held=False, text=text, shown_by=shown_by)
+def _broken(text: str, *shown_by: str) -> Assertion:
+    return Assertion(held=False, text=text, shown_by=shown_by)
 
 
-def _identical(found: Findings) -> Claim:
+def _identical(found: Findings) -> Assertion:
     if not found.undisturbed or found.undisturbed != found.resumed:
         return _broken("The last checkpoints of runs 1 and 3 are NOT the same", *_hashes(found))
     others = f"and so are the {len(found.resumed) - 1} other files of the last checkpoint; SHA-256 of the weights:"
@@ -68,7 +68,7 @@ def _hashes(found: Findings) -> tuple[str, ...]:
     return tuple(f"run {run}  {files.get(WEIGHTS_FILE, 'none')}" for run, files in runs)
 
 
-def _in_the_middle(found: Findings) -> Claim:
+def _in_the_middle(found: Findings) -> Assertion:
     killed = found.killed
     if killed.exit_code != -signal.SIGKILL or not killed.arrived or killed.newest_step >= killed.step:
         return _broken("SIGKILL did NOT hit an upload in its middle", str(killed))
@@ -82,7 +82,7 @@ def _in_the_middle(found: Findings) -> Claim:
     )
 
 
-def _came_back(found: Findings) -> Claim:
+def _came_back(found: Findings) -> Assertion:
     killed, back = found.killed, found.came_back_at
     if not back == killed.newest_step > 0:
         return _broken(f"Run 3 came back at step {back}, and step {killed.newest_step} had been committed")
@@ -90,7 +90,7 @@ def _came_back(found: Findings) -> Claim:
     return _held(f"Run 3 came back at step {back}, the newest one committed", again)
 
 
-def _not_sent_again(found: Findings) -> Claim:
+def _not_sent_again(found: Findings) -> Assertion:
     arrived = found.killed.arrived
     kept = {path: arrived[path] for path in arrived if found.whole_blobs.get(path) == arrived[path]}
     if kept != arrived:

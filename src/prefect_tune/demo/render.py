@@ -11,7 +11,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Claim", "Track", "cells", "tracks", "verdict"]
+__all__ = ["Assertion", "Track", "cells", "tracks", "verdict"]
 
 _NARROW = 100  # terminal columns below which a track has 24 cells, and not 48
 
@@ -32,7 +32,7 @@ class Track:
 
 
 @dataclass(frozen=True)
-class Claim:
+class Assertion:
     """A claim of the demo, whether it held, and lines of evidence."""
 
     held: bool
@@ -84,7 +84,7 @@ def _legend() -> Text:
     return Text("   ").join(Text.assemble((mark, style), (f" {said}", "dim")) for mark, style, said in parts)
 
 
-def verdict(claims: Iterable[Claim]) -> Table:
+def verdict(claims: Iterable[Assertion]) -> Table:
     """Return the claims, each with its mark."""
     table = Table.grid(padding=(0, 1))
     for claim in claims:

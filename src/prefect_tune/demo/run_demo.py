@@ -22,13 +22,13 @@ from prefect_tune.core.models import shown_size
 from prefect_tune.demo.assertions import Findings, Killed, claims
 from prefect_tune.demo.process import ActProcess, act_process
 from prefect_tune.demo.render import verdict
-from prefect_tune.demo.screen import Screen
+from prefect_tune.demo.screen import DemoScreen
 from prefect_tune.demo.server import temporary_server, without_prefect
 from prefect_tune.demo.worker import ActRequest
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
-    from prefect_tune.demo.target_probe import Sight, Watch
+    from prefect_tune.demo.target_probe import TargetProbe, TrialListing
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -63,7 +63,7 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
     began = time.monotonic()
     console.print("\n  [bold]prefect-tune demo[/]  three runs of one training, on scikit-learn's digits")
     with _directory(options) as directory, ExitStack() as at_end:
-        with Screen(console, options.steps) as screen:
+        with DemoScreen(console, options.steps) as screen:
             stage = _set_up(options, directory, screen, at_end)
             ready_after = time.monotonic() - began
             found = _perform(stage)
@@ -82,7 +82,7 @@ class _Stage:
     """What the runs of the demo share."""
 
     options: DemoOptions
-    screen: Screen
+    screen: DemoScreen
     target: StorageTarget
     place: str
     name: str
@@ -108,13 +108,13 @@ class _Stage:
             width=self.options.width,
         )
 
-    def begin(self, watch: Watch) -> ActProcess:
+    def begin(self, watch: TargetProbe) -> ActProcess:
         """Run the flow on the experiment that is watched, in a process of its own."""
         process = next(self.processes)
         process.begin(self.request(watch.trial.experiment))
         return process
 
-    def watch(self, experiment: str) -> Watch:
+    def watch(self, experiment: str) -> TargetProbe:
         """Watch an experiment of the demo, and remove it at the end."""
         from prefect_tune.demo.target_probe import watch
 
@@ -137,7 +137,7 @@ def _directory(options: DemoOptions) -> Iterator[Path]:
 # -------------------------------------------------------------------------------------------------- set-up
 
 
-def _set_up(options: DemoOptions, directory: Path, screen: Screen, at_end: ExitStack) -> _Stage:
+def _set_up(options: DemoOptions, directory: Path, screen: DemoScreen, at_end: ExitStack) -> _Stage:
     """Start a server unless the user has one, and check meanwhile that the target can be used."""
     place = options.target or (directory / "target").as_uri()
     name = f"demo-{uuid4().hex[:6]}"
@@ -194,7 +194,7 @@ def _perform(stage: _Stage) -> Findings:
     return _compare(undisturbed, watch, killed)
 
 
-def _train_to_the_end(stage: _Stage, act: int, watch: Watch) -> None:
+def _train_to_the_end(stage: _Stage, act: int, watch: TargetProbe) -> None:
     process = stage.begin(watch)
     for _ in _follow(stage, act, watch, process):
         time.sleep(0.05)
@@ -204,7 +204,7 @@ def _train_to_the_end(stage: _Stage, act: int, watch: Watch) -> None:
     stage.screen.change(act, outcome=f"accuracy {process.accuracy:.1%}")
 
 
-def _be_killed(stage: _Stage) -> tuple[Watch, Killed]:
+def _be_killed(stage: _Stage) -> tuple[TargetProbe, Killed]:
     """Run until a kill hits the middle of an upload; after a kill that came too late, try a new experiment."""
     for attempt in range(_TRIES):
         watch = stage.watch(f"killed-{attempt + 1}")
@@ -219,7 +219,7 @@ def _be_killed(stage: _Stage) -> tuple[Watch, Killed]:
     )
 
 
-def _train_until_killed(stage: _Stage, watch: Watch) -> Killed:
+def _train_until_killed(stage: _Stage, watch: TargetProbe) -> Killed:
     step = stage.doomed_step
     process = stage.begin(watch)
     for sight in _follow(stage, _KILLED, watch, process):
@@ -241,12 +241,12 @@ def _train_until_killed(stage: _Stage, watch: Watch) -> Killed:
     )
 
 
-def _quarter_there(watch: Watch, sight: Sight) -> bool:
+def _quarter_there(watch: TargetProbe, sight: TrialListing) -> bool:
     """Say whether a quarter of a checkpoint as large as the one before has arrived."""
     return bool(sight.in_flight) and 4 * sight.in_flight_bytes >= watch.manifest(sight.committed[-1]).size_bytes
 
 
-def _follow(stage: _Stage, act: int, watch: Watch, process: ActProcess) -> Iterator[Sight]:
+def _follow(stage: _Stage, act: int, watch: TargetProbe, process: ActProcess) -> Iterator[TrialListing]:
     """Yield what is on the target, for as long as the process runs."""
     while process.is_running:
         with suppress(StoreUnavailable):  # try again at the next look
@@ -256,13 +256,13 @@ def _follow(stage: _Stage, act: int, watch: Watch, process: ActProcess) -> Itera
             yield sight
 
 
-def _status(process: ActProcess, sight: Sight) -> str:
+def _status(process: ActProcess, sight: TrialListing) -> str:
     if sight.in_flight:
         return f"uploading a checkpoint: {shown_size(sight.in_flight_bytes)} have arrived"
     return f"training, accuracy {process.accuracy:.1%}" if process.step else "the run is starting"
 
 
-def _compare(undisturbed: Watch, resumed: Watch, killed: Killed) -> Findings:
+def _compare(undisturbed: TargetProbe, resumed: TargetProbe, killed: Killed) -> Findings:
     there = resumed.look().committed
     whole = resumed.manifest(next(key for key in there if key.step == killed.step))
     return Findings(

@@ -13,10 +13,10 @@ from rich.live import Live
 
 from prefect_tune.demo.render import Track, tracks
 
-__all__ = ["Screen"]
+__all__ = ["DemoScreen"]
 
 
-class Screen:
+class DemoScreen:
     """What is shown. Each act has a number, from 0, and a track."""
 
     def __init__(self, console: Console, steps: int) -> None:

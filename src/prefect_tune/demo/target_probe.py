@@ -22,13 +22,13 @@ from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.stores.local.download import fetch_committed
 from prefect_tune.stores.path_validation import TEMPORARY
 
-__all__ = ["Sight", "Watch", "watch"]
+__all__ = ["TargetProbe", "TrialListing", "watch"]
 
 _PATIENCE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
-class Sight:
+class TrialListing:
     """One listing of a trial."""
 
     committed: tuple[CheckpointKey, ...] = ()
@@ -56,7 +56,7 @@ class Sight:
         return sum(blob.size_bytes for blob in self.in_flight)
 
 
-class Watch:
+class TargetProbe:
     """A read-only view of a trial on its target."""
 
     def __init__(self, target: StorageTarget, store: ObjectStore, trial: TrialKey) -> None:
@@ -64,9 +64,9 @@ class Watch:
         self._store = store
         self.trial = trial
 
-    def look(self) -> Sight:
+    def look(self) -> TrialListing:
         """List the trial."""
-        return Sight.of(self.trial, list(self._store.list(self.trial.folder)))
+        return TrialListing.of(self.trial, list(self._store.list(self.trial.folder)))
 
     def state(self) -> Trial:
         """Return the trial's state from the journal."""
@@ -102,7 +102,7 @@ class Watch:
 
 
 @contextmanager
-def watch(target: StorageTarget, experiment: str) -> Iterator[Watch]:
+def watch(target: StorageTarget, experiment: str) -> Iterator[TargetProbe]:
     """Watch the trial of `experiment`."""
     with target.open(timeout=_PATIENCE) as store:
-        yield Watch(target, store, TrialKey(experiment=experiment, trial="trial"))
+        yield TargetProbe(target, store, TrialKey(experiment=experiment, trial="trial"))

@@ -14,7 +14,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.deploy.automation_specs import Shipped, shipped
+from prefect_tune.deploy.automation_specs import AutomationSpec, shipped
 from prefect_tune.prefect_api.api_client import prefect_server
 
 __all__ = ["automation_names", "install_automations", "uninstall_automations"]
@@ -93,7 +93,7 @@ def _window(seconds: float | None) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def _chosen(names: Collection[str] | None, window: timedelta) -> Sequence[Shipped]:
+def _chosen(names: Collection[str] | None, window: timedelta) -> Sequence[AutomationSpec]:
     known = shipped(window)
     if isinstance(names, str):
         names = [names]
@@ -132,7 +132,7 @@ def _deployment(client: SyncPrefectClient, name: str) -> Any:
         raise InvalidInput(f"run={name!r}: no such deployment exists; expected 'flow/deployment'") from error
 
 
-def _install(client: SyncPrefectClient, wanted: Shipped, actions: Sequence[ActionTypes]) -> None:
+def _install(client: SyncPrefectClient, wanted: AutomationSpec, actions: Sequence[ActionTypes]) -> None:
     found = client.read_automations_by_name(wanted.name)
     if not found:
         client.create_automation(_automation(wanted, actions or [DoNothing()]))
@@ -145,7 +145,7 @@ def _install(client: SyncPrefectClient, wanted: Shipped, actions: Sequence[Actio
         client.update_automation(first.id, AutomationCore(**new.model_dump(exclude={"owner_resource"})))
 
 
-def _automation(wanted: Shipped, actions: Sequence[ActionTypes], *, enabled: bool = True) -> AutomationCore:
+def _automation(wanted: AutomationSpec, actions: Sequence[ActionTypes], *, enabled: bool = True) -> AutomationCore:
     does = [_worded(each, wanted.says) for each in actions] if wanted.is_alert else list(wanted.acts)
     return AutomationCore(
         name=wanted.name,

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.deploy.deployment_parameters import SavedBlocks, checked
-from prefect_tune.deploy.deployment_specs import TAG, Every, Offer, Schedule, Wanted
+from prefect_tune.deploy.deployment_specs import TAG, DeployableFlow, DeploymentSchedule, DeploymentSpec, Interval
 from prefect_tune.parameters.form_schema import form_of
 from prefect_tune.prefect_api.api_client import prefect_server
 
@@ -56,14 +56,14 @@ class Deployed:
 class _Ready:
     """A deployment whose flow, parameters and schedules are checked."""
 
-    wanted: Wanted
+    wanted: DeploymentSpec
     flow: Flow[Any, Any]
     schema: Mapping[str, Any]
     parameters: Mapping[str, Any]
     times: Sequence[_Times] | None
 
 
-def deploy(wanted: Sequence[Wanted], pool: Pool) -> Sequence[Deployed]:
+def deploy(wanted: Sequence[DeploymentSpec], pool: Pool) -> Sequence[Deployed]:
     """Create or update these deployments; everything is checked before anything is written.
 
     Runs use the package as it is installed where they run: no code is pulled. Schedules that equal the existing
@@ -103,7 +103,7 @@ def _require_variables(pool: WorkPool, given: Mapping[str, Any]) -> None:
             raise InvalidInput(f"work pool {pool.name!r} of type {pool.type!r} has no job variable {name!r}: {hint}")
 
 
-def _ready(client: SyncPrefectClient, wanted: Wanted) -> _Ready:
+def _ready(client: SyncPrefectClient, wanted: DeploymentSpec) -> _Ready:
     flow = _flow(wanted.offer)
     schema = form_of(flow)
     times = None if wanted.schedules is None else [_times(each) for each in wanted.schedules]
@@ -111,7 +111,7 @@ def _ready(client: SyncPrefectClient, wanted: Wanted) -> _Ready:
     return _Ready(wanted, flow, schema, parameters, times)
 
 
-def _flow(offer: Offer) -> Flow[Any, Any]:
+def _flow(offer: DeployableFlow) -> Flow[Any, Any]:
     module, _, name = offer.entrypoint.rpartition(".")
     try:
         found = getattr(import_module(module), name)
@@ -122,9 +122,9 @@ def _flow(offer: Offer) -> Flow[Any, Any]:
     raise InvalidInput(f"{offer.name}: expected a flow at {offer.entrypoint}, found a {type(found).__name__}")
 
 
-def _times(schedule: Schedule) -> _Times:
+def _times(schedule: DeploymentSchedule) -> _Times:
     try:
-        if isinstance(schedule.when, Every):
+        if isinstance(schedule.when, Interval):
             return IntervalSchedule(interval=schedule.when.interval, timezone=schedule.time_zone)
         return CronSchedule(cron=schedule.when, timezone=schedule.time_zone)
     except ValidationError as error:
@@ -151,7 +151,7 @@ def _deployed(client: SyncPrefectClient, ready: _Ready, pool: Pool) -> Deployed:
     )
 
 
-def _before(client: SyncPrefectClient, wanted: Wanted) -> DeploymentResponse | None:
+def _before(client: SyncPrefectClient, wanted: DeploymentSpec) -> DeploymentResponse | None:
     try:
         return client.read_deployment_by_name(wanted.full_name)
     except ObjectNotFound:

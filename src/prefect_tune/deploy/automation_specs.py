@@ -1,7 +1,8 @@
 """The automations of this package, as values: the trigger and the actions of each.
 
 Two restart runs whose process died. Prefect's own *retries* cannot: the process that would carry them out is gone. The
-others are alerts on this package's events (`prefect_tune.core.notifications.lifecycle_events`); the user gives their actions at installation.
+others are alerts on this package's events (`prefect_tune.core.notifications.lifecycle_events`); the user gives their
+actions at installation.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from prefect.events.actions import ActionTypes
 from prefect_tune.core.notifications.lifecycle_events import (
     BestImproved,
     BudgetNearlySpent,
-    CheckpointCorrupt,
+    CheckpointCorruptFound,
     ExperimentFailed,
-    Lagging,
-    News,
+    LifecycleEvent,
+    SyncLagged,
     TrialStale,
 )
 
-__all__ = ["Shipped", "shipped"]
+__all__ = ["AutomationSpec", "shipped"]
 
 _PREFIX = "prefect-tune: "
 _TAG = "prefect-tune"
@@ -48,7 +49,7 @@ _IS_OVER = ("Completed", "Failed", "Cancelled", "Cancelling", "Suspended", "Paus
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class AutomationSpec:
     """One automation."""
 
     name: str
@@ -65,7 +66,7 @@ class Shipped:
         return not self.acts
 
 
-def shipped(heartbeat_window: timedelta) -> Mapping[str, Shipped]:
+def shipped(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]:
     """Return all automations by their names.
 
     Args:
@@ -75,12 +76,12 @@ def shipped(heartbeat_window: timedelta) -> Mapping[str, Shipped]:
     return {each.name: each for each in every}
 
 
-def _start_again() -> Shipped:
+def _start_again() -> AutomationSpec:
     """Restart a crashed run after a delay: its runner reports the crash, and its worker again some seconds later.
 
     After a restart in between, the run would be two processes. Attempts of trials are restarted by their search.
     """
-    return Shipped(
+    return AutomationSpec(
         f"{_PREFIX}start again after a crash",
         f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_COOL_DOWN.seconds} s, as the same run: it "
         "resumes from its last commit. If its process is still alive, only one of the two can commit.",
@@ -102,9 +103,9 @@ def _start_again() -> Shipped:
     )
 
 
-def _silent(window: timedelta) -> Shipped:
+def _silent(window: timedelta) -> AutomationSpec:
     """Mark a run without heartbeats as crashed: a lost machine cannot report its crash."""
-    return Shipped(
+    return AutomationSpec(
         f"{_PREFIX}take a silent run for crashed",
         f"Marks a run of a deployment tagged {_TAG!r} as Crashed after {window.total_seconds():g} s without a "
         "heartbeat: its machine is lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets the heartbeat period.",
@@ -130,7 +131,7 @@ def _tagged() -> dict[str, str | list[str]]:
     return {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{_TAG}"}
 
 
-def _alert(name: str, news: type[News], description: str, says: str) -> Shipped:
+def _alert(name: str, news: type[LifecycleEvent], description: str, says: str) -> AutomationSpec:
     about = "Experiment {{ event.payload.experiment }} at {{ event.payload.target }}: "
     trigger = EventTrigger(
         posture=Posture.Reactive,
@@ -139,13 +140,13 @@ def _alert(name: str, news: type[News], description: str, says: str) -> Shipped:
         threshold=1,
         within=timedelta(0),
     )
-    return Shipped(f"{_PREFIX}{name}", f"{description} {_UNTIL}", trigger, says=about + says)
+    return AutomationSpec(f"{_PREFIX}{name}", f"{description} {_UNTIL}", trigger, says=about + says)
 
 
 _ALERTS = (
     _alert(
         "corrupt checkpoint",
-        CheckpointCorrupt,
+        CheckpointCorruptFound,
         "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
         "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: {{ event.payload.reason }}",
     ),
@@ -163,7 +164,7 @@ _ALERTS = (
     ),
     _alert(
         "lag",
-        Lagging,
+        SyncLagged,
         "Recent progress is not stored: writes to the journal, or saves of a trial, are behind.",
         "the {{ event.payload.what }} is {{ event.payload.seconds }} s behind; trial: {{ event.payload.trial }}",
     ),

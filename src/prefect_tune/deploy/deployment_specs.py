@@ -11,7 +11,18 @@ from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import valid_name
 
-__all__ = ["OFFERS", "TAG", "Collision", "Every", "Offer", "Schedule", "Wanted", "named", "of_one_experiment", "wanted"]
+__all__ = [
+    "OFFERS",
+    "TAG",
+    "Collision",
+    "DeployableFlow",
+    "DeploymentSchedule",
+    "DeploymentSpec",
+    "Interval",
+    "named",
+    "of_one_experiment",
+    "wanted",
+]
 
 TAG = "prefect-tune"
 """The tag of every deployment and of its runs, by which automations match them."""
@@ -20,7 +31,7 @@ _TRIAL_DEPLOYMENT = "trial_deployment"
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class DeployableFlow:
     """A flow of this package that can be deployed."""
 
     name: str
@@ -38,30 +49,30 @@ class Offer:
         return self.entrypoint.rpartition(".")[0]
 
 
-OFFERS: Sequence[Offer] = (
-    Offer(
+OFFERS: Sequence[DeployableFlow] = (
+    DeployableFlow(
         "durable-trainable",
         "prefect_tune.flows.durable_trainable.durable_trainable",
         "Train one trial durably. The same experiment name resumes it from its newest checkpoint.",
     ),
-    Offer(
+    DeployableFlow(
         "tune",
         "prefect_tune.flows.tune.tune",
         "Search for the best configuration. The same experiment name resumes the search.",
     ),
-    Offer(
+    DeployableFlow(
         "resume",
         "prefect_tune.flows.resume.resume",
         "Resume a search by its name alone, with more samples or steps, or another space; or fork it.",
     ),
-    Offer(
+    DeployableFlow(
         "maintain",
         "prefect_tune.flows.maintain.maintain",
         "Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage.",
         at_once=1,
         has_experiment=False,
     ),
-    Offer(
+    DeployableFlow(
         "train-trial",
         "prefect_tune.flows.train_trial.train_trial",
         'Run one attempt of a trial. Searches with trials="deployment" start it; do not start it by hand.',
@@ -71,29 +82,29 @@ OFFERS: Sequence[Offer] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class Interval:
     """A fixed time between one run and the next."""
 
     interval: timedelta
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class DeploymentSchedule:
     """When Prefect starts a run of a deployment."""
 
-    when: str | Every
+    when: str | Interval
     """A cron expression, or an interval."""
     time_zone: str = "UTC"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class DeploymentSpec:
     """The specification of a deployment."""
 
-    offer: Offer
+    offer: DeployableFlow
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    schedules: Sequence[Schedule] | None = None
+    schedules: Sequence[DeploymentSchedule] | None = None
     """None: keep existing schedules."""
     at_once: int | None = None
     collision: Collision = "cancel-new"
@@ -104,7 +115,7 @@ class Wanted:
         return f"{self.offer.name}/{self.name}"
 
 
-def named(names: Sequence[str]) -> Sequence[Offer]:
+def named(names: Sequence[str]) -> Sequence[DeployableFlow]:
     """Return the deployable flows of these names; all of them if `names` is empty.
 
     Raises:
@@ -118,7 +129,7 @@ def named(names: Sequence[str]) -> Sequence[Offer]:
     return [known[name] for name in dict.fromkeys(names or known)]
 
 
-def wanted(offers: Sequence[Offer], *, prefix: str = "", suffix: str = "") -> Sequence[Wanted]:
+def wanted(offers: Sequence[DeployableFlow], *, prefix: str = "", suffix: str = "") -> Sequence[DeploymentSpec]:
     """Return specifications of general deployments, with a common prefix and suffix in their names.
 
     The deployment of `tune` starts its trials by the `train-trial` deployment of the same prefix and suffix.
@@ -126,7 +137,7 @@ def wanted(offers: Sequence[Offer], *, prefix: str = "", suffix: str = "") -> Se
     trials = _around("train-trial", prefix, suffix)
     elsewhere = {_TRIAL_DEPLOYMENT: f"train-trial/{trials}"} if trials != "train-trial" else {}
     return [
-        Wanted(
+        DeploymentSpec(
             offer=offer,
             name=_around(offer.name, prefix, suffix),
             parameters=elsewhere if offer.name == "tune" else {},
@@ -137,18 +148,18 @@ def wanted(offers: Sequence[Offer], *, prefix: str = "", suffix: str = "") -> Se
 
 
 def of_one_experiment(
-    offer: Offer,
+    offer: DeployableFlow,
     name: str,
     parameters: Mapping[str, Any],
-    schedules: Sequence[Schedule] | None,
+    schedules: Sequence[DeploymentSchedule] | None,
     collision: Collision = "cancel-new",
-) -> Wanted:
+) -> DeploymentSpec:
     """Return the specification of a deployment for one experiment: `name`, unless `parameters` name another.
 
     At most one of its runs runs at a time.
     """
     experiment = {"experiment": name} if offer.has_experiment else {}
-    return Wanted(
+    return DeploymentSpec(
         offer=offer,
         name=valid_name(name),
         parameters={**experiment, **parameters},

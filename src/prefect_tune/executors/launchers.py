@@ -25,12 +25,12 @@ from prefect.states import Cancelled
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.resources import Resources
-from prefect_tune.executors.remote_link import StoreLine
+from prefect_tune.executors.remote_link import StoreLink
 from prefect_tune.executors.trial_executor import attempt_of
-from prefect_tune.executors.trial_parameters import TrialParameters, orders_as_parameters
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.executors.trial_parameters import TrialParameters, request_as_parameters
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
-__all__ = ["OnDeployment", "OnTaskRunner"]
+__all__ = ["DeploymentLauncher", "TaskRunnerLauncher"]
 
 _Answer = TypeVar("_Answer")
 _LOOK_SECONDS = 2.0
@@ -41,16 +41,16 @@ _AWAY = (PrefectException, httpx.HTTPError, OSError)
 _TOO_BUSY = (408, 429)
 
 
-class OnTaskRunner:
+class TaskRunnerLauncher:
     """Start each attempt as a task of the flow's task runner, which reserves the trial's resources."""
 
-    outlives = False
+    survives_search = False
 
     def __init__(self, runner: object, resources: Resources | None) -> None:
         """Raises InvalidInput: the task runner cannot reserve `resources`."""
         self._reserving = _reserving(runner, resources)
 
-    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+    def __call__(self, plan: TrialSpec, orders: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
         del attempt
         with self._reserving():
             return attempt_of(plan).submit(plan, orders, line).result
@@ -77,10 +77,10 @@ def _reserving(runner: object, resources: Resources | None) -> Callable[[], Abst
     )
 
 
-class OnDeployment:
+class DeploymentLauncher:
     """Start each attempt as a run of one deployment of `train_trial`, found again by its idempotency key."""
 
-    outlives = True
+    survives_search = True
 
     def __init__(self, deployment: str, job_variables: Mapping[str, Any] | None = None) -> None:
         self._deployment = deployment
@@ -88,7 +88,7 @@ class OnDeployment:
         self._begun: Counter[str] = Counter()
         self._withdrawn = threading.Event()
 
-    def require(self, plan: TrialPlan) -> None:
+    def require(self, plan: TrialSpec) -> None:
         """Check the deployment and the plan, before anything is written.
 
         Raises:
@@ -104,11 +104,11 @@ class OnDeployment:
                 "prefect-tune deploy train-trial --work-pool POOL"
             ) from missing
 
-    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+    def __call__(self, plan: TrialSpec, orders: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
         del line  # the deployment run creates its own from the parameters
         parameters: dict[str, object] = {
             "parameters": TrialParameters.of(plan).model_dump(mode="json"),
-            "orders": orders_as_parameters(orders),
+            "orders": request_as_parameters(orders),
             "attempt": attempt,
         }
         run = self._latest_run(plan, parameters, _key(plan, orders, attempt))
@@ -119,7 +119,7 @@ class OnDeployment:
     def withdraw(self) -> None:
         self._withdrawn.set()
 
-    def _latest_run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+    def _latest_run(self, plan: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Return the newest run of this attempt; create it if needed.
 
         If the run has ended, an earlier owner may have created later ones: follow them by their keys. A run that was
@@ -145,11 +145,11 @@ class OnDeployment:
         self._begun[key] += 1
         return taken
 
-    def _run(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+    def _run(self, plan: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Create the run, or return it if an earlier request, whose answer was lost, has created it."""
         return self._waiting(plan, partial(self._asked_for, plan, parameters, key))
 
-    def _waiting(self, plan: TrialPlan, ask: Callable[[], _Answer]) -> _Answer:
+    def _waiting(self, plan: TrialSpec, ask: Callable[[], _Answer]) -> _Answer:
         """Call `ask`; while the API is unavailable, retry with backoff for up to 5 minutes."""
         pause_seconds, until = _FIRST_PAUSE_SECONDS, time.monotonic() + _PATIENCE.total_seconds()
         while True:
@@ -163,7 +163,7 @@ class OnDeployment:
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _asked_for(self, plan: TrialPlan, parameters: dict[str, object], key: str) -> FlowRun:
+    def _asked_for(self, plan: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         run = run_deployment(
             self._deployment,
             parameters=parameters,
@@ -182,7 +182,7 @@ class OnDeployment:
             time.sleep(_LOOK_SECONDS)
 
 
-def _key(plan: TrialPlan, orders: Orders, attempt: int) -> str:
+def _key(plan: TrialSpec, orders: AttemptRequest, attempt: int) -> str:
     """Return the idempotency key of an attempt, unique among targets and among later experiments of one name."""
     target, experiment_id = digest_of(plan.target.uri.encode())[:16], orders.experiment_id[:16]
     return f"{target}/{plan.trial.experiment}/{experiment_id}/{plan.trial.trial}/{attempt}"

@@ -21,29 +21,29 @@ from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.executors.remote_link import StoreLine
-from prefect_tune.executors.trial_executor import Began, Message, Over
-from prefect_tune.retry_policy import retrying
-from prefect_tune.supervisor.search_link import Told, Wrote
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.executors.remote_link import StoreLink
+from prefect_tune.executors.trial_executor import AttemptExited, Message, RemoteAttemptStarted
+from prefect_tune.retry_policy import with_retries
+from prefect_tune.supervisor.search_link import EntryWritten, StepReported
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import experiment_id
 
-__all__ = ["Elsewhere", "RemoteCrew"]
+__all__ = ["AttemptLauncher", "RemoteExecutor"]
 
 _REQUEST = timedelta(seconds=60)
 _UNREAD = timedelta(minutes=10)
 """How long reads of the target may fail before the search ends with their error."""
 
 
-class Elsewhere(Protocol):
+class AttemptLauncher(Protocol):
     """Launches attempts on other machines; a second launch with the same attempt number finds the first one."""
 
     @property
-    def outlives(self) -> bool:
+    def survives_search(self) -> bool:
         """Whether an attempt continues after the search that started it has ended."""
         ...
 
-    def __call__(self, plan: TrialPlan, orders: Orders, line: StoreLine, attempt: int) -> Callable[[], object]:
+    def __call__(self, plan: TrialSpec, orders: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
         """Launch; return a function that waits for the attempt's end, and raises its error if that is known."""
         ...
 
@@ -53,8 +53,8 @@ class Elsewhere(Protocol):
 
 
 @dataclass
-class _Attempt:
-    plan: TrialPlan
+class _RemoteAttempt:
+    plan: TrialSpec
     number: int
     milestone: int | None
     read: int
@@ -65,22 +65,22 @@ class _Attempt:
         return self.milestone is not None and step >= self.milestone
 
 
-class RemoteCrew:
-    """A `Crew` for attempts that share only the target with this process."""
+class RemoteExecutor:
+    """A `TrialExecutor` for attempts that share only the target with this process."""
 
-    def __init__(self, target: StorageTarget, elsewhere: Elsewhere, look_every: timedelta) -> None:
+    def __init__(self, target: StorageTarget, elsewhere: AttemptLauncher, look_every: timedelta) -> None:
         self._target = target
         self._elsewhere = elsewhere
         self._look_every = look_every
-        self._ends: queue.SimpleQueue[Over] = queue.SimpleQueue()
-        self._attempts: dict[str, _Attempt] = {}
+        self._ends: queue.SimpleQueue[AttemptExited] = queue.SimpleQueue()
+        self._attempts: dict[str, _RemoteAttempt] = {}
         self._experiment_id: str | None = None
         self._stopped = False
         self._unread_since: float | None = None
 
     @property
-    def outlives(self) -> bool:
-        return self._elsewhere.outlives
+    def survives_search(self) -> bool:
+        return self._elsewhere.survives_search
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -88,13 +88,13 @@ class RemoteCrew:
     def __contains__(self, trial: str) -> bool:
         return trial in self._attempts
 
-    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         """Start an attempt; read the entries of its journal after entry `absorbed`."""
         trial = plan.trial.trial
         self._on_store(lambda store: take_back(store, plan.trial, attempt))
-        line = StoreLine(self._target, plan.trial, attempt)
+        line = StoreLink(self._target, plan.trial, attempt)
         wait = self._elsewhere(plan, replace(orders, experiment_id=self._id_of(plan)), line, attempt)
-        self._attempts[trial] = _Attempt(plan, attempt, orders.milestone, absorbed)
+        self._attempts[trial] = _RemoteAttempt(plan, attempt, orders.milestone, absorbed)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
@@ -114,7 +114,7 @@ class RemoteCrew:
                 self._say(attempt, UNASKED, StopAndSave())
             self._stopped = True
 
-    def hear(self, patience: timedelta) -> list[Message]:
+    def poll(self, patience: timedelta) -> list[Message]:
         """Return the new messages; wait up to `patience` for the first."""
         end = time.monotonic() + patience.total_seconds()
         while True:
@@ -123,11 +123,11 @@ class RemoteCrew:
             if heard or over or time.monotonic() >= end:
                 return [*heard, *over]
 
-    def dismiss(self, trial: str) -> None:
+    def forget(self, trial: str) -> None:
         """Remove an attempt that has ended."""
         del self._attempts[trial]
 
-    def _id_of(self, plan: TrialPlan) -> str:
+    def _id_of(self, plan: TrialSpec) -> str:
         """Return the experiment's id; an attempt that starts after its experiment was deleted detects this by it."""
         if self._experiment_id is None:
             self._experiment_id = experiment_id(self._target, plan.trial.experiment)
@@ -137,12 +137,12 @@ class RemoteCrew:
         try:
             wait()
         except BaseException as error:  # noqa: BLE001  the driver handles any error of an attempt
-            self._ends.put(Over(trial, error))
+            self._ends.put(AttemptExited(trial, error))
         else:
-            self._ends.put(Over(trial))
+            self._ends.put(AttemptExited(trial))
 
-    def _over(self, patience: timedelta) -> list[Over]:
-        found: list[Over] = []
+    def _over(self, patience: timedelta) -> list[AttemptExited]:
+        found: list[AttemptExited] = []
         try:
             found.append(self._ends.get(timeout=patience.total_seconds()))
             while True:
@@ -150,7 +150,7 @@ class RemoteCrew:
         except queue.Empty:
             return found
 
-    def _read(self, attempt: _Attempt) -> list[Message]:
+    def _read(self, attempt: _RemoteAttempt) -> list[Message]:
         """Return the messages of new entries in its journal. If the target fails, a later call reads the rest."""
         entries: list[Entry] = []
         with self._read_later(), self._target.open(timeout=_REQUEST) as store:
@@ -173,9 +173,9 @@ class RemoteCrew:
         else:
             self._unread_since = None
 
-    def _said_in(self, entry: Entry, attempt: _Attempt) -> list[Message]:
+    def _said_in(self, entry: Entry, attempt: _RemoteAttempt) -> list[Message]:
         trial = attempt.plan.trial.trial
-        heard: list[Message] = [Wrote(trial, entry.number, entry.events, entry.at)]
+        heard: list[Message] = [EntryWritten(trial, entry.number, entry.events, entry.at)]
         for event in entry.events:
             match event:
                 case Started():
@@ -184,20 +184,20 @@ class RemoteCrew:
                     is_due = attempt.is_due(report.step)
                     if asks and not is_due:  # its orders predate the latest decision
                         self._say(attempt, report.step, GoOn(milestone=attempt.milestone))
-                    heard.append(Told(trial, report, asks and is_due))
+                    heard.append(StepReported(trial, report, asks and is_due))
                 case _:
                     pass
         return heard
 
-    def _begun(self, attempt: _Attempt, started: Started) -> list[Message]:
+    def _begun(self, attempt: _RemoteAttempt, started: Started) -> list[Message]:
         """Note the attempt's number: it is new if a task runner reran a dead worker's task, with the old orders."""
         is_another = started.attempt != attempt.number
         attempt.number = started.attempt
         if is_another and self._stopped:
             self._say(attempt, UNASKED, StopAndSave())
-        return [Began(started.trial)] if is_another or attempt.is_due(started.from_step) else []
+        return [RemoteAttemptStarted(started.trial)] if is_another or attempt.is_due(started.from_step) else []
 
-    def _say(self, attempt: _Attempt, step: int, said: GoOn | Leave | StopAndSave) -> None:
+    def _say(self, attempt: _RemoteAttempt, step: int, said: GoOn | Leave | StopAndSave) -> None:
         self._on_store(lambda store: answer(store, attempt.plan.trial, attempt.number, step, said))
 
     def _on_store(self, act: Callable[[ObjectStore], None]) -> None:
@@ -205,4 +205,4 @@ class RemoteCrew:
             with self._target.open(timeout=_REQUEST) as store:
                 act(store)
 
-        retrying(acted)
+        with_retries(acted)

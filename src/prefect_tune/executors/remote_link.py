@@ -23,7 +23,7 @@ from prefect_tune.supervisor.process_output import Log
 from prefect_tune.supervisor.process_pool import supervised_process
 from prefect_tune.supervisor.search_link import Answer
 
-__all__ = ["StoreLine"]
+__all__ = ["StoreLink"]
 
 _REQUEST = timedelta(seconds=30)
 _FIRST_PAUSE_SECONDS = 0.05
@@ -31,7 +31,7 @@ _LONGEST_PAUSE_SECONDS = 1.0
 _UNASKED_SECONDS = 2.0
 
 
-class StoreLine:
+class StoreLink:
     """A link through the target. It can be pickled and sent to another machine until it is connected.
 
     The attempt journals a report that needs an answer at once; the owner of the experiment, which may have changed
@@ -61,7 +61,7 @@ class StoreLine:
         self._was_told = False
         self._warned = ""
 
-    def stopped_by(self, stop: threading.Event) -> StoreLine:
+    def stopped_by(self, stop: threading.Event) -> StoreLink:
         """Let this event of the local process stop the trial too."""
         self.stop = stop
         return self

@@ -14,13 +14,21 @@ from prefect import Task
 from prefect.futures import PrefectFuture
 
 from prefect_tune.core.messages.process_messages import GoOn, Leave
-from prefect_tune.retry_policy import unseen
-from prefect_tune.supervisor.process_pool import Nursery
-from prefect_tune.supervisor.search_link import DirectLine, Heard, Line
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.retry_policy import skip_prefect_introspection
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.search_link import InProcessLink, SearchLink, TrialMessage
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.run_trial import AttemptResult, run_trial
 
-__all__ = ["Began", "Crew", "LocalCrew", "Message", "Over", "attempt_of", "have_ended"]
+__all__ = [
+    "AttemptExited",
+    "LocalExecutor",
+    "Message",
+    "RemoteAttemptStarted",
+    "TrialExecutor",
+    "attempt_of",
+    "have_ended",
+]
 
 _PATIENCE = timedelta(seconds=0.5)
 # Time that a supervisor needs after its trial's grace period, to write a last journal entry.
@@ -28,7 +36,7 @@ _LAST_WORDS = timedelta(seconds=3)
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class AttemptExited:
     """An attempt has ended, with the error of its task if there was one; its journal holds how the trial ended."""
 
     trial: str
@@ -36,30 +44,30 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class RemoteAttemptStarted:
     """An attempt has started on another machine: it may have missed answers, and may wait for one at its milestone."""
 
     trial: str
 
 
-Message: TypeAlias = Heard | Over | Began
+Message: TypeAlias = TrialMessage | AttemptExited | RemoteAttemptStarted
 
 
-def attempt_of(plan: TrialPlan) -> Task[[TrialPlan, Orders, Line], AttemptResult]:
+def attempt_of(plan: TrialSpec) -> Task[[TrialSpec, AttemptRequest, SearchLink], AttemptResult]:
     """Return the task of one attempt, without task retries: the owner of the experiment decides and journals those."""
     return _tagged(plan.tags)
 
 
 @cache  # `with_options` is one of the most expensive steps of a short trial: Prefect reads the function's source again
-def _tagged(tags: tuple[str, ...]) -> Task[[TrialPlan, Orders, Line], AttemptResult]:
+def _tagged(tags: tuple[str, ...]) -> Task[[TrialSpec, AttemptRequest, SearchLink], AttemptResult]:
     return run_trial.with_options(retries=0, tags=tags)
 
 
-class Crew(Protocol):
+class TrialExecutor(Protocol):
     """Runs attempts of trials."""
 
     @property
-    def outlives(self) -> bool:
+    def survives_search(self) -> bool:
         """Whether an attempt continues when the search that started it has ended."""
         ...
 
@@ -67,7 +75,7 @@ class Crew(Protocol):
 
     def __contains__(self, trial: str) -> bool: ...
 
-    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         """Start attempt number `attempt`; `absorbed` is the last entry of the trial's journal that is known."""
         ...
 
@@ -82,42 +90,42 @@ class Crew(Protocol):
         """Request every trial to save and end."""
         ...
 
-    def hear(self, patience: timedelta) -> list[Message]:
+    def poll(self, patience: timedelta) -> list[Message]:
         """Return the messages since the last call; wait up to `patience` for the first one."""
         ...
 
-    def dismiss(self, trial: str) -> None:
+    def forget(self, trial: str) -> None:
         """Forget an attempt that has ended, and free its slot."""
         ...
 
 
-def have_ended(crew: Crew, grace: timedelta) -> None:
+def have_ended(executor: TrialExecutor, grace: timedelta) -> None:
     """Request every trial to save and end, and wait for that for `grace` and 3 s at most.
 
-    Attempts that outlive their search continue: the next owner answers them. Raises what `Crew.stop` raises.
+    Attempts that outlive their search continue: the next owner answers them. Raises what `TrialExecutor.stop` raises.
     """
-    if crew.outlives:
+    if executor.survives_search:
         return
-    crew.stop()
+    executor.stop()
     until = time.monotonic() + (grace + _LAST_WORDS).total_seconds()
-    while len(crew) and time.monotonic() < until:
-        for message in crew.hear(_PATIENCE):
-            if isinstance(message, Over):
-                crew.dismiss(message.trial)
+    while len(executor) and time.monotonic() < until:
+        for message in executor.poll(_PATIENCE):
+            if isinstance(message, AttemptExited):
+                executor.forget(message.trial)
 
 
-class LocalCrew:
+class LocalExecutor:
     """Runs attempts on this machine, each as a task in a thread that supervises a process of its own."""
 
-    outlives = False
+    survives_search = False
 
-    def __init__(self, nursery: Nursery, environments: Sequence[Mapping[str, str]] = ()) -> None:
+    def __init__(self, pool: TrialProcessPool, environments: Sequence[Mapping[str, str]] = ()) -> None:
         """Args: environments: environment variables of each slot; an attempt takes the lowest free slot."""
-        self._nursery = nursery
+        self._pool = pool
         self._environments = environments
         self._places: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._lines: dict[str, DirectLine] = {}
+        self._lines: dict[str, InProcessLink] = {}
         self._futures: dict[str, PrefectFuture[AttemptResult]] = {}
 
     def __len__(self) -> int:
@@ -126,13 +134,17 @@ class LocalCrew:
     def __contains__(self, trial: str) -> bool:
         return trial in self._futures
 
-    def start(self, plan: TrialPlan, orders: Orders, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         del attempt, absorbed  # a local attempt sends every entry through the queue
         trial = plan.trial.trial
-        line = DirectLine(trial, self._inbox.put, self._nursery)
+        line = InProcessLink(trial, self._inbox.put, self._pool)
         self._lines[trial] = line
-        self._futures[trial] = attempt_of(plan).submit(unseen(plan), unseen(self._placed(trial, orders)), unseen(line))
-        self._futures[trial].add_done_callback(lambda future: self._inbox.put(Over(trial, _error_of(future))))
+        self._futures[trial] = attempt_of(plan).submit(
+            skip_prefect_introspection(plan),
+            skip_prefect_introspection(self._placed(trial, orders)),
+            skip_prefect_introspection(line),
+        )
+        self._futures[trial].add_done_callback(lambda future: self._inbox.put(AttemptExited(trial, _error_of(future))))
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
         del step  # the connection belongs to the attempt that asked
@@ -143,7 +155,7 @@ class LocalCrew:
         for line in self._lines.values():
             line.stop.set()
 
-    def hear(self, patience: timedelta) -> list[Message]:
+    def poll(self, patience: timedelta) -> list[Message]:
         heard: list[Message] = []
         try:
             heard.append(self._inbox.get(timeout=patience.total_seconds()))
@@ -152,11 +164,11 @@ class LocalCrew:
         except queue.Empty:
             return heard
 
-    def dismiss(self, trial: str) -> None:
+    def forget(self, trial: str) -> None:
         del self._lines[trial], self._futures[trial]
         self._places.pop(trial, None)
 
-    def _placed(self, trial: str, orders: Orders) -> Orders:
+    def _placed(self, trial: str, orders: AttemptRequest) -> AttemptRequest:
         """Take the lowest free slot: a kept process of that slot uses the same devices."""
         if not self._environments:
             return orders

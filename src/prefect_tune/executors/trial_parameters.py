@@ -15,19 +15,19 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.models import Value
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
-__all__ = ["TrialParameters", "orders_as_parameters", "orders_from"]
+__all__ = ["TrialParameters", "request_as_parameters", "request_from"]
 
 
-_orders: TypeAdapter[Orders] = TypeAdapter(Orders)
+_orders: TypeAdapter[AttemptRequest] = TypeAdapter(AttemptRequest)
 
 
 _AS_TEXT = "json"
 
 
 class TrialParameters(Value):
-    """A `TrialPlan` as flow run parameters: without secrets, and valid in any process."""
+    """A `TrialSpec` as flow run parameters: without secrets, and valid in any process."""
 
     target: str
     trial: TrialKey
@@ -44,7 +44,7 @@ class TrialParameters(Value):
     concurrency_limits: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, plan: TrialPlan) -> TrialParameters:
+    def of(cls, plan: TrialSpec) -> TrialParameters:
         """Return the parameters of `plan`.
 
         Raises:
@@ -72,10 +72,10 @@ class TrialParameters(Value):
             concurrency_limits=plan.concurrency_limits,
         )
 
-    def plan(self) -> TrialPlan:
+    def plan(self) -> TrialSpec:
         """Return the plan of these parameters."""
         silence = self.silence_timeout_seconds
-        return TrialPlan(
+        return TrialSpec(
             target=resolve_target(self.target),
             trial=self.trial,
             trainable=self.trainable,
@@ -93,7 +93,7 @@ class TrialParameters(Value):
         )
 
 
-def orders_as_parameters(orders: Orders) -> dict[str, Any]:
+def request_as_parameters(orders: AttemptRequest) -> dict[str, Any]:
     """Return `orders` as a parameter: one JSON text, which Prefect does not interpret.
 
     They hold configurations and answers from a target. In an object, Prefect would load blocks that it refers to
@@ -102,8 +102,8 @@ def orders_as_parameters(orders: Orders) -> dict[str, Any]:
     return {_AS_TEXT: _orders.dump_json(replace(orders)).decode()}
 
 
-def orders_from(parameter: Mapping[str, Any]) -> Orders:
-    """Return the orders from `orders_as_parameters`; earlier versions passed an object in place of the text."""
+def request_from(parameter: Mapping[str, Any]) -> AttemptRequest:
+    """Return the orders from `request_as_parameters`; earlier versions passed an object in place of the text."""
     if parameter.keys() == {_AS_TEXT}:
         return _orders.validate_json(parameter[_AS_TEXT])
     return _orders.validate_python(parameter)

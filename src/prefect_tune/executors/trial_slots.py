@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Machine, Resources, resources_of, slots_on
-from prefect_tune.parameters.search_request import Asked
+from prefect_tune.parameters.search_request import SearchRequest
 from prefect_tune.supervisor.devices import machine_here
 
 __all__ = ["Slots", "resources_asked", "slots_elsewhere", "slots_here", "valid_bound"]
@@ -23,7 +23,7 @@ class Slots:
     """The environment variables of each slot, such as its GPUs; empty if trials inherit those of this process."""
 
 
-def resources_asked(asked: Asked) -> Resources | None:
+def resources_asked(asked: SearchRequest) -> Resources | None:
     """Return the resources of each trial; None if none were given.
 
     Raises:
@@ -33,12 +33,12 @@ def resources_asked(asked: Asked) -> Resources | None:
     return None if given is None else resources_of(given, "resources_per_trial")
 
 
-def slots_elsewhere(asked: Asked) -> Slots:
+def slots_elsewhere(asked: SearchRequest) -> Slots:
     """Return the slots of attempts whose resources a task runner or a work pool assigns."""
     return Slots(valid_bound(asked.max_concurrent_trials) or os.cpu_count() or 1)
 
 
-def slots_here(asked: Asked) -> Slots:
+def slots_here(asked: SearchRequest) -> Slots:
     """Return the slots of this machine.
 
     Raises:
@@ -66,7 +66,7 @@ def valid_bound(bound: int | None) -> int | None:
     return bound
 
 
-def _machine(asked: Asked) -> Machine:
+def _machine(asked: SearchRequest) -> Machine:
     """Return the detected resources of this machine; `resources_total` overrides them."""
     said = asked.resources_total
     if said is None:

@@ -10,13 +10,13 @@ from prefect_tune.core.errors import BadMetric
 from prefect_tune.runtime.session import TrialOver
 from prefect_tune.runtime.trainable import get_checkpoint, report_step
 
-__all__ = ["Wanted", "chosen", "goes_on_after", "restored_directory"]
+__all__ = ["MetricNames", "chosen", "goes_on_after", "restored_directory"]
 
-Wanted: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
+MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
 """A metric, several, `{name here: name there}`, or None for all."""
 
 
-def chosen(metrics: Mapping[str, object], wanted: Wanted) -> Mapping[str, object]:
+def chosen(metrics: Mapping[str, object], wanted: MetricNames) -> Mapping[str, object]:
     """Return the wanted ones of a framework's metrics.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, restored_directory
 from prefect_tune.integrations.missing_extra import missing
 from prefect_tune.runtime.trainable import save_last_step
 
@@ -62,7 +62,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
         metrics: which to report; `{"loss": "val_loss"}` renames. Default: all.
     """
 
-    def __init__(self, metrics: Wanted = None) -> None:
+    def __init__(self, metrics: MetricNames = None) -> None:
         super().__init__()
         self._metrics = metrics
         self._random: Mapping[str, Any] | None = None

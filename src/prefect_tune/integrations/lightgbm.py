@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, restored_directory
 from prefect_tune.integrations.missing_extra import missing
 from prefect_tune.runtime.trainable import save_last_step
 
@@ -52,7 +52,7 @@ class TuneReportCheckpointCallback:
 
     order = 90  # LightGBM calls them in this order; its early stopping has 30
 
-    def __init__(self, metrics: Wanted = None) -> None:
+    def __init__(self, metrics: MetricNames = None) -> None:
         self._metrics = metrics
 
     def __call__(self, env: lgb.callback.CallbackEnv) -> None:
@@ -61,12 +61,12 @@ class TuneReportCheckpointCallback:
             save_last_step(partial(_save, env.model))
 
 
-class _Replaying:
+class _ReplayCallback:
     """Reports the rounds after the first `reported`, which are trained once more."""
 
     order = 90
 
-    def __init__(self, metrics: Wanted, reported: int) -> None:
+    def __init__(self, metrics: MetricNames, reported: int) -> None:
         self._metrics = metrics
         self._reported = reported
 
@@ -75,7 +75,7 @@ class _Replaying:
             _report(env, self._metrics)
 
 
-def _report(env: lgb.callback.CallbackEnv, metrics: Wanted) -> None:
+def _report(env: lgb.callback.CallbackEnv, metrics: MetricNames) -> None:
     evaluated = env.evaluation_result_list or []
     last = {f"{data}-{name}": value for data, name, value, *_ in evaluated}
     if not goes_on_after(chosen(last, metrics), partial(_save, env.model)):
@@ -88,7 +88,7 @@ def train(
     num_boost_round: int = 100,
     *,
     segment_rounds: int = 10,
-    metrics: Wanted = None,
+    metrics: MetricNames = None,
     **options: Any,
 ) -> lgb.Booster:
     """Train as `lgb.train` does, in segments that each begin with generators of their own, seeded by `seed`.
@@ -107,7 +107,7 @@ def train(
     directory = restored_directory()
     booster = load_booster(directory) if directory else None
     reported = booster.current_iteration() if booster else 0
-    callbacks = [*options.pop("callbacks", ()), _Replaying(metrics, reported)]
+    callbacks = [*options.pop("callbacks", ()), _ReplayCallback(metrics, reported)]
     begun = reported // segment_rounds * segment_rounds
     booster = _first_rounds(booster, begun) if booster and begun < num_boost_round else booster
     for begin in range(begun, num_boost_round, segment_rounds):

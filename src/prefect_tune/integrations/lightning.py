@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, restored_directory
 from prefect_tune.integrations.missing_extra import missing
 from prefect_tune.integrations.torch import random_state, set_random_state
 from prefect_tune.runtime.ranks import ONE_PROCESS
@@ -47,7 +47,7 @@ class TuneReportCheckpointCallback(Callback):
         every_steps: report each so many steps of the optimizer. Default: at the end of each epoch.
     """
 
-    def __init__(self, metrics: Wanted = None, *, every_steps: int | None = None) -> None:
+    def __init__(self, metrics: MetricNames = None, *, every_steps: int | None = None) -> None:
         super().__init__()
         self._metrics = metrics
         self._every_steps = every_steps

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, restored_directory
 from prefect_tune.integrations.missing_extra import missing
 from prefect_tune.runtime.ranks import ONE_PROCESS
 
@@ -46,7 +46,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
         every_steps: report each so many steps of the optimizer, and at the last. Default: at the end of each epoch.
     """
 
-    def __init__(self, metrics: Wanted = None, *, every_steps: int | None = None) -> None:
+    def __init__(self, metrics: MetricNames = None, *, every_steps: int | None = None) -> None:
         self._wanted = metrics
         self._every_steps = every_steps
         self._metrics: dict[str, object] = {}

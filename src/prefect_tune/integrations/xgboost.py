@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import Wanted, chosen, goes_on_after, restored_directory
+from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, restored_directory
 from prefect_tune.integrations.missing_extra import missing
 from prefect_tune.runtime.trainable import save_last_step
 
@@ -50,7 +50,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
         metrics: which to report, as `"test-mlogloss"`; `{"loss": "test-mlogloss"}` renames. Default: all.
     """
 
-    def __init__(self, metrics: Wanted = None) -> None:
+    def __init__(self, metrics: MetricNames = None) -> None:
         super().__init__()
         self._metrics = metrics
 
@@ -63,10 +63,10 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
         return model
 
 
-class _Replaying(xgb.callback.TrainingCallback):
+class _XgboostReplayCallback(xgb.callback.TrainingCallback):
     """Reports the rounds after the first `reported`, which are trained once more, and remembers the end."""
 
-    def __init__(self, metrics: Wanted, reported: int) -> None:
+    def __init__(self, metrics: MetricNames, reported: int) -> None:
         super().__init__()
         self._metrics = metrics
         self.reported = reported
@@ -85,7 +85,7 @@ def train(
     num_boost_round: int = 10,
     *,
     segment_rounds: int = 10,
-    metrics: Wanted = None,
+    metrics: MetricNames = None,
     **options: Any,
 ) -> xgb.Booster:
     """Train as `xgb.train` does, in segments that each begin with generators of their own, seeded by `seed`.
@@ -103,7 +103,7 @@ def train(
     """
     directory = restored_directory()
     booster = load_booster(directory) if directory else None
-    reporting = _Replaying(metrics, booster.num_boosted_rounds() if booster else 0)
+    reporting = _XgboostReplayCallback(metrics, booster.num_boosted_rounds() if booster else 0)
     callbacks = [*options.pop("callbacks", ()), reporting]
     begun = reporting.reported // segment_rounds * segment_rounds
     booster = _first_rounds(booster, begun) if booster and begun < num_boost_round else booster
@@ -119,7 +119,7 @@ def train(
     return booster
 
 
-def _goes_on(model: xgb.Booster, evals_log: Any, metrics: Wanted) -> bool:
+def _goes_on(model: xgb.Booster, evals_log: Any, metrics: MetricNames) -> bool:
     last = {f"{data}-{name}": _value(log[-1]) for data, logs in evals_log.items() for name, log in logs.items()}
     return goes_on_after(chosen(last, metrics), partial(_save, model))
 

@@ -32,7 +32,7 @@ from prefect_tune.core.operations.maintenance_state import (
 from prefect_tune.core.operations.scrub import Inspection
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.maintenance.report import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep
-from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.maintenance import (
     Sample,
     collect_garbage,
@@ -104,7 +104,7 @@ class ExperimentMaintenance:
                 act()
         if not self._is_left:
             with self._or_skipped("the record of this round"):
-                self._leave(partial(amended, stamp=new_stamp()))
+                self._leave(partial(amended, stamp=new_write_id()))
         return self.upkeep
 
     def was_reported(self) -> None:
@@ -112,7 +112,7 @@ class ExperimentMaintenance:
         if self._known.last is not None and self._known.last.untold:
             folders = {each.folder for each in self.upkeep.damaged}
             with self._or_skipped("the record that damage is reported"):
-                self._leave(partial(reported, stamp=new_stamp(), folders=folders))
+                self._leave(partial(reported, stamp=new_write_id(), folders=folders))
 
     def _leave(self, change: Change) -> None:
         if not self._wanted.dry_run:
@@ -152,7 +152,7 @@ class ExperimentMaintenance:
         folder = JournalKey(experiment=self.name).entries
         damaged = self._damaged(folder, str(error))
         self._add([damaged])
-        self._leave(partial(amended, stamp=new_stamp(), told=[folder], untold=_to_tell([damaged])))
+        self._leave(partial(amended, stamp=new_write_id(), told=[folder], untold=_to_tell([damaged])))
         self._is_left = True
 
     # ------------------------------------------------------------------------------------------ damage
@@ -194,7 +194,7 @@ class ExperimentMaintenance:
         untold = _to_tell([*now, *journals])
         self._is_left = True
         with self._or_skipped("the record of this round"):
-            self._leave(partial(next_round, stamp=new_stamp(), inspection=found, aside=aside, untold=untold))
+            self._leave(partial(next_round, stamp=new_write_id(), inspection=found, aside=aside, untold=untold))
 
     def _put_aside(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
         """Quarantine damaged checkpoints; record them as unreported first, since no later run finds them again."""
@@ -205,7 +205,7 @@ class ExperimentMaintenance:
         aside = list[CheckpointKey]()
         with self._or_skipped("quarantine"):
             untold = _to_tell([replace(each, is_aside=True) for each in damaged])
-            self._leave(partial(amended, stamp=new_stamp(), untold=untold))
+            self._leave(partial(amended, stamp=new_write_id(), untold=untold))
             reasons = {each.key: each.damage or "" for each in found.damaged}
             aside += quarantine_checkpoints(self._wanted.target, self.name, reasons)
         return aside

@@ -21,7 +21,7 @@ from prefect.runtime import flow_run
 from prefect_tune.core.models import digest_of
 from prefect_tune.supervisor.process_output import Log
 
-__all__ = ["Bulletin", "Sheet", "artifact_key"]
+__all__ = ["ArtifactContent", "ArtifactPublisher", "artifact_key"]
 
 _FIRST = timedelta(seconds=2)
 _PERIOD = timedelta(seconds=15)
@@ -32,7 +32,7 @@ _ANSWERS_WITHIN = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class ArtifactContent:
     """The content of one artifact."""
 
     key: str
@@ -43,7 +43,7 @@ class Sheet:
     """The id of a task run that shows it as well."""
 
 
-class Bulletin:
+class ArtifactPublisher:
     """Publishes the result of `render` after 2 s, then at most every 15 s, and once at the end. Best effort.
 
     Each flow run creates an artifact once and updates it in place: `create_markdown_artifact` would add a version
@@ -51,16 +51,18 @@ class Bulletin:
     While the API is unreachable nothing is published and nothing fails; the next round tries again.
     """
 
-    def __init__(self, render: Callable[[], Sequence[Sheet]], log: Log) -> None:
+    def __init__(self, render: Callable[[], Sequence[ArtifactContent]], log: Log) -> None:
         self._render = render
         self._log = log
         self._flow_run = flow_run.id
         self._made: dict[str, UUID] = {}
-        self._shown: dict[str, Sheet] = {}
+        self._shown: dict[str, ArtifactContent] = {}
         self._news = threading.Event()
         self._closing = threading.Event()
         self._is_left = False
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="bulletin", daemon=True)
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._run,), name="artifact-publisher", daemon=True
+        )
         self._thread.start()
 
     def stir(self) -> None:
@@ -116,14 +118,14 @@ class Bulletin:
             # The flow stopped waiting for this thread, ended, and closed its client.
         return False
 
-    def _show(self, client: SyncPrefectClient, sheet: Sheet) -> None:
+    def _show(self, client: SyncPrefectClient, sheet: ArtifactContent) -> None:
         if self._shown.get(sheet.key) == sheet:
             return
         if sheet.key not in self._made or not self._changed(client, sheet):
             self._made[sheet.key] = self._make(client, sheet)
         self._shown[sheet.key] = sheet
 
-    def _make(self, client: SyncPrefectClient, sheet: Sheet) -> UUID:
+    def _make(self, client: SyncPrefectClient, sheet: ArtifactContent) -> UUID:
         made = ArtifactCreate(
             key=sheet.key,
             type=sheet.kind,
@@ -134,7 +136,7 @@ class Bulletin:
         )
         return client.create_artifact(made).id
 
-    def _changed(self, client: SyncPrefectClient, sheet: Sheet) -> bool:
+    def _changed(self, client: SyncPrefectClient, sheet: ArtifactContent) -> bool:
         """Update the artifact; return False if it has been deleted."""
         content = {"data": sheet.data, "description": sheet.description}
         try:

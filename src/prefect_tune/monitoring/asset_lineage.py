@@ -9,9 +9,9 @@ from prefect.context import AssetContext
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
-from prefect_tune.core.notifications.lifecycle_events import BestImproved, CheckpointCommitted, TrialNews
+from prefect_tune.core.notifications.lifecycle_events import BestImproved, CheckpointCommitted, TrialLifecycleEvent
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.monitoring.assets import Materialized, Notice, Place, asset_of, referenced
+from prefect_tune.monitoring.assets import ExperimentAddress, Materialized, PrefectEvent, asset_of, referenced
 
 __all__ = ["Lineage"]
 
@@ -23,18 +23,18 @@ _OF_AN_EXPERIMENT = "The best model of an experiment; each better one is a mater
 class Lineage:
     """Builds the asset events of one experiment; none if Prefect refuses its URI as an asset key."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ExperimentAddress) -> None:
         self._place = place
         self._exploited: dict[str, str] = {}
         self._known: set[str] = set()
 
-    def committed(self, news: CheckpointCommitted) -> Iterator[Notice]:
+    def committed(self, news: CheckpointCommitted) -> Iterator[PrefectEvent]:
         """Return the events of a commit."""
         source = self._exploited.get(news.trial)
         upstream = [self._place.checkpoints(source)] if source else []
         yield from self._of_trial(news.trial, news.payload() | {"exploited": source}, upstream)
 
-    def exploited(self, trial: Trial, source: str) -> Iterator[Notice]:
+    def exploited(self, trial: Trial, source: str) -> Iterator[PrefectEvent]:
         """Return the events of a clone: a new checkpoint of `trial`, made from a checkpoint of `source`."""
         self._exploited[trial.trial] = source
         if (clone := newest_checkpoint(trial)) is None:
@@ -43,12 +43,12 @@ class Lineage:
         metadata = {"step": clone.step, "manifest": key.manifest_path, "exploited": source}
         yield from self._of_trial(trial.trial, metadata, [self._place.checkpoints(source)])
 
-    def related(self, news: TrialNews) -> Sequence[Mapping[str, str]]:
+    def related(self, news: TrialLifecycleEvent) -> Sequence[Mapping[str, str]]:
         """Return the asset of a commit, as a related resource of its event; empty for other events."""
         asset = asset_of(self._place.checkpoints(news.trial)) if isinstance(news, CheckpointCommitted) else None
         return [AssetContext.asset_as_related(asset)] if asset else []
 
-    def best(self, news: BestImproved, experiment: Experiment) -> Iterator[Notice]:
+    def best(self, news: BestImproved, experiment: Experiment) -> Iterator[PrefectEvent]:
         """Return the events of a better model; none if it is not saved.
 
         Its sources are the trial's checkpoints, and the best models of the fork's origin and of warm-start experiments.
@@ -63,11 +63,13 @@ class Lineage:
         best = asset_of(self._place.best, f"{self._place.experiment}: best model", _OF_AN_EXPERIMENT)
         yield from self._made(best, [self._place.checkpoints(news.trial), *upstream], metadata)
 
-    def _of_trial(self, trial: str, metadata: Mapping[str, object], upstream: Sequence[str]) -> Iterator[Notice]:
+    def _of_trial(self, trial: str, metadata: Mapping[str, object], upstream: Sequence[str]) -> Iterator[PrefectEvent]:
         name = f"{self._place.experiment}/{trial}: checkpoints"
         yield from self._made(asset_of(self._place.checkpoints(trial), name, _OF_A_TRIAL), upstream, metadata)
 
-    def _made(self, asset: Asset | None, upstream: Sequence[str], metadata: Mapping[str, object]) -> Iterator[Notice]:
+    def _made(
+        self, asset: Asset | None, upstream: Sequence[str], metadata: Mapping[str, object]
+    ) -> Iterator[PrefectEvent]:
         if asset is None:
             return
         sources = [found for key in upstream if (found := asset_of(key)) is not None]

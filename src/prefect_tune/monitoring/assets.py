@@ -13,13 +13,13 @@ from prefect.assets import Asset, AssetProperties
 from prefect.context import AssetContext
 from pydantic import ValidationError
 
-__all__ = ["Materialized", "Notice", "Place", "asset_of", "referenced"]
+__all__ = ["ExperimentAddress", "Materialized", "PrefectEvent", "asset_of", "referenced"]
 
 _BY = "prefect-tune"
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class PrefectEvent:
     """An event to be emitted."""
 
     event: str
@@ -31,7 +31,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExperimentAddress:
     """The names of an experiment and its parts in events and assets: stable, and without credentials."""
 
     target_uri: str
@@ -71,9 +71,9 @@ class Place:
         """The key of the best model's asset: a name only; no object is stored there."""
         return f"{self.uri}/best"
 
-    def beside(self, experiment: str) -> Place:
+    def beside(self, experiment: str) -> ExperimentAddress:
         """Return another experiment on the same target."""
-        return Place(self.target_uri, experiment)
+        return ExperimentAddress(self.target_uri, experiment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Materialized:
     """The assets that it was made from."""
     metadata: Mapping[str, object]
 
-    def notice(self) -> Notice:
+    def notice(self) -> PrefectEvent:
         """Return the event as Prefect's own `@materialize` tasks emit it."""
         made_from = [AssetContext.asset_as_related(each) for each in self.upstream]
-        return Notice(
+        return PrefectEvent(
             "prefect.asset.materialization.succeeded",
             AssetContext.asset_as_resource(self.asset),
             [*made_from, AssetContext.related_materialized_by(_BY)],
@@ -105,9 +105,9 @@ def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:
         return None
 
 
-def referenced(asset: Asset) -> Notice:
+def referenced(asset: Asset) -> PrefectEvent:
     """Return the event by which Prefect records an asset as the source of others."""
-    return Notice("prefect.asset.referenced", AssetContext.asset_as_resource(asset))
+    return PrefectEvent("prefect.asset.referenced", AssetContext.asset_as_resource(asset))
 
 
 def _within(target: str, experiment: str) -> str:

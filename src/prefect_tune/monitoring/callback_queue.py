@@ -12,13 +12,13 @@ from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.models import StepReport
 
-__all__ = ["Happened", "Inbox", "Item", "Missed", "Over", "Told", "Written"]
+__all__ = ["BoundedQueue", "DroppedItems", "EndItem", "EntryItem", "EventItem", "QueueItem", "ReportItem"]
 
 _MOST = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class EventItem:
     """The next entry of the journal will hold this event."""
 
     event: Event
@@ -26,7 +26,7 @@ class Happened:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReportItem:
     """A trial reported a step."""
 
     trial: str
@@ -35,45 +35,45 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class EntryItem:
     """All events before this item are in the journal."""
 
     experiment: Experiment
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
+class DroppedItems:
     """The queue was full, and the events before this item were dropped: read them from the journal."""
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class EndItem:
     """The last item."""
 
     experiment: Experiment
 
 
-Item: TypeAlias = Happened | Told | Written | Missed | Over
+QueueItem: TypeAlias = EventItem | ReportItem | EntryItem | DroppedItems | EndItem
 
 
-class Inbox:
-    """A queue for one producer and one consumer thread. When it is full, `Missed` replaces all its items."""
+class BoundedQueue:
+    """A queue for one producer and one consumer thread. When it is full, `DroppedItems` replaces all its items."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
-        self._items: deque[Item] = deque()
+        self._items: deque[QueueItem] = deque()
         self._changed = threading.Condition()
 
-    def put(self, item: Item) -> None:
+    def put(self, item: QueueItem) -> None:
         """Add an item at the end."""
         with self._changed:
             if len(self._items) >= self._most:
                 self._items.clear()
-                self._items.append(Missed())
+                self._items.append(DroppedItems())
             self._items.append(item)
             self._changed.notify()
 
-    def take(self, patience: timedelta) -> Item | None:
+    def take(self, patience: timedelta) -> QueueItem | None:
         """Return the first item; None if there is none within `patience`."""
         with self._changed:
             self._changed.wait_for(lambda: self._items, timeout=max(0.0, patience.total_seconds()))

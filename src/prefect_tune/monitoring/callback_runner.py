@@ -30,10 +30,18 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import valid_name
 from prefect_tune.core.notifications.callback_state import CallbackState
-from prefect_tune.core.notifications.delivery_cursor import Telling
-from prefect_tune.monitoring.callback_queue import Happened, Inbox, Item, Missed, Over, Told, Written
-from prefect_tune.monitoring.callback_store import Desk
-from prefect_tune.monitoring.listener import Listeners
+from prefect_tune.core.notifications.delivery_cursor import DeliveryTracker
+from prefect_tune.monitoring.callback_queue import (
+    BoundedQueue,
+    DroppedItems,
+    EndItem,
+    EntryItem,
+    EventItem,
+    QueueItem,
+    ReportItem,
+)
+from prefect_tune.monitoring.callback_store import CallbackStore
+from prefect_tune.monitoring.listener import ObserverGroup
 from prefect_tune.runtime.trial_process import load_trainable
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
@@ -79,12 +87,12 @@ def _warn_of_unheard(kind: type[Callback]) -> None:
 class CallbackThread:
     """Calls one callback's hooks in a thread of its own. The listener's methods only queue, and return at once."""
 
-    def __init__(self, callback: Callback, desk: Desk, log: Log, inbox: Inbox | None = None) -> None:
+    def __init__(self, callback: Callback, desk: CallbackStore, log: Log, inbox: BoundedQueue | None = None) -> None:
         self._callback = callback
         self._desk = desk
         self._log = log
-        self._inbox = inbox or Inbox()
-        self._telling = Telling()
+        self._inbox = inbox or BoundedQueue()
+        self._telling = DeliveryTracker()
         self._is_behind = True  # what happened before this run is in the journal
         self._has_news = False
         self._is_owner = True
@@ -94,21 +102,21 @@ class CallbackThread:
 
     def start(self, experiment: Experiment) -> None:
         """Start the thread; it first delivers what the journal holds up to this state."""
-        self._inbox.put(Written(experiment))
+        self._inbox.put(EntryItem(experiment))
         self._thread.start()
 
     def happened(self, event: Event, experiment: Experiment) -> None:
-        self._inbox.put(Happened(event, experiment))
+        self._inbox.put(EventItem(event, experiment))
 
-    def told(self, told: search_link.Told, experiment: Experiment) -> None:
-        self._inbox.put(Told(told.trial, told.report, experiment))
+    def told(self, told: search_link.StepReported, experiment: Experiment) -> None:
+        self._inbox.put(ReportItem(told.trial, told.report, experiment))
 
     def wrote(self, experiment: Experiment) -> None:
-        self._inbox.put(Written(experiment))
+        self._inbox.put(EntryItem(experiment))
 
     def end(self, experiment: Experiment) -> None:
         """Queue the end: the thread delivers what is left, calls `on_experiment_end`, and ends."""
-        self._inbox.put(Over(experiment))
+        self._inbox.put(EndItem(experiment))
 
     def join(self, until: float) -> None:
         """Wait for the thread until `until`, a time of `time.monotonic`; log a warning if it is still busy then."""
@@ -125,7 +133,7 @@ class CallbackThread:
             item = self._inbox.take(_KEEP_PERIOD)
             if item is not None:
                 self._take(item)
-            if isinstance(item, Over):
+            if isinstance(item, EndItem):
                 break
             if time.monotonic() - self._kept_at >= _KEEP_PERIOD.total_seconds():
                 self._keep()
@@ -136,7 +144,7 @@ class CallbackThread:
         try:
             self._callback.setup(self._desk.search)
             if (kept := self._desk.newest()) is not None:
-                self._telling = Telling(kept.heard if self._takes_up(kept) else None)
+                self._telling = DeliveryTracker(kept.heard if self._takes_up(kept) else None)
         except BaseException:  # noqa: BLE001  a callback's error must not end the search
             self._log.exception("callback %s: setup failed; this run does not call its hooks", self._desk.name)
             return False
@@ -145,15 +153,15 @@ class CallbackThread:
     def _takes_up(self, kept: CallbackState) -> bool:
         return kept.state is None or self._callback.set_state(kept.state) is not False
 
-    def _take(self, item: Item) -> None:
+    def _take(self, item: QueueItem) -> None:
         match item:
-            case Missed():
+            case DroppedItems():
                 self._is_behind = True
-            case Written(experiment=experiment) | Over(experiment=experiment):
+            case EntryItem(experiment=experiment) | EndItem(experiment=experiment):
                 self._written(experiment)
-            case Happened(event=event, experiment=experiment) if not self._is_behind:
+            case EventItem(event=event, experiment=experiment) if not self._is_behind:
                 self._tell(self._telling.news(event), experiment)
-            case Told() if not self._is_behind:
+            case ReportItem() if not self._is_behind:
                 self._tell_report(item)
             case _:
                 pass  # catching up will read it from the journal
@@ -182,7 +190,7 @@ class CallbackThread:
             for hook in hooks_for(self._callback, event, experiment.trial(event.trial)):
                 self._call(hook)
 
-    def _tell_report(self, told: Told) -> None:
+    def _tell_report(self, told: ReportItem) -> None:
         if self._telling.report(told.trial, told.report):
             self._has_news = True
             trial = told.experiment.trial(told.trial)
@@ -239,13 +247,13 @@ def hooks_for(callback: Callback, event: OneTrialsEvent, trial: Trial) -> Iterat
             pass
 
 
-class Callbacks(Listeners):
+class Callbacks(ObserverGroup):
     """The callbacks of a search, as one listener."""
 
     def __init__(self, callbacks: Sequence[Callback], target: StorageTarget, search: SearchInfo, log: Log) -> None:
         names = _distinct([each.name for each in callbacks])
         self._threads = [
-            CallbackThread(callback, Desk(target, search, name), log)
+            CallbackThread(callback, CallbackStore(target, search, name), log)
             for callback, name in zip(callbacks, names, strict=True)
         ]
         super().__init__(self._threads)

@@ -11,17 +11,17 @@ from prefect_tune.core.errors import CommitUnknown, TuneError
 from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.notifications.callback_state import CallbackState, keep_state, newest_state
-from prefect_tune.core.notifications.delivery_cursor import Heard
-from prefect_tune.retry_policy import retrying
-from prefect_tune.stores.local.staging import side_by_side
-from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.core.notifications.delivery_cursor import DeliveryPosition
+from prefect_tune.retry_policy import with_retries
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.run_identity import new_write_id
 
-__all__ = ["Desk"]
+__all__ = ["CallbackStore"]
 
 _TIMEOUT = timedelta(minutes=5)
 
 
-class Desk:
+class CallbackStore:
     """Stores and loads one callback's state on the target, and reads the experiment's journal for it."""
 
     def __init__(self, target: StorageTarget, search: SearchInfo, name: str) -> None:
@@ -37,14 +37,14 @@ class Desk:
             with self._target.open(timeout=_TIMEOUT) as store:
                 return newest_state(store, self.search.experiment, self.name)
 
-        found = retrying(read)
+        found = with_retries(read)
         self._number = found.number if found else 0
         return found
 
-    def keep(self, heard: Heard, state: Mapping[str, object] | None) -> None:
+    def keep(self, heard: DeliveryPosition, state: Mapping[str, object] | None) -> None:
         """Store the delivery position and the state. Raises what `keep_state` raises."""
         self._number += 1
-        kept = CallbackState(number=self._number, write_id=new_stamp().write_id, heard=heard, state=state)
+        kept = CallbackState(number=self._number, write_id=new_write_id().write_id, heard=heard, state=state)
         try:
             with self._target.open(timeout=_TIMEOUT) as store:
                 keep_state(store, self.search.experiment, self.name, kept)
@@ -58,7 +58,7 @@ class Desk:
         """Return the entries of the experiment's journal after number `beyond`."""
 
         def read() -> Sequence[Entry]:
-            with self._target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+            with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
                 return entries_beyond(store, self.search.experiment, beyond, side_by_side=transfers)
 
-        return retrying(read)
+        return with_retries(read)

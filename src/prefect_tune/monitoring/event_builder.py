@@ -14,19 +14,19 @@ from prefect_tune.core.experiment.summary import counted
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial
 from prefect_tune.core.notifications.best_model import BestSoFar
-from prefect_tune.core.notifications.health import Allowance, Budget, Lookout, Patience
+from prefect_tune.core.notifications.health import Allowance, Budget, HealthMonitor, HealthThresholds
 from prefect_tune.core.notifications.lifecycle_events import (
     BestImproved,
     CheckpointCommitted,
     ExperimentFinished,
     ExperimentStarted,
     ExperimentStopped,
-    News,
+    LifecycleEvent,
     TrialAttemptEnded,
     TrialErrored,
     TrialExploited,
     TrialFinished,
-    TrialNews,
+    TrialLifecycleEvent,
     TrialPaused,
     TrialRestored,
     TrialStarted,
@@ -34,9 +34,9 @@ from prefect_tune.core.notifications.lifecycle_events import (
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.asset_lineage import Lineage
-from prefect_tune.monitoring.assets import Notice, Place
+from prefect_tune.monitoring.assets import ExperimentAddress, PrefectEvent
 
-__all__ = ["Dispatches", "Subject", "budgets_of"]
+__all__ = ["EventBuilder", "EventContext", "budgets_of"]
 
 _AT_ONCE, _PER_SECOND = 100, 5
 _BEST_EVERY_SECONDS = 30.0
@@ -44,10 +44,10 @@ _BEYOND_A_SYNC_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Subject:
+class EventContext:
     """The experiment that events describe, with the settings that health checks need."""
 
-    place: Place
+    place: ExperimentAddress
     objective: Objective | None = None
     budgets: Sequence[Budget] = ()
     sync_period: timedelta = timedelta(minutes=5)
@@ -55,19 +55,19 @@ class Subject:
     """The flow run. A run that is killed and retried emits an event of the same entry again with the same id."""
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> HealthThresholds:
         """The thresholds after which a health event is emitted."""
-        return Patience(for_the_journal=self.sync_period.total_seconds() + _BEYOND_A_SYNC_SECONDS)
+        return HealthThresholds(for_the_journal=self.sync_period.total_seconds() + _BEYOND_A_SYNC_SECONDS)
 
 
-class Dispatches:
+class EventBuilder:
     """Returns the Prefect events of each change. Not thread-safe; `now` is in seconds of a monotonic clock.
 
     Events of trials are limited to bursts of 100 and 5 a second on average; those beyond are counted and dropped.
     Urgent events and events of the experiment are never dropped.
     """
 
-    def __init__(self, subject: Subject, experiment: Experiment, now: float) -> None:
+    def __init__(self, subject: EventContext, experiment: Experiment, now: float) -> None:
         self._subject = subject
         self._place = subject.place
         self._best = BestSoFar(subject.objective, experiment)
@@ -78,17 +78,17 @@ class Dispatches:
         self._untold = 0
         self._trained_seconds = sum(each.trained_seconds for each in experiment.trials.values())
         self._ended = sum(each.status in ENDED for each in experiment.trials.values())
-        self.lookout = Lookout(now, subject.budgets, subject.patience)
+        self.health = HealthMonitor(now, subject.budgets, subject.patience)
         """The health monitor; the emitter also passes reports to it directly."""
         for each in experiment.trials.values():
             if each.status is Status.RUNNING:  # the attempt has outlived its search
-                self.lookout.started(each.trial, each.step, now)
+                self.health.started(each.trial, each.step, now)
 
-    def begun(self, experiment: Experiment) -> Iterator[Notice]:
+    def begun(self, experiment: Experiment) -> Iterator[PrefectEvent]:
         """Return the event of the start of a run."""
         yield self._notice(ExperimentStarted(epoch=experiment.epoch, trials=counted(experiment)))
 
-    def heard(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[Notice]:
+    def heard(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[PrefectEvent]:
         """Return the Prefect events of a journal event, from the states before and after it."""
         name = getattr(event, "trial", None)
         if name is None or isinstance(event, StopAsked | TrialAdded):
@@ -104,16 +104,16 @@ class Dispatches:
                 self._untold += 1
             self._compare(news, trial, after)
         if isinstance(event, Absorbed) and any(isinstance(each, Reported) for each in event.events):
-            self.lookout.journaled(name, trial.step)
+            self.health.journaled(name, trial.step)
         yield from self._improved(now)
 
-    def looked(self, now: float) -> Iterator[Notice]:
+    def looked(self, now: float) -> Iterator[PrefectEvent]:
         """Return the health events that are due by now, and a new best model if it is due."""
-        for news in self.lookout.look(now, self._trained_seconds, self._ended):
+        for news in self.health.look(now, self._trained_seconds, self._ended):
             yield self._notice(news)
         yield from self._improved(now)
 
-    def over(self, ending: News | None, experiment: Experiment, reason: str) -> Iterator[Notice]:
+    def over(self, ending: LifecycleEvent | None, experiment: Experiment, reason: str) -> Iterator[PrefectEvent]:
         """Return the last events: a best model that is not yet emitted, and how the run ended.
 
         Args:
@@ -134,18 +134,18 @@ class Dispatches:
         self._trained_seconds += after.trained_seconds - (before.trained_seconds if before else 0.0)
         self._ended += (after.status in ENDED) - (before is not None and before.status in ENDED)
 
-    def _look_after(self, news: TrialNews, trial: Trial, now: float) -> None:
+    def _look_after(self, news: TrialLifecycleEvent, trial: Trial, now: float) -> None:
         match news:
             case TrialStarted() | TrialRestored():
-                self.lookout.started(trial.trial, trial.step, now)
+                self.health.started(trial.trial, trial.step, now)
             case TrialAttemptEnded() | TrialErrored() | TrialFinished() | TrialPaused():
-                self.lookout.ended(trial.trial)
+                self.health.ended(trial.trial)
             case CheckpointCommitted():
-                self.lookout.committed(trial.trial, now)
+                self.health.committed(trial.trial, now)
             case _:
                 pass
 
-    def _made(self, news: TrialNews, trial: Trial) -> Iterator[Notice]:
+    def _made(self, news: TrialLifecycleEvent, trial: Trial) -> Iterator[PrefectEvent]:
         match news:
             case CheckpointCommitted():
                 yield from self._lineage.committed(news)
@@ -154,7 +154,7 @@ class Dispatches:
             case _:
                 pass
 
-    def _compare(self, news: TrialNews, trial: Trial, experiment: Experiment) -> None:
+    def _compare(self, news: TrialLifecycleEvent, trial: Trial, experiment: Experiment) -> None:
         match news:
             case CheckpointCommitted():
                 better = self._best.committed(trial)
@@ -165,7 +165,7 @@ class Dispatches:
         if better is not None:
             self._better = (better, experiment)
 
-    def _improved(self, now: float | None) -> Iterator[Notice]:
+    def _improved(self, now: float | None) -> Iterator[PrefectEvent]:
         """Return the events of a new best model, at most one every 30 s; at once if `now` is None."""
         if self._better is None or (now is not None and now - self._told_best_at < _BEST_EVERY_SECONDS):
             return
@@ -174,12 +174,12 @@ class Dispatches:
         yield self._notice(news)
         yield from self._lineage.best(news, experiment)
 
-    def _notice(self, news: News, identity: UUID | None = None) -> Notice:
+    def _notice(self, news: LifecycleEvent, identity: UUID | None = None) -> PrefectEvent:
         said = {"target": self._place.target, "experiment": self._place.experiment, **news.payload()}
-        if not isinstance(news, TrialNews):
-            return Notice(news.name, self._place.resource, payload=said)
+        if not isinstance(news, TrialLifecycleEvent):
+            return PrefectEvent(news.name, self._place.resource, payload=said)
         related = [self._place.related, *self._lineage.related(news)]
-        return Notice(news.name, self._place.trial_resource(news.trial), related, said, identity)
+        return PrefectEvent(news.name, self._place.trial_resource(news.trial), related, said, identity)
 
     def _id_of(self, event: Event, index: int) -> UUID | None:
         """Return a stable id for an event of a trial's own journal, whose entry number identifies it; else None."""
@@ -204,6 +204,6 @@ def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | N
     return [*found, *([] if most is None else [Budget("trials", most)])]
 
 
-def _cost(news: TrialNews) -> int:
+def _cost(news: TrialLifecycleEvent) -> int:
     """Return how many Prefect events a trial's event counts as: two if a materialization follows it."""
     return 2 if isinstance(news, CheckpointCommitted | TrialExploited) else 1

@@ -26,22 +26,27 @@ from prefect_tune.core.errors import Superseded
 from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.notifications.lifecycle_events import ExperimentFailed, ExperimentSuperseded, News, short
-from prefect_tune.monitoring.assets import Notice
-from prefect_tune.monitoring.event_builder import Dispatches, Subject
+from prefect_tune.core.notifications.lifecycle_events import (
+    ExperimentFailed,
+    ExperimentSuperseded,
+    LifecycleEvent,
+    short,
+)
+from prefect_tune.monitoring.assets import PrefectEvent
+from prefect_tune.monitoring.event_builder import EventBuilder, EventContext
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import Told
+from prefect_tune.supervisor.search_link import StepReported
 
-__all__ = ["Herald", "emit", "heralded", "this_run"]
+__all__ = ["EventEmitter", "emit", "emitting_events", "this_run"]
 
 _MOST_WAITING = 10_000
 _LOOK_EVERY = timedelta(seconds=1)
 _PATIENCE = timedelta(seconds=5)
 
-Emit: TypeAlias = Callable[[Notice], None]
+Emit: TypeAlias = Callable[[PrefectEvent], None]
 
 
-def emit(notice: Notice) -> None:
+def emit(notice: PrefectEvent) -> None:
     """Queue an event in Prefect's events worker, which sends it when it can; do nothing if no API is configured."""
     if get_current_settings().api.url is None:
         return
@@ -63,21 +68,21 @@ class _Happened:
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    ending: News | None
+    ending: LifecycleEvent | None
     reason: str
 
 
-class Herald:
+class EventEmitter:
     """A listener whose methods only queue; a thread of its own emits the events, in the flow run's context."""
 
-    def __init__(self, subject: Subject, experiment: Experiment, log: Log, emit: Emit = emit) -> None:
+    def __init__(self, subject: EventContext, experiment: Experiment, log: Log, emit: Emit = emit) -> None:
         """Args: experiment: its state before this run has written anything."""
         self._experiment = experiment
         self._log = log
         self._emit = emit
         self._items: queue.SimpleQueue[_Happened | _Over] = queue.SimpleQueue()
-        self._dispatches = Dispatches(subject, experiment, time.monotonic())
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="herald", daemon=True)
+        self._dispatches = EventBuilder(subject, experiment, time.monotonic())
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="event-emitter", daemon=True)
 
     @property
     def experiment(self) -> Experiment:
@@ -100,18 +105,18 @@ class Herald:
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         before, self._experiment = self._experiment, experiment
-        self._dispatches.lookout.happened(time.monotonic())
+        self._dispatches.health.happened(time.monotonic())
         self._put(_Happened(event, before, experiment))
 
-    def told(self, told: Told, experiment: Experiment) -> None:
+    def told(self, told: StepReported, experiment: Experiment) -> None:
         del experiment
-        self._dispatches.lookout.reported(told.trial, told.report.step, time.monotonic())
+        self._dispatches.health.reported(told.trial, told.report.step, time.monotonic())
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment
-        self._dispatches.lookout.wrote()
+        self._dispatches.health.wrote()
 
-    def end(self, ending: News | None, reason: str) -> None:
+    def end(self, ending: LifecycleEvent | None, reason: str) -> None:
         """Emit the queued events and the final one; give up after 5 s."""
         self._items.put(_Over(ending, reason))
         self._thread.join(_PATIENCE.total_seconds())
@@ -145,7 +150,7 @@ class Herald:
         except queue.Empty:
             return None
 
-    def _tell(self, notices: Iterable[Notice]) -> None:
+    def _tell(self, notices: Iterable[PrefectEvent]) -> None:
         try:
             for each in notices:
                 self._emit(each)
@@ -154,24 +159,24 @@ class Herald:
 
 
 @contextmanager
-def heralded(herald: Herald, stop: threading.Event) -> Iterator[Herald]:
+def emitting_events(emitter: EventEmitter, stop: threading.Event) -> Iterator[EventEmitter]:
     """Start the event emitter of a run and yield it; on exit, emit how the run ended.
 
     Args:
-        herald: the emitter, not started.
+        emitter: not started.
         stop: set if the run was asked to stop.
     """
-    herald.start()
+    emitter.start()
     try:
-        yield herald
+        yield emitter
     except Superseded as error:
-        herald.end(ExperimentSuperseded(message=short(str(error))), "")
+        emitter.end(ExperimentSuperseded(message=short(str(error))), "")
         raise
     except BaseException as error:
-        herald.end(ExperimentFailed(message=short(f"{type(error).__name__}: {error}")), "")
+        emitter.end(ExperimentFailed(message=short(f"{type(error).__name__}: {error}")), "")
         raise
     else:
-        herald.end(None, herald.experiment.ends or ("asked to stop" if stop.is_set() else ""))
+        emitter.end(None, emitter.experiment.ends or ("asked to stop" if stop.is_set() else ""))
 
 
 def this_run() -> UUID | None:

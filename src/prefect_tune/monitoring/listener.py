@@ -7,19 +7,19 @@ from typing import Protocol
 
 from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.supervisor.search_link import Told
+from prefect_tune.supervisor.search_link import StepReported
 
-__all__ = ["Listener", "Listeners", "SoloListener"]
+__all__ = ["ObserverGroup", "SearchObserver", "TrainingObserver"]
 
 
-class Listener(Protocol):
+class SearchObserver(Protocol):
     """An observer of a search. The driver calls it in the driver's thread, in order; methods must return at once."""
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         """Receive an event that the next entry of the journal will hold, and the state after it."""
         ...
 
-    def told(self, told: Told, experiment: Experiment) -> None:
+    def told(self, told: StepReported, experiment: Experiment) -> None:
         """Receive the report of a step as soon as it is trained; the journal gets it later, in an `Absorbed`."""
         ...
 
@@ -28,17 +28,17 @@ class Listener(Protocol):
         ...
 
 
-class Listeners:
+class ObserverGroup:
     """Passes each call to several listeners, or to none."""
 
-    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, listeners: Sequence[SearchObserver] = ()) -> None:
         self._listeners = tuple(listeners)
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         for each in self._listeners:
             each.happened(event, experiment)
 
-    def told(self, told: Told, experiment: Experiment) -> None:
+    def told(self, told: StepReported, experiment: Experiment) -> None:
         for each in self._listeners:
             each.told(told, experiment)
 
@@ -47,14 +47,14 @@ class Listeners:
             each.wrote(experiment)
 
 
-class SoloListener:
+class TrainingObserver:
     """Passes the reports and events of an experiment with a single trial to a listener."""
 
-    def __init__(self, listener: Listener, experiment: Experiment) -> None:
+    def __init__(self, listener: SearchObserver, experiment: Experiment) -> None:
         self._listener = listener
         self._experiment = experiment
 
-    def told(self, told: Told) -> None:
+    def told(self, told: StepReported) -> None:
         self._listener.told(told, self._experiment)
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:

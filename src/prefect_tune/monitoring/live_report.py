@@ -17,16 +17,16 @@ from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.models import StepReport
-from prefect_tune.monitoring.artifact_publisher import Bulletin, Sheet, artifact_key
-from prefect_tune.reporting.history import Chronicle, Story, told
+from prefect_tune.monitoring.artifact_publisher import ArtifactContent, ArtifactPublisher, artifact_key
+from prefect_tune.reporting.history import ExperimentHistory, HistoryView, told
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_data import material
-from prefect_tune.retry_policy import retrying
-from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.retry_policy import with_retries
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.terminal.progress_state import Outlook, share_of_trial, share_of_trials
+from prefect_tune.terminal.progress_state import SearchEstimate, share_of_trial, share_of_trials
 
 __all__ = ["Reporter", "link_to", "reported"]
 
@@ -43,7 +43,7 @@ _TRIALS = 10
 class Reporter:
     """A listener that records events in microseconds; the artifact publisher's thread does the rest."""
 
-    def __init__(self, target: StorageTarget, experiment: Experiment, outlook: Outlook, log: Log) -> None:
+    def __init__(self, target: StorageTarget, experiment: Experiment, outlook: SearchEstimate, log: Log) -> None:
         self._target = target
         self._outlook = outlook
         self._log = log
@@ -51,38 +51,38 @@ class Reporter:
         self._experiment = experiment
         self._begun_at = experiment.number
         self._metrics = _metrics_of(experiment)
-        self._early: list[tuple[Event | search_link.Told, datetime]] | None = None
+        self._early: list[tuple[Event | search_link.StepReported, datetime]] | None = None
         self._chronicle = self._fresh(experiment)
         if experiment.trials or experiment.extensions:
             self._early = []  # until the entries of earlier runs are read
-        self._followed: dict[str, Sheet] = {}
-        self._bulletin = Bulletin(self._sheets, log)
+        self._followed: dict[str, ArtifactContent] = {}
+        self._publisher = ArtifactPublisher(self._sheets, log)
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         self._note(event, experiment)
 
-    def told(self, told: search_link.Told, experiment: Experiment) -> None:
+    def told(self, told: search_link.StepReported, experiment: Experiment) -> None:
         self._note(told, experiment)
 
     def wrote(self, experiment: Experiment) -> None:
         with self._guard:
             if experiment.number >= self._experiment.number:
                 self._experiment = experiment
-        self._bulletin.stir()
+        self._publisher.stir()
 
     def conclude(self) -> None:
         """Start to publish the final report; return without waiting."""
-        self._bulletin.conclude()
+        self._publisher.conclude()
 
     def close(self, patience: timedelta) -> None:
         """Publish the final report; wait at most `patience`."""
-        self._bulletin.close(patience)
+        self._publisher.close(patience)
 
     def leave(self) -> None:
         """Publish nothing more: another run owns the experiment and its report now."""
-        self._bulletin.leave()
+        self._publisher.leave()
 
-    def _note(self, news: Event | search_link.Told, experiment: Experiment) -> None:
+    def _note(self, news: Event | search_link.StepReported, experiment: Experiment) -> None:
         now = datetime.now(UTC)
         with self._guard:
             self._experiment = experiment
@@ -90,11 +90,11 @@ class Reporter:
                 self._early.append((news, now))
             else:
                 _tell(self._chronicle, news, now)
-        self._bulletin.stir()
+        self._publisher.stir()
 
     # --------------------------------------------------------------------------------- in the publisher's thread
 
-    def _sheets(self) -> Sequence[Sheet]:
+    def _sheets(self) -> Sequence[ArtifactContent]:
         if self._early is not None:
             self._catch_up()
         with self._guard:
@@ -103,10 +103,10 @@ class Reporter:
         uri, expected = self._target.uri, self._outlook.trial_count
         page = page_of(material(experiment, self._story, uri=uri, now=now, expected=expected), link_to)
         key, said = artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
-        report = Sheet(key, "markdown", as_markdown(page), said)
+        report = ArtifactContent(key, "markdown", as_markdown(page), said)
         return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]
 
-    def _story(self, trials: Collection[str]) -> Story:
+    def _story(self, trials: Collection[str]) -> HistoryView:
         with self._guard:
             return self._chronicle.story(trials)
 
@@ -119,26 +119,26 @@ class Reporter:
                 _tell(self._chronicle, news, at)
             self._early = None
 
-    def _before(self) -> Chronicle | None:
+    def _before(self) -> ExperimentHistory | None:
         if self._begun_at > _LONGEST_HISTORY:
             return None
         try:
-            with self._target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
-                entries = retrying(lambda: entries_beyond(store, self._experiment.key, 0, side_by_side=transfers))
+            with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+                entries = with_retries(lambda: entries_beyond(store, self._experiment.key, 0, side_by_side=transfers))
         except TuneError as error:
             self._log.warning("the report covers only this run, since earlier entries could not be read: %s", error)
             return None
         return told((each for each in entries if each.number <= self._begun_at), self._metrics)
 
-    def _fresh(self, experiment: Experiment, *, is_whole: bool = True) -> Chronicle:
-        chronicle = Chronicle(self._metrics, is_whole=is_whole)
+    def _fresh(self, experiment: Experiment, *, is_whole: bool = True) -> ExperimentHistory:
+        chronicle = ExperimentHistory(self._metrics, is_whole=is_whole)
         if experiment.owner is not None:
             chronicle.owner_is(experiment.owner, experiment.epoch, datetime.now(UTC))
         return chronicle
 
     # ------------------------------------------------------------------------------------------------- progress
 
-    def _progress(self, experiment: Experiment) -> Iterator[Sheet]:
+    def _progress(self, experiment: Experiment) -> Iterator[ArtifactContent]:
         """Yield the progress of the experiment, if its number of trials is known."""
         expected = self._outlook.trial_count
         if expected is None or not experiment.trials:
@@ -151,9 +151,9 @@ class Reporter:
             trial = next(iter(experiment.trials.values()))
             said = f"Experiment {experiment.name}: {_said(trial, newest.get(trial.trial), self._outlook)}"
         share = min(100.0, 100 * done / max(expected, len(experiment.trials)))
-        yield Sheet(artifact_key("progress", experiment.name), "progress", round(share, 1), said)
+        yield ArtifactContent(artifact_key("progress", experiment.name), "progress", round(share, 1), said)
 
-    def _progress_of_trials(self, experiment: Experiment) -> Iterator[Sheet]:
+    def _progress_of_trials(self, experiment: Experiment) -> Iterator[ArtifactContent]:
         """Yield the progress of running trials, and a last one of trials that ended since the last update."""
         if self._outlook.step_count is None or self._outlook.trial_count == 1:
             return
@@ -170,13 +170,13 @@ class Reporter:
 
     def _sheet_of(
         self, experiment: Experiment, name: str, known: tuple[Mapping[str, StepReport], Owner | None]
-    ) -> Sheet:
+    ) -> ArtifactContent:
         newest, owner = known
         trial, report = experiment.trial(name), newest.get(name)
         said = f"Trial {name} of {experiment.name}: {_said(trial, report, self._outlook)}"
         share = round(100 * share_of_trial(trial, report, self._outlook), 1)
         key = artifact_key("progress", experiment.name, name)
-        return Sheet(key, "progress", share, said, owner.task_run if owner else None)
+        return ArtifactContent(key, "progress", share, said, owner.task_run if owner else None)
 
 
 @contextmanager
@@ -196,14 +196,14 @@ def _metrics_of(experiment: Experiment) -> Sequence[str]:
     return objective.metrics if objective else ()
 
 
-def _tell(chronicle: Chronicle, news: Event | search_link.Told, at: datetime) -> None:
-    if isinstance(news, search_link.Told):
+def _tell(chronicle: ExperimentHistory, news: Event | search_link.StepReported, at: datetime) -> None:
+    if isinstance(news, search_link.StepReported):
         chronicle.tell_report(news.trial, news.report)
     else:
         chronicle.tell_event(news, at)
 
 
-def _said(trial: Trial, report: StepReport | None, outlook: Outlook) -> str:
+def _said(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> str:
     step = max(trial.step, report.step if report else 0)
     return f"step {step}{f' of {outlook.step_count}' if outlook.step_count else ''}, {trial.status}"
 

@@ -7,7 +7,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.models import StepReport, metric_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import Told
+from prefect_tune.supervisor.search_link import StepReported
 
 __all__ = ["MetricLookout"]
 
@@ -29,7 +29,7 @@ class MetricLookout:
             if isinstance(each, Reported):
                 self._look(each.trial, each.report)
 
-    def told(self, told: Told, experiment: Experiment) -> None:
+    def told(self, told: StepReported, experiment: Experiment) -> None:
         del experiment
         if not self._has_looked:
             self._look(told.trial, told.report)

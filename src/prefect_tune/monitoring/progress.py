@@ -13,12 +13,12 @@ from rich.console import RenderableType
 from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.monitoring.listener import Listener
+from prefect_tune.monitoring.listener import SearchObserver
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.live_display import can_show, standing
-from prefect_tune.terminal.progress_state import Outlook, Watch
+from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
 
 __all__ = ["Progress", "progress"]
 
@@ -26,9 +26,9 @@ _LOG_PERIOD = timedelta(minutes=1)
 
 
 class Progress:
-    """A listener that updates a `Watch`; without a live table it logs the progress at most once a minute."""
+    """A listener that updates a `ProgressTracker`; without a live table it logs the progress at most once a minute."""
 
-    def __init__(self, watch: Watch, log: Log, log_period: timedelta = _LOG_PERIOD) -> None:
+    def __init__(self, watch: ProgressTracker, log: Log, log_period: timedelta = _LOG_PERIOD) -> None:
         self._watch = watch
         self._log = log
         self._log_period = log_period.total_seconds()
@@ -39,7 +39,7 @@ class Progress:
         self._watch.happened(event, experiment, datetime.now(UTC).astimezone())
         self._log_now_and_then()
 
-    def told(self, told: search_link.Told, experiment: Experiment) -> None:
+    def told(self, told: search_link.StepReported, experiment: Experiment) -> None:
         self._watch.told(told.trial, told.report, experiment)
         self._log_now_and_then()
 
@@ -77,7 +77,9 @@ class Progress:
 
 
 @contextmanager
-def progress(experiment: Experiment, outlook: Outlook, log: Log, *, in_terminal: bool) -> Iterator[Listener]:
+def progress(
+    experiment: Experiment, outlook: SearchEstimate, log: Log, *, in_terminal: bool
+) -> Iterator[SearchObserver]:
     """Yield the listener that shows the progress of a search; log one final line unless the search raises.
 
     Args:
@@ -86,7 +88,7 @@ def progress(experiment: Experiment, outlook: Outlook, log: Log, *, in_terminal:
         log: of the flow run.
         in_terminal: whether to show a table if stdout is a terminal.
     """
-    seen = Progress(Watch(experiment, outlook, time.monotonic()), log)
+    seen = Progress(ProgressTracker(experiment, outlook, time.monotonic()), log)
     if in_terminal and can_show(sys.stdout):
         seen.is_seen = True
         with standing(seen.draw, seen.broke, sys.stdout):

@@ -14,27 +14,27 @@ from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import Curves
 from prefect_tune.monitoring.callback_runner import Callbacks
-from prefect_tune.monitoring.event_builder import Subject
-from prefect_tune.monitoring.event_emitter import Herald, heralded
-from prefect_tune.monitoring.listener import Listener, Listeners
+from prefect_tune.monitoring.event_builder import EventContext
+from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
+from prefect_tune.monitoring.listener import ObserverGroup, SearchObserver
 from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.monitoring.metric_check import MetricLookout
 from prefect_tune.monitoring.progress import progress
-from prefect_tune.retry_policy import unseen
+from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor import search_link
-from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.tasks.publish_results import publish_results
-from prefect_tune.terminal.progress_state import Outlook
+from prefect_tune.terminal.progress_state import SearchEstimate
 
-__all__ = ["Audience"]
+__all__ = ["Subscribers"]
 
 _PATIENCE = timedelta(seconds=30)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 _MOST_REPORTS = 300_000
 
 
-class Audience:
+class Subscribers:
     """The subscribers of one run of a search, from its start to its end."""
 
     def __init__(  # noqa: PLR0913  the subscribers need different things
@@ -42,10 +42,10 @@ class Audience:
         target: StorageTarget,
         search: SearchInfo,
         callbacks: Sequence[Callback],
-        outlook: Outlook,
+        outlook: SearchEstimate,
         *,
         in_terminal: bool,
-        news: Subject,
+        news: EventContext,
     ) -> None:
         self._target = target
         self._outlook = outlook
@@ -55,33 +55,38 @@ class Audience:
         self._callbacks = callbacks
 
     @contextmanager
-    def listening(self, book: Book, stop: threading.Event, log: Log) -> Iterator[Listener]:
+    def listening(self, journal_writer: JournalWriter, stop: threading.Event, log: Log) -> Iterator[SearchObserver]:
         """Yield the listener that the driver notifies; on exit, wait for the subscribers to process what is queued.
 
         Results are published if the search ended without a request to stop. On exit, callbacks get 30 s together,
         or 2 s after a request to stop.
         """
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
-        keeper = _CurveKeeper(book.experiment)
-        lookout = [MetricLookout(self._search.objective, log)] if self._search.objective else []
-        callbacks.start(book.experiment)
+        keeper = _CurveKeeper(journal_writer.experiment)
+        health = [MetricLookout(self._search.objective, log)] if self._search.objective else []
+        callbacks.start(journal_writer.experiment)
         try:
             with (
-                reported(Reporter(self._target, book.experiment, self._outlook, log), stop) as reporter,
-                heralded(Herald(self._news, book.experiment, log), stop) as herald,
-                progress(book.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
+                reported(Reporter(self._target, journal_writer.experiment, self._outlook, log), stop) as reporter,
+                emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
+                progress(journal_writer.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
             ):
-                yield Listeners([keeper, callbacks, herald, seen, reporter, *lookout])
+                yield ObserverGroup([keeper, callbacks, emitter, seen, reporter, *health])
                 reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():
-                    self._publish(book.experiment, keeper.curves, log)
+                    self._publish(journal_writer.experiment, keeper.curves, log)
         finally:
-            callbacks.end(book.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+            callbacks.end(journal_writer.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
 
     def _publish(self, experiment: Experiment, curves: Curves | None, log: Log) -> None:
         """Publish the results as files; log an error if that fails, since the journal holds the same results."""
         try:
-            publish_results(self._target, unseen(experiment), self._search.objective, unseen(curves))
+            publish_results(
+                self._target,
+                skip_prefect_introspection(experiment),
+                self._search.objective,
+                skip_prefect_introspection(curves),
+            )
         except TuneError as error:
             log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
 
@@ -99,7 +104,7 @@ class _CurveKeeper:
             if self.curves.told > _MOST_REPORTS:
                 self.curves = None  # to bound the memory; publishing reads them from the journal
 
-    def told(self, told: search_link.Told, experiment: Experiment) -> None:
+    def told(self, told: search_link.StepReported, experiment: Experiment) -> None:
         del told, experiment
 
     def wrote(self, experiment: Experiment) -> None:

@@ -15,7 +15,7 @@ from pydantic import WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
 from prefect_tune.blocks import AzureTarget, FsspecTarget, GcsTarget, LocalTarget, S3Target, StorageTarget, SyncConfig
-from prefect_tune.blocks.strict_block import Form
+from prefect_tune.blocks.strict_block import StrictBlock
 from prefect_tune.core.search.objective import Mode
 from prefect_tune.parameters.resume_mode import RerunErrored
 
@@ -98,7 +98,7 @@ def _list_of(title: str, each: _Schema) -> _Schema:
     return {"title": title, "type": "array", "items": dict(each)}
 
 
-def _saved(block: type[Form]) -> _Schema:
+def _saved(block: type[StrictBlock]) -> _Schema:
     """Return the schema of a saved block, selected from a list: a reference, without the block's fields."""
     reference = {"type": "string"}
     ways = {"block_document_id": reference, "block_document_slug": reference}

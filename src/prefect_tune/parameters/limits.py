@@ -18,14 +18,14 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.run_trial import curve_up_to
 
-__all__ = ["Limits", "has_had_enough", "require_possible", "warn_of_limits"]
+__all__ = ["SearchLimits", "has_had_enough", "require_possible", "warn_of_limits"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """The limits of one run of an experiment."""
 
     max_concurrent_trials: int
@@ -44,7 +44,7 @@ class Limits:
     """Whether a finished trial meets today's stop criterion too; otherwise it is requeued."""
 
 
-def has_had_enough(plan: TrialPlan, trial: Trial, stopper: Stopper) -> bool:
+def has_had_enough(plan: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
     """Whether a finished trial meets today's stop criterion too, or ended by itself or by the scheduler."""
     if trial.returned or trial.left or trial.metrics.get("done") is True:
         return True
@@ -65,7 +65,7 @@ def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> N
             )
 
 
-def require_possible(plan: TrialPlan) -> None:
+def require_possible(plan: TrialSpec) -> None:
     """Check a plan before anything is written.
 
     Raises:

@@ -9,9 +9,9 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import canonical_json, plural
 from prefect_tune.parameters.code_fingerprint import code_of
-from prefect_tune.parameters.limits import Limits
+from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.parameters.samples_per_run import search_of
-from prefect_tune.parameters.search_request import Asked, only_in_code, settings_of, space_of
+from prefect_tune.parameters.search_request import SearchRequest, only_in_code, settings_of, space_of
 from prefect_tune.parameters.training_request import name_of
 from prefect_tune.supervisor.process_channel import Log
 
@@ -33,13 +33,13 @@ _FIXED = {
 }
 
 
-def settings_today(asked: Asked) -> Mapping[str, object]:
+def settings_today(asked: SearchRequest) -> Mapping[str, object]:
     """Return the settings that the journal stores for this request, with the digest of the trainable's source."""
     code = code_of(asked.trainable)
     return {**settings_of(asked), **({"code": code} if code else {})}
 
 
-def require_code(state: Experiment, asked: Asked) -> None:
+def require_code(state: Experiment, asked: SearchRequest) -> None:
     """Refuse a changed trainable, for `on_code_change="refuse"`; called before an earlier owner is superseded.
 
     Raises:
@@ -91,7 +91,7 @@ def require_goes_on(state: Experiment) -> None:
         )
 
 
-def say_code(state: Experiment, asked: Asked, log: Log) -> None:
+def say_code(state: Experiment, asked: SearchRequest, log: Log) -> None:
     """Log a warning if the trainable has changed since the experiment last ran."""
     if changed := _changed(state, asked):
         log.warning(
@@ -99,7 +99,7 @@ def say_code(state: Experiment, asked: Asked, log: Log) -> None:
         )
 
 
-def say_errored(state: Experiment, limits: Limits, log: Log) -> None:
+def say_errored(state: Experiment, limits: SearchLimits, log: Log) -> None:
     """Log how many errored trials this run does not retry: it may have nothing else to train."""
     count = sum(each.status is Status.ERRORED for each in state.trials.values())
     if count and not limits.reruns_errored:
@@ -109,7 +109,7 @@ def say_errored(state: Experiment, limits: Limits, log: Log) -> None:
         )
 
 
-def say_space(state: Experiment, asked: Asked, log: Log) -> None:
+def say_space(state: Experiment, asked: SearchRequest, log: Log) -> None:
     """Log a warning if existing trials were drawn from another space, and if no trial will be drawn from this one."""
     if not state.trials or _space_in(state.settings) in (None, today := _space_in(settings_of(asked))) or today is None:
         return
@@ -129,7 +129,7 @@ def _space_in(settings: Mapping[str, object]) -> bytes | None:
     return None if "space" in only_in_code(settings) else canonical_json(settings.get("space", {}))
 
 
-def code_note(state: Experiment, asked: Asked) -> str:
+def code_note(state: Experiment, asked: SearchRequest) -> str:
     """Return a line for a form: whether the trainable's source has changed since the experiment last ran."""
     code = code_of(asked.trainable)
     if not code:
@@ -137,7 +137,7 @@ def code_note(state: Experiment, asked: Asked) -> str:
     return f"⚠️ {changed}" if (changed := _changed(state, asked)) else f"code: unchanged ({code})"
 
 
-def _changed(state: Experiment, asked: Asked) -> str | None:
+def _changed(state: Experiment, asked: SearchRequest) -> str | None:
     before, now = state.settings.get("code"), code_of(asked.trainable)
     if not (state.trials and before and now and before != now):
         return None

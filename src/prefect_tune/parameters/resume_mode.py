@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, ResumeFailed, StoreRefused, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.journal import Loaded
+from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.tasks.experiment_state import read_journal
 
 __all__ = ["Presence", "RerunErrored", "Resuming", "read_known", "read_or_fail", "require_presence", "resuming"]
@@ -61,8 +61,8 @@ def resuming(given: object) -> Resuming:
 
 
 def require_presence(
-    target: StorageTarget, experiment: str, asked: Resuming, known: Loaded | None = None
-) -> Loaded | None:
+    target: StorageTarget, experiment: str, asked: Resuming, known: LoadedJournal | None = None
+) -> LoadedJournal | None:
     """Check, before anything is written, that the experiment exists or not, as `asked`.
 
     Returns `known`, or the journal if it had to be read; None if neither.
@@ -95,7 +95,7 @@ def read_or_fail(target: StorageTarget, experiment: str) -> Experiment:
     return read_known(target, experiment).experiment
 
 
-def read_known(target: StorageTarget, experiment: str) -> Loaded:
+def read_known(target: StorageTarget, experiment: str) -> LoadedJournal:
     """Read the journal of `experiment`, before it is opened.
 
     Raises:

@@ -17,7 +17,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
 from prefect_tune.parameters.json_specs import search_from
-from prefect_tune.parameters.search_request import Asked, only_in_code, space_of
+from prefect_tune.parameters.search_request import SearchRequest, only_in_code, space_of
 
 __all__ = ["DEFAULT_SAMPLES", "extended", "place_of_run", "require_one_count", "search_of", "with_default_samples"]
 
@@ -70,7 +70,9 @@ def require_one_count(num_samples: int | None, samples_per_run: int | None) -> N
         raise InvalidInput(f"samples_per_run: expected 1 or more, found {samples_per_run}")
 
 
-def extended(asked: Asked, state: Experiment, place_of_run: Callable[[], str]) -> tuple[Asked, Sequence[Extended]]:
+def extended(
+    asked: SearchRequest, state: Experiment, place_of_run: Callable[[], str]
+) -> tuple[SearchRequest, Sequence[Extended]]:
     """Return `asked` with the total number of samples, and the event to journal if this run adds samples.
 
     This run also proposes the samples that earlier runs were to propose and did not. A run that is started again
@@ -92,7 +94,7 @@ def extended(asked: Asked, state: Experiment, place_of_run: Callable[[], str]) -
     return replace(asked, num_samples=max(before + added, chosen)), (Extended(run=run, samples=added),)
 
 
-def with_default_samples(asked: Asked, state: Experiment) -> Asked:
+def with_default_samples(asked: SearchRequest, state: Experiment) -> SearchRequest:
     """Return `asked` with the default number of samples if that is not ten, so that the journal stores it.
 
     A journal without a number means ten, whatever the space: an experiment that was begun with ten keeps them.
@@ -118,7 +120,7 @@ def _leaves_count_open(search: object) -> bool:
             return False
 
 
-def search_of(asked: Asked) -> Search:
+def search_of(asked: SearchRequest) -> Search:
     """Return the search algorithm, with the requested number of samples.
 
     Raises:
@@ -129,7 +131,7 @@ def search_of(asked: Asked) -> Search:
     return search_from(asked.search, asked.num_samples)
 
 
-def _samples_before(asked: Asked, state: Experiment) -> int:
+def _samples_before(asked: SearchRequest, state: Experiment) -> int:
     """Return how many samples earlier runs were to propose in all."""
     if not state.settings:
         return 0

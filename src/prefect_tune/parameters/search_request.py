@@ -18,7 +18,7 @@ from prefect_tune.parameters.json_specs import scheduler_from, search_from, spel
 from prefect_tune.parameters.resume_mode import RerunErrored
 from prefect_tune.runtime.trial_process import load_trainable
 
-__all__ = ["OF_THE_RUN", "Asked", "from_settings", "only_in_code", "settings_of", "space_of"]
+__all__ = ["OF_THE_RUN", "SearchRequest", "from_settings", "only_in_code", "settings_of", "space_of"]
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 OF_THE_RUN = frozenset(
@@ -38,7 +38,7 @@ _VALUES: Mapping[str, type[Value]] = {"checkpoint": Cadence, "retention": Retent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SearchRequest:
     """The parameters of `prefect_tune.flows.tune.tune`, which documents them, with the same defaults.
 
     The journal omits values that equal their default: changing a default changes every search that is resumed.
@@ -85,7 +85,7 @@ def space_of(space: Mapping[str, Any]) -> dict[str, object]:
     return space_from_json(space, load=lambda name: cast("Function", load_trainable(name)))
 
 
-def settings_of(asked: Asked) -> dict[str, object]:
+def settings_of(asked: SearchRequest) -> dict[str, object]:
     """Return the settings that the journal stores: all values that differ from the default and have a JSON form.
 
     `only_in_code` names the others: a resume by experiment name alone cannot restore them.
@@ -135,7 +135,7 @@ def only_in_code(settings: Mapping[str, object]) -> list[str]:
     return list(names)
 
 
-def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> Asked:
+def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> SearchRequest:
     """Return the request of an experiment from its settings, with the parameters of this `run` and those `changed`.
 
     Raises:
@@ -150,11 +150,11 @@ def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], change
             f"resume: the journal of this experiment does not store {', '.join(map(repr, missing))}; pass "
             "it here, or call pt.tune(...) as before, with the same experiment name"
         )
-    known = {each.name for each in fields(Asked)}
+    known = {each.name for each in fields(SearchRequest)}
     kept = {name: _read(name, value) for name, value in settings.items() if name in known}
     if "search" in changed:
         kept.pop("num_samples", None)  # it belonged to the earlier search
-    return Asked(**{**kept, **run, **changed})
+    return SearchRequest(**{**kept, **run, **changed})
 
 
 def _read(name: str, value: Any) -> object:

@@ -24,7 +24,7 @@ from urllib.error import URLError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Patient", "PrefectServer", "is_cut_short", "start_prefect_server"]
+__all__ = ["PrefectServer", "RetryOn503Middleware", "is_cut_short", "start_prefect_server"]
 
 _PATIENCE = timedelta(minutes=3)  # the first start on an empty database runs every migration
 _GOODBYE = timedelta(seconds=5)
@@ -92,7 +92,7 @@ def _serve(descriptor: int) -> None:
     create_app = import_module("prefect.server.api.server").create_app
     gc.freeze()
     gc.enable()
-    config = uvicorn.Config(lambda: Patient(create_app()), factory=True, log_level="error")
+    config = uvicorn.Config(lambda: RetryOn503Middleware(create_app()), factory=True, log_level="error")
     server = uvicorn.Server(config)
     logging.getLogger(_RECORDER).addFilter(lambda record: not (server.should_exit and is_cut_short(record)))
     server.run(sockets=[socket.socket(fileno=descriptor)])
@@ -103,7 +103,7 @@ def is_cut_short(record: logging.LogRecord) -> bool:
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
-class Patient:
+class RetryOn503Middleware:
     """ASGI middleware that retries a request if the application answers 503 within a second.
 
     SQLite rejects a write at once if the transaction has read before another one wrote. After a start, while old

@@ -30,13 +30,23 @@ from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.reporting.curve_sampling import Series, numbers_in
 
-__all__ = ["Chronicle", "Clone", "Costs", "End", "Reign", "Stint", "Story", "moment", "told"]
+__all__ = [
+    "AttemptEnd",
+    "AttemptPeriod",
+    "Clone",
+    "Costs",
+    "ExperimentHistory",
+    "HistoryView",
+    "OwnershipPeriod",
+    "moment",
+    "told",
+]
 
 _METRICS = 4
 _ENDS_OF = {Cause.MACHINE: "lost", Cause.PREEMPTED: "told to stop"}
 
 
-class End(StrEnum):
+class AttemptEnd(StrEnum):
     """How an attempt ended."""
 
     FINISHED = "finished"
@@ -47,7 +57,7 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reign:
+class OwnershipPeriod:
     """The time during which one run owned the experiment."""
 
     epoch: int
@@ -62,7 +72,7 @@ class Reign:
 
 
 @dataclass(frozen=True, slots=True)
-class Stint:
+class AttemptPeriod:
     """One attempt of a trial, with its times."""
 
     trial: str
@@ -73,7 +83,7 @@ class Stint:
     """The last step that it reported."""
     owner: Owner | None
     ended: datetime | None = None
-    end: End | None = None
+    end: AttemptEnd | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +112,14 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class HistoryView:
     """An immutable extract of the history."""
 
     metrics: tuple[str, ...] = ()
     curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
     """Points by trial and metric, thinned out."""
-    stints: Sequence[Stint] = ()
-    reigns: Sequence[Reign] = ()
+    stints: Sequence[AttemptPeriod] = ()
+    reigns: Sequence[OwnershipPeriod] = ()
     clones: Sequence[Clone] = ()
     costs: Costs = Costs()
     newest: Mapping[str, StepReport] = field(default_factory=dict)
@@ -118,7 +128,7 @@ class Story:
     """Whether it begins with the journal's first entry."""
 
 
-class Chronicle:
+class ExperimentHistory:
     """Builds the history from events in their order; keeps about 1 KiB per trial, however long it trains.
 
     Not thread-safe.
@@ -129,13 +139,13 @@ class Chronicle:
         self._metrics = tuple(metrics)
         self._is_whole = is_whole
         self._curves: dict[str, dict[str, Series]] = {}
-        self._stints: list[Stint] = []
+        self._stints: list[AttemptPeriod] = []
         self._open: dict[str, int] = {}  # the index of each trial's open attempt in the list
         self._due: dict[str, datetime] = {}  # when the trial got a slot
         self._owners: dict[str, Owner] = {}
         self._heard: dict[str, datetime] = {}  # when
         self._over_since: dict[str, datetime] = {}  # attempts that ended without an entry of their own
-        self._reigns: list[Reign] = []
+        self._reigns: list[OwnershipPeriod] = []
         self._clones: list[Clone] = []
         self._steps: dict[str, int] = {}  # the last step of each trial
         self._newest: dict[str, StepReport] = {}  # of running attempts
@@ -150,7 +160,7 @@ class Chronicle:
     def tell_event(self, event: Event, at: datetime) -> None:
         """Take in the next event, journaled at `at` or about to be."""
         if isinstance(event, Opened) and event.trial is None:
-            self._reigns.append(Reign(event.epoch, event.owner, at, at))
+            self._reigns.append(OwnershipPeriod(event.epoch, event.owner, at, at))
             self._cut([trial for trial in self._open if trial not in self._owners])
         elif isinstance(event, Absorbed):
             at = moment(event.at) if event.at else at
@@ -193,12 +203,12 @@ class Chronicle:
     def owner_is(self, owner: Owner, epoch: int, at: datetime) -> None:
         """Record the owner, if the entry with the change of owner was not passed to `tell`."""
         if not self._reigns or self._reigns[-1].epoch != epoch:
-            self._reigns.append(Reign(epoch, owner, at, at))
+            self._reigns.append(OwnershipPeriod(epoch, owner, at, at))
 
-    def story(self, trials: Collection[str]) -> Story:
+    def story(self, trials: Collection[str]) -> HistoryView:
         """Return the history, with the curves of these trials."""
         drawn = {trial: self._curves[trial] for trial in trials if trial in self._curves}
-        return Story(
+        return HistoryView(
             metrics=self._metrics,
             curves={
                 trial: {name: each.points() for name, each in curves.items() if name in self._metrics}
@@ -234,7 +244,7 @@ class Chronicle:
             case Cloned():
                 self._cloned(event)
             case AttemptEnded(cause=cause):
-                self._ended(event.trial, End(_ENDS_OF.get(cause, "failed")), at)
+                self._ended(event.trial, AttemptEnd(_ENDS_OF.get(cause, "failed")), at)
             case Finished() | Paused() | GaveUp():
                 self._ended(event.trial, _end_of(event), at)
             case _:
@@ -245,13 +255,13 @@ class Chronicle:
     def _started(self, event: Started, at: datetime) -> None:
         """Begin an attempt when its trial got the slot, which is earlier than its entry."""
         trial = event.trial
-        self._ended(trial, End.LOST, at)
+        self._ended(trial, AttemptEnd.LOST, at)
         owner = self._owners.get(trial) or (self._reigns[-1].owner if self._reigns else None)
         began = self._due.pop(trial, at)
         if self._reigns and began < self._reigns[-1].began:
             began = at  # the slot belonged to an attempt of an earlier owner
         self._open[trial] = len(self._stints)
-        self._stints.append(Stint(trial, event.attempt, began, event.from_step, event.from_step, owner))
+        self._stints.append(AttemptPeriod(trial, event.attempt, began, event.from_step, event.from_step, owner))
         for series in self._curves.get(trial, {}).values():
             series.cut(event.from_step)
         self._steps[trial] = event.from_step
@@ -292,7 +302,7 @@ class Chronicle:
             if name in self._metrics:
                 self._curves.setdefault(event.trial, {})[name] = Series([(copy.step, number)])
 
-    def _ended(self, trial: str, end: End, at: datetime) -> None:
+    def _ended(self, trial: str, end: AttemptEnd, at: datetime) -> None:
         """End an attempt; one that died counts until its last entry, not until its death was detected."""
         place = self._open.pop(trial, None)
         self._newest.pop(trial, None)
@@ -312,19 +322,19 @@ def moment(at: str) -> datetime:
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
-def _end_of(event: Finished | Paused | GaveUp) -> End:
+def _end_of(event: Finished | Paused | GaveUp) -> AttemptEnd:
     match event:
         case Finished():
-            return End.FINISHED
+            return AttemptEnd.FINISHED
         case Paused():
-            return End.PAUSED
+            return AttemptEnd.PAUSED
         case GaveUp():
-            return End.FAILED
+            return AttemptEnd.FAILED
 
 
-def told(entries: Iterable[Entry], metrics: Sequence[str] = ()) -> Chronicle:
+def told(entries: Iterable[Entry], metrics: Sequence[str] = ()) -> ExperimentHistory:
     """Return the history of these entries, which are in the journal's order."""
-    chronicle = Chronicle(metrics)
+    chronicle = ExperimentHistory(metrics)
     for entry in entries:
         chronicle.tell(entry)
     return chronicle

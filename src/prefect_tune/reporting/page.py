@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
 from prefect_tune.reporting.document import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.reporting.report_data import Material
+from prefect_tune.reporting.report_data import ReportData
 from prefect_tune.reporting.report_summary import Facts, Links, TrialFacts, facts_of
 from prefect_tune.reporting.scales import said_number
 from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
@@ -57,7 +57,7 @@ _FIGURES = (
 )
 
 
-def page_of(material: Material, links: Links) -> Sequence[Block]:
+def page_of(material: ReportData, links: Links) -> Sequence[Block]:
     """Return the page: at most about 300 KB, for any number of trials."""
     facts = facts_of(material, links)
     return [*_top(facts), *_best(facts), *_figures(material), *_trials(facts), *_errors(facts), *_end(facts)]
@@ -133,7 +133,7 @@ def _export(facts: Facts, best: TrialFacts) -> str:
     return f"prefect-tune export {quote(facts.where)} {facts.experiment} DIRECTORY{which}"
 
 
-def _figures(material: Material) -> Iterator[Block]:
+def _figures(material: ReportData) -> Iterator[Block]:
     for title, draw, legend in _FIGURES:
         try:
             svg = draw(material)

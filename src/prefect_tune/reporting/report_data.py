@@ -14,10 +14,10 @@ from prefect_tune.core.experiment.summary import best_first, objective_in
 from prefect_tune.core.experiment.trial_transitions import Trial, with_report
 from prefect_tune.core.models import flat
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.reporting.history import Story
+from prefect_tune.reporting.history import HistoryView
 from prefect_tune.reporting.param_importance import importances
 
-__all__ = ["DRAWN", "Material", "material", "spread"]
+__all__ = ["DRAWN", "ReportData", "material", "spread"]
 
 DRAWN = 60
 """The most learning curves that are drawn."""
@@ -27,18 +27,18 @@ _MOST_PARAMETERS = 200
 class Tells(Protocol):
     """A history's `story`, or a function that calls it in another thread."""
 
-    def __call__(self, trials: Collection[str], /) -> Story: ...
+    def __call__(self, trials: Collection[str], /) -> HistoryView: ...
 
 
 @dataclass(frozen=True)
-class Material:
+class ReportData:
     """An experiment at one moment."""
 
     experiment: Experiment
     uri: str
     now: datetime
     objective: Objective | None
-    story: Story
+    story: HistoryView
     trials: Sequence[Trial]
     """The trials in the order in which they were added, with their newest reports."""
     losses: Mapping[str, Losses]
@@ -77,13 +77,15 @@ class Material:
         return importances(parameters, [self.losses[self.trials[place].trial][0] for place in places])
 
 
-def material(experiment: Experiment, tells: Tells, *, uri: str, now: datetime, expected: int | None = None) -> Material:
+def material(
+    experiment: Experiment, tells: Tells, *, uri: str, now: datetime, expected: int | None = None
+) -> ReportData:
     """Return the data for a report of the experiment."""
     objective = objective_in(experiment.settings)
     story = tells(_drawn(experiment, objective))
     trials = [with_report(each, story.newest.get(each.trial)) for each in experiment.trials.values()]
     losses = {each.trial: losses for each, losses in ranked(trials, objective)}
-    return Material(experiment, uri, now, objective, story, trials, losses, expected, _cells(trials))
+    return ReportData(experiment, uri, now, objective, story, trials, losses, expected, _cells(trials))
 
 
 def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:

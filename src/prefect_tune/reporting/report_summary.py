@@ -10,8 +10,8 @@ from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.summary import counted, is_search, shown_settings
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.reporting.history import End, Reign, Stint
-from prefect_tune.reporting.report_data import Material
+from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, OwnershipPeriod
+from prefect_tune.reporting.report_data import ReportData
 
 __all__ = ["Cost", "Facts", "Links", "Run", "TrialFacts", "facts_of"]
 
@@ -116,7 +116,7 @@ class Facts:
         return sum(self.trials_by_status.get(str(each), 0) for each in ENDED)
 
 
-def facts_of(material: Material, links: Links) -> Facts:
+def facts_of(material: ReportData, links: Links) -> Facts:
     """Return the facts of an experiment."""
     state, story, objective = material.experiment, material.story, material.objective
     owners = {each.trial: each.owner for each in story.stints}
@@ -171,7 +171,7 @@ class _Says:
         )
 
 
-def _runs(reigns: Sequence[Reign], stints: Sequence[Stint], links: Links) -> Sequence[Run]:
+def _runs(reigns: Sequence[OwnershipPeriod], stints: Sequence[AttemptPeriod], links: Links) -> Sequence[Run]:
     runs = []
     for index, reign in enumerate(reigns):
         until = reigns[index + 1].began if index + 1 < len(reigns) else None
@@ -182,15 +182,15 @@ def _runs(reigns: Sequence[Reign], stints: Sequence[Stint], links: Links) -> Seq
     return runs
 
 
-def _cost(material: Material) -> Cost:
+def _cost(material: ReportData) -> Cost:
     trials, costs, stints = material.trials, material.story.costs, material.story.stints
     trained, steps = sum(each.trained_seconds for each in trials), sum(each.step for each in trials)
     wasted = sum(each.wasted_steps for each in trials)
     return Cost(
         trained_seconds=trained,
         attempts=sum(each.attempt for each in trials),
-        attempts_lost=sum(each.end is End.LOST for each in stints),
-        attempts_failed=sum(each.end is End.FAILED for each in stints),
+        attempts_lost=sum(each.end is AttemptEnd.LOST for each in stints),
+        attempts_failed=sum(each.end is AttemptEnd.FAILED for each in stints),
         wasted_steps=wasted,
         wasted_seconds=trained / steps * wasted if steps else 0.0,
         checkpoints_committed=costs.commits,

@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 
 from prefect_tune.reporting.axes import END, GRID, MIDDLE, SMALL
-from prefect_tune.reporting.history import Clone, End, Reign, Stint
-from prefect_tune.reporting.report_data import Material
+from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, Clone, OwnershipPeriod
+from prefect_tune.reporting.report_data import ReportData
 from prefect_tune.reporting.scales import fitted
 from prefect_tune.reporting.svg import BLUE, GREEN, GREY, INKS, ORANGE, RED, Drawing, Pen, Point
 from prefect_tune.terminal.formatting import said_span
@@ -24,7 +24,7 @@ _BARS = 500
 _MOST_LANES = 40
 _BREAK = 26.0
 """The width, in pixels, of a long time in which no attempt ran."""
-_INKS = {End.FINISHED: GREEN, End.STOPPED: ORANGE, End.FAILED: RED}
+_INKS = {AttemptEnd.FINISHED: GREEN, AttemptEnd.STOPPED: ORANGE, AttemptEnd.FAILED: RED}
 
 
 # ---------------------------------------------------------------------------------------------------- timeline
@@ -48,7 +48,7 @@ class _Clock:
         return self.knots[-1][1]
 
 
-def timeline(material: Material) -> str | None:
+def timeline(material: ReportData) -> str | None:
     """Draw the owners of the experiment and, below them, all attempts; None if no attempt has started."""
     story, now = material.story, material.now
     if not story.reigns:
@@ -68,12 +68,12 @@ def timeline(material: Material) -> str | None:
     return drawing.svg()
 
 
-def _still(stint: Stint, material: Material) -> datetime:
+def _still(stint: AttemptPeriod, material: ReportData) -> datetime:
     """Return the end to draw for an attempt without one: the last journal entry of its owner."""
     return max(stint.began, material.story.reigns[-1].last)
 
 
-def _clock(reigns: Sequence[Reign], stints: Sequence[Stint], now: datetime) -> _Clock:
+def _clock(reigns: Sequence[OwnershipPeriod], stints: Sequence[AttemptPeriod], now: datetime) -> _Clock:
     spans = [(each.began, each.last) for each in reigns] + [(each.began, each.ended or now) for each in stints]
     begin = min(start for start, _ in spans)
     merged = _merged([((start - begin).total_seconds(), (end - begin).total_seconds()) for start, end in spans])
@@ -104,7 +104,7 @@ def _merged(spans: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float
     return found
 
 
-def _draw_reigns(drawing: Drawing, clock: _Clock, reigns: Sequence[Reign]) -> None:
+def _draw_reigns(drawing: Drawing, clock: _Clock, reigns: Sequence[OwnershipPeriod]) -> None:
     drawing.text((_LEFT - 8, 27), "runs", f"{SMALL} {END}")
     for reign in reigns:
         left, right = clock.at(reign.began), clock.at(reign.last)
@@ -116,14 +116,14 @@ def _draw_reigns(drawing: Drawing, clock: _Clock, reigns: Sequence[Reign]) -> No
             drawing.text((left + 6, 27.5), label, f'{SMALL} font-weight="600"', "#fff")
 
 
-def _lanes(stints: Sequence[Stint]) -> Sequence[tuple[str, Sequence[Stint]]]:
+def _lanes(stints: Sequence[AttemptPeriod]) -> Sequence[tuple[str, Sequence[AttemptPeriod]]]:
     """Return a row per trial; for many trials a row per slot, with trials one after the other."""
-    of_trials: dict[str, list[Stint]] = {}
+    of_trials: dict[str, list[AttemptPeriod]] = {}
     for each in stints:
         of_trials.setdefault(each.trial, []).append(each)
     if len(of_trials) <= _ROWS:
         return sorted(of_trials.items())
-    slots: list[list[Stint]] = []
+    slots: list[list[AttemptPeriod]] = []
     for each in sorted(stints, key=lambda stint: stint.began):
         free = next((slot for slot in slots if (slot[-1].ended or each.began) <= each.began), None)
         if free is None:
@@ -137,7 +137,7 @@ def _row(lanes: Sequence[object]) -> float:
     return min(20.0, max(_ROW, 120 / max(1, len(lanes)))) if len(lanes) <= 40 else 520 / len(lanes)
 
 
-def _draw_lanes(drawing: Drawing, clock: _Clock, lanes: Sequence[tuple[str, Sequence[Stint]]]) -> None:
+def _draw_lanes(drawing: Drawing, clock: _Clock, lanes: Sequence[tuple[str, Sequence[AttemptPeriod]]]) -> None:
     row = _row(lanes)
     for index, (name, stints) in enumerate(lanes):
         y = 44 + index * row
@@ -147,7 +147,7 @@ def _draw_lanes(drawing: Drawing, clock: _Clock, lanes: Sequence[tuple[str, Sequ
             _draw_stint(drawing, clock, stint, (y, row))
 
 
-def _draw_stint(drawing: Drawing, clock: _Clock, stint: Stint, y_and_row: tuple[float, float]) -> None:
+def _draw_stint(drawing: Drawing, clock: _Clock, stint: AttemptPeriod, y_and_row: tuple[float, float]) -> None:
     y, row = y_and_row
     left, right = clock.at(stint.began), clock.at(stint.ended or stint.began)
     height = max(1.0, row - 3)
@@ -155,11 +155,13 @@ def _draw_stint(drawing: Drawing, clock: _Clock, stint: Stint, y_and_row: tuple[
     said = f"{stint.trial}, attempt {stint.attempt}, steps {stint.from_step} to {stint.step}{end}"
     pen = Pen(_INKS.get(stint.end, BLUE) if stint.end else BLUE, 1, 0.75)
     drawing.bar((left, y), (max(1.5, right - left - 0.8), height), pen, title=said)
-    if stint.end in (End.LOST, End.FAILED):
+    if stint.end in (AttemptEnd.LOST, AttemptEnd.FAILED):
         drawing.cross((right, y + height / 2), Pen(RED, 2), min(3.5, height / 2))
 
 
-def _draw_load(drawing: Drawing, clock: _Clock, stints: Sequence[Stint], top_and_bottom: tuple[float, float]) -> None:
+def _draw_load(
+    drawing: Drawing, clock: _Clock, stints: Sequence[AttemptPeriod], top_and_bottom: tuple[float, float]
+) -> None:
     """For too many attempts to draw each: draw how many ran at once, and where attempts were lost."""
     top, bottom = top_and_bottom
     left_at = [(clock.at(each.began), clock.at(each.ended or each.began)) for each in stints]
@@ -173,7 +175,9 @@ def _draw_load(drawing: Drawing, clock: _Clock, stints: Sequence[Stint], top_and
         drawing.text((_LEFT - 8, place + 4), said, f"{SMALL} {END}")
     outline = [(_LEFT + column, y.at(count)) for column, count in enumerate(columns)]
     drawing.area([(_LEFT, bottom), *outline, (_LEFT + len(columns) - 1, bottom)], Pen(BLUE, 1, 0.55))
-    lost = [(right, bottom - 4) for (_, right), each in zip(left_at, stints, strict=True) if each.end is End.LOST]
+    lost = [
+        (right, bottom - 4) for (_, right), each in zip(left_at, stints, strict=True) if each.end is AttemptEnd.LOST
+    ]
     drawing.dots(lost[:_BARS], Pen(RED, 5, 0.8))
 
 
@@ -192,7 +196,7 @@ def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
 # ----------------------------------------------------------------------------------------------------- lineage
 
 
-def lineage_chart(material: Material) -> str | None:
+def lineage_chart(material: ReportData) -> str | None:
     """Draw each member of a population in the color of its weights' first member; None if no trial was cloned."""
     clones = [each for each in material.story.clones if each.trial != each.source]
     if not clones:
@@ -214,7 +218,7 @@ def lineage_chart(material: Material) -> str | None:
     return drawing.svg()
 
 
-def _members(material: Material, clones: Sequence[Clone]) -> Sequence[str]:
+def _members(material: ReportData, clones: Sequence[Clone]) -> Sequence[str]:
     """Return the trials that cloned or were cloned; of many, the best."""
     part = {each.trial for each in clones} | {each.source for each in clones}
     ranked = [each.trial for each in material.ranking if each.trial in part]
@@ -236,7 +240,7 @@ class _Piece:
     ink: str
 
 
-def _pieces(material: Material, clones: Sequence[Clone], founders: Mapping[str, str]) -> Sequence[_Piece]:
+def _pieces(material: ReportData, clones: Sequence[Clone], founders: Mapping[str, str]) -> Sequence[_Piece]:
     """Cloned weights keep the color of the member that trained them first."""
     inks, begins, pieces = dict(founders), dict.fromkeys(founders, 0.0), []
     for clone in clones:

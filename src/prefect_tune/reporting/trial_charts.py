@@ -9,7 +9,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.reporting.axes import END, GRID, MIDDLE, SMALL, Frame, framed
 from prefect_tune.reporting.curve_sampling import numbers_in
-from prefect_tune.reporting.report_data import Material, spread
+from prefect_tune.reporting.report_data import ReportData, spread
 from prefect_tune.reporting.scales import Scale, fitted, said_number
 from prefect_tune.reporting.svg import BLUE, GREY, INKS, ORANGE, Drawing, Pen, Point
 
@@ -32,7 +32,7 @@ _LABEL = 'font-size="10.5" font-weight="700"'
 # ---------------------------------------------------------------------------------------------- learning curves
 
 
-def learning_curves(material: Material) -> str | None:
+def learning_curves(material: ReportData) -> str | None:
     """Draw a panel for each metric; None if nothing was reported."""
     metrics = [name for name in material.story.metrics if any(name in each for each in material.story.curves.values())]
     if not metrics:
@@ -47,7 +47,7 @@ def learning_curves(material: Material) -> str | None:
     return drawing.svg()
 
 
-def _curves(drawing: Drawing, frame: Frame, material: Material, metric: str) -> None:
+def _curves(drawing: Drawing, frame: Frame, material: ReportData, metric: str) -> None:
     curves = {trial: each[metric] for trial, each in material.story.curves.items() if each.get(metric)}
     x = fitted([step for each in curves.values() for step, _ in each], frame.left, frame.right, may_be_log=False)
     y = fitted([value for each in curves.values() for _, value in each], frame.bottom, frame.top, room=0.03)
@@ -101,7 +101,7 @@ class _Axis:
         return frame.bottom - (index + 0.5) * (frame.bottom - frame.top) / len(self.categories)
 
 
-def parallel_coordinates(material: Material) -> str | None:
+def parallel_coordinates(material: ReportData) -> str | None:
     """Draw each trial as a line through its parameters to its metric; None with fewer than two trials or no metric."""
     if material.objective is None or len(material.ranking) < 2:
         return None
@@ -123,7 +123,7 @@ def parallel_coordinates(material: Material) -> str | None:
     return drawing.svg()
 
 
-def _axes(material: Material, frame: Frame) -> Iterator[_Axis]:
+def _axes(material: ReportData, frame: Frame) -> Iterator[_Axis]:
     order = list(material.importances) or list(material.cells)
     names = [each.trial for each in material.trials]
     found = (_axis(name, dict(zip(names, material.cells[name], strict=True)), frame) for name in order)
@@ -175,7 +175,7 @@ def _label(category: str) -> str:
 # -------------------------------------------------------------------------------------- parameter importance
 
 
-def importance_chart(material: Material) -> str | None:
+def importance_chart(material: ReportData) -> str | None:
     """Draw a bar for each parameter; None with too few trials to say anything."""
     shares = list(material.importances.items())[:_BARS]
     if len(shares) < 2:
@@ -194,7 +194,7 @@ def importance_chart(material: Material) -> str | None:
 # -------------------------------------------------------------------------------------------------- the rungs
 
 
-def rung_chart(material: Material) -> str | None:
+def rung_chart(material: ReportData) -> str | None:
     """Draw the metrics compared at each of a scheduler's rungs, and which trials continued; None without rungs."""
     rungs = _rungs(material)
     if material.objective is None or not rungs or len(rungs) > 12 or material.story.clones:
@@ -216,7 +216,7 @@ def rung_chart(material: Material) -> str | None:
     return drawing.svg()
 
 
-def _rungs(material: Material) -> Mapping[int, Sequence[tuple[float, bool]]]:
+def _rungs(material: ReportData) -> Mapping[int, Sequence[tuple[float, bool]]]:
     """Return, for each rung's step, the metric of each trial and whether the trial continued."""
     metric = material.objective.metrics[0] if material.objective else ""
     rungs: dict[int, list[tuple[float, bool]]] = {}
@@ -253,7 +253,7 @@ def _jitter(index: int) -> float:
 # ------------------------------------------------------------------------------------------------------- front
 
 
-def front_chart(material: Material) -> str | None:
+def front_chart(material: ReportData) -> str | None:
     """Draw the first metric against each other one, and the Pareto front; None with one metric."""
     objective = material.objective
     if objective is None or len(objective.metrics) < 2 or not material.ranking:
@@ -267,7 +267,7 @@ def front_chart(material: Material) -> str | None:
     return drawing.svg()
 
 
-def _draw_front(drawing: Drawing, frame: Frame, material: Material, metrics: tuple[str, str]) -> None:
+def _draw_front(drawing: Drawing, frame: Frame, material: ReportData, metrics: tuple[str, str]) -> None:
     best = {each.trial for each in material.best}
     drawn = best | {each.trial for each in spread(material.ranking, _DOTS)}
     compared = {each.trial: material.compared(each.trial) for each in material.trials if each.trial in drawn}

@@ -35,7 +35,7 @@ from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.result_files import Rows
 from prefect_tune.results.ranking_error import why_none
 from prefect_tune.runtime.checkpoint import Checkpoint
-from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tasks.publish_results import read_reports
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def load_results(
         StoreUnavailable: the target did not answer.
     """
     place = resolve_existing(target)
-    with place.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+    with place.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
         state = load(store, experiment, side_by_side=transfers)
     if not state.number:
         raise InvalidInput(f"{place.uri}: there is no experiment {experiment!r}")
@@ -173,7 +173,7 @@ class Results:
         known = self._trial(trial)
         journal = JournalKey(experiment=self.experiment.name, trial=known.trial if known.apart else None)
         last = known.absorbed if known.apart else self.experiment.number
-        with self.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+        with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
             entries = history(store, journal, side_by_side=transfers)
         return curve((entry for entry in entries if entry.number <= last), known.trial)
 
@@ -181,7 +181,7 @@ class Results:
         """Return the newest committed checkpoint of a trial; None if it has none."""
         known = self._trial(trial)
         if known.status not in ENDED:  # since then it may have saved, and deleted the checkpoint that was the newest
-            with self.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+            with self.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
                 known = trial_today(store, self.experiment.name, known, side_by_side=transfers)
         key = newest_key(TrialKey(experiment=self.experiment.name, trial=known.trial), known)
         return self.target.checkpoint(key) if key else None

@@ -129,7 +129,7 @@ class Checkpoint(metaclass=_Advising):
         return str(destination)
 
     def _to_temporary_directory(self, deadline: Deadline) -> str:
-        from prefect_tune.stores.local.destination import Occupied, fill
+        from prefect_tune.stores.local.destination import DestinationInUse, fill
         from prefect_tune.stores.local.user_temp_folder import user_folder
 
         filling = self._place.now().filling(self._token, deadline, shared=True)
@@ -137,7 +137,7 @@ class Checkpoint(metaclass=_Advising):
         for destination in (base if number == 0 else Path(f"{base}-{number}") for number in count()):
             try:
                 fill(destination, filling, deadline)
-            except Occupied:
+            except DestinationInUse:
                 continue  # the caller has changed its files: leave it, and use the next name
             return str(destination)
         raise AssertionError

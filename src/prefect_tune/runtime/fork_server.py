@@ -37,7 +37,7 @@ from typing import Any, NoReturn, TypeAlias
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
 from prefect_tune.runtime.trial_process import flush_output, rehearse, serve
 
-__all__ = ["live", "nursery"]
+__all__ = ["fork_server_main", "run_forever"]
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
@@ -53,7 +53,7 @@ _NOT_FOR_US = (
 _STRAYS_LEAVE_WITHIN = timedelta(seconds=0.5)  # multiprocessing's resource trackers clean up in milliseconds
 _STRAYS_DIE_WITHIN = timedelta(seconds=2)
 _LOOK_AGAIN = timedelta(seconds=0.05)
-_NANNIES_STAY = timedelta(seconds=0.2)  # if another trial follows, its process is requested at once
+_SUBREAPERS_STAY = timedelta(seconds=0.2)  # if another trial follows, its process is requested at once
 _FREE = b"free"
 _libc = ctypes.CDLL(None)
 _Handlers = Mapping[signal.Signals, Any]
@@ -78,7 +78,7 @@ class _Asked:
             os.close(descriptor)
 
 
-def live(life: _Life | None) -> NoReturn:
+def run_forever(life: _Life | None) -> NoReturn:
     """Run a process's main function, then the one that it returns, and so on; then exit.
 
     A forked child returns its own main function, so that it does not run on the stack of its parent's.
@@ -95,29 +95,29 @@ def live(life: _Life | None) -> NoReturn:
         os._exit(code)
 
 
-def nursery(control_fd: int, supervisor: int) -> _Life | None:
+def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
     """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
-    _be_called(b"trial-nursery")
+    _set_process_name(b"trial-nursery")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of a killed subreaper
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
-    deaths, alive = _bell_for_deaths(), _while_alive(supervisor)
+    deaths, alive = _sigchld_pipe(), _while_alive(supervisor)
     if os.getppid() != supervisor:
         return None  # the supervisor died before the pidfd was opened
     control = socket.socket(fileno=control_fd)
-    nannies: dict[int, socket.socket] = {}
+    subreapers: dict[int, socket.socket] = {}
     copy_context().run(rehearse)
     gc.freeze()  # the children's collections then do not touch, and so do not copy, shared memory pages
     while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
         if deaths in rung:
-            _bury(deaths, nannies)
+            _reap(deaths, subreapers)
         if control_fd in rung:
             if (asked := _next_asked(control)) is None:
                 break
-            if not _is_given(nannies.values(), asked) and (line := _new_nannys_line(nannies, asked)) is not None:
-                _close([control, *nannies.values()])
-                return partial(_nanny, line, asked, alive, before)
+            if not _is_given(subreapers.values(), asked) and (line := _new_subreaper(subreapers, asked)) is not None:
+                _close([control, *subreapers.values()])
+                return partial(_subreaper_main, line, asked, alive, before)
             asked.close()
-    _outlive(nannies, deaths)
+    _outlive(subreapers, deaths)
     control.close()
     return None
 
@@ -133,48 +133,48 @@ def _next_asked(control: socket.socket) -> _Asked | None:
     return _Asked(*descriptors) if message else None
 
 
-def _is_given(nannies: Collection[socket.socket], asked: _Asked) -> bool:
+def _is_given(subreapers: Collection[socket.socket], asked: _Asked) -> bool:
     """Pass the request to a subreaper that has reported that it is free; return whether there was one."""
-    for nanny in nannies:
+    for subreaper in subreapers:
         with suppress(OSError):  # it is busy, or has just exited
-            if nanny.recv(16, socket.MSG_DONTWAIT) == _FREE:
-                socket.send_fds(nanny, [b"fork"], asked.descriptors)
+            if subreaper.recv(16, socket.MSG_DONTWAIT) == _FREE:
+                socket.send_fds(subreaper, [b"fork"], asked.descriptors)
                 return True
     return False
 
 
-def _new_nannys_line(nannies: dict[int, socket.socket], asked: _Asked) -> socket.socket | None:
+def _new_subreaper(subreapers: dict[int, socket.socket], asked: _Asked) -> socket.socket | None:
     """Fork a subreaper. In the new process, return its socket to the fork server; in the fork server, None."""
     hers, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if (nanny := _fork(asked)) == 0:
+    if (subreaper := _fork(asked)) == 0:
         ours.close()
         return hers
     hers.close()
-    if nanny > 0:
-        nannies[nanny] = ours
+    if subreaper > 0:
+        subreapers[subreaper] = ours
     else:
         ours.close()
     return None
 
 
-def _bury(deaths: int, nannies: dict[int, socket.socket]) -> bool:
+def _reap(deaths: int, subreapers: dict[int, socket.socket]) -> bool:
     """Reap ended children, and kill what a killed subreaper has left; return whether a child is alive."""
     _silence(deaths)
     with suppress(ChildProcessError):
         while (death := os.waitpid(-1, os.WNOHANG))[0]:
-            if (line := nannies.pop(death[0], None)) is not None:
+            if (line := subreapers.pop(death[0], None)) is not None:
                 line.close()
             if line is None or death[1] != 0:
-                _send(signal.SIGKILL, _children() - nannies.keys())
+                _send(signal.SIGKILL, _children() - subreapers.keys())
         return True
     return False
 
 
-def _outlive(nannies: dict[int, socket.socket], deaths: int) -> None:
+def _outlive(subreapers: dict[int, socket.socket], deaths: int) -> None:
     """Wait until the last subreaper has exited: if one is killed meanwhile, this process ends what it leaves."""
-    for line in nannies.values():
+    for line in subreapers.values():
         line.close()  # a free subreaper exits at once
-    while _bury(deaths, nannies) and nannies:
+    while _reap(deaths, subreapers) and subreapers:
         _rung([deaths])
     _end_strays(deaths)
 
@@ -182,24 +182,24 @@ def _outlive(nannies: dict[int, socket.socket], deaths: int) -> None:
 # ------------------------------------------------------------------------------------------------ the subreaper
 
 
-def _nanny(nursery: socket.socket, first: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
+def _subreaper_main(pool: socket.socket, first: _Asked, alive: Collection[int], before: _Handlers) -> _Life | None:
     """Supervise one trial process, then take the next request."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
-    _keep_only(nursery.fileno(), *first.descriptors, *alive)
-    _be_called(b"trial-nanny")
+    _keep_only(pool.fileno(), *first.descriptors, *alive)
+    _set_process_name(b"trial-nanny")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    deaths, nanny = _bell_for_deaths(), os.getpid()
+    deaths, subreaper = _sigchld_pipe(), os.getpid()
     asked: _Asked | None = first
     while asked is not None:
         if (trial := _fork(asked)) == 0:
-            nursery.close()
-            return partial(_trial, asked, nanny, before)
+            pool.close()
+            return partial(_run_trial, asked, subreaper, before)
         os.close(asked.channel)
         os.close(asked.output)
         is_done = trial < 0 or _look_after(trial, asked.status, deaths, alive)
         os.close(asked.status)
-        asked = _next_when_free(nursery, alive) if is_done and _has_nobody_left() else None
-    nursery.close()
+        asked = _next_when_free(pool, alive) if is_done and _has_nobody_left() else None
+    pool.close()
     return None
 
 
@@ -223,15 +223,15 @@ def _has_nobody_left() -> bool:
     return False
 
 
-def _next_when_free(nursery: socket.socket, alive: Collection[int]) -> _Asked | None:
+def _next_when_free(pool: socket.socket, alive: Collection[int]) -> _Asked | None:
     """Report to be free for 0.2 s; return a request that arrives in that time, else None."""
     with suppress(OSError):  # no request, or the fork server is gone
-        nursery.send(_FREE)
-        rung = _rung([nursery.fileno(), *alive], _NANNIES_STAY)
+        pool.send(_FREE)
+        rung = _rung([pool.fileno(), *alive], _SUBREAPERS_STAY)
         if not rung:
-            nursery.shutdown(socket.SHUT_RD)  # no request can be sent any more; one may have been sent just before
+            pool.shutdown(socket.SHUT_RD)  # no request can be sent any more; one may have been sent just before
         if not rung.intersection(alive):
-            return _next_asked(nursery)
+            return _next_asked(pool)
     return None
 
 
@@ -289,13 +289,13 @@ def _has_children() -> bool:
 # --------------------------------------------------------------------------------------------- the trial's process
 
 
-def _trial(asked: _Asked, nanny: int, before: _Handlers) -> None:
+def _run_trial(asked: _Asked, subreaper: int, before: _Handlers) -> None:
     """Set the process up as if it had been started by exec, and serve trials."""
     os.setsid()
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != nanny:
+    if os.getppid() != subreaper:
         return  # the subreaper died before prctl was called
-    _be_called(b"trial")
+    _set_process_name(b"trial")
     os.dup2(asked.output, 1)
     os.dup2(asked.output, 2)
     _keep_only(asked.channel)
@@ -309,12 +309,12 @@ def _trial(asked: _Asked, nanny: int, before: _Handlers) -> None:
 # ----------------------------------------------------------------------------------------------------- the kernel
 
 
-def _be_called(name: bytes) -> None:
+def _set_process_name(name: bytes) -> None:
     """Set the process name that `ps` and `top` show, cut to 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name)
 
 
-def _bell_for_deaths() -> int:
+def _sigchld_pipe() -> int:
     """Return a descriptor that becomes readable when a child dies (SIGCHLD)."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -391,4 +391,4 @@ def _say(status: int, words: str) -> None:
 
 
 if __name__ == "__main__":
-    live(partial(nursery, int(sys.argv[1]), int(sys.argv[2])))
+    run_forever(partial(fork_server_main, int(sys.argv[1]), int(sys.argv[2])))

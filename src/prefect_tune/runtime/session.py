@@ -15,18 +15,18 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.questions import GO_ON, Scalar, answer_to, valid_fields
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.messages.process_messages import (
-    Asked,
     Broke,
+    CheckpointSaved,
     FromTrial,
     GoOn,
     Leave,
-    Loaded,
+    MilestoneReached,
     Question,
-    Saved,
     Start,
     StateSaved,
     StepDone,
     StopAndSave,
+    TrainableLoaded,
     TrialEnded,
 )
 from prefect_tune.core.metrics import storable
@@ -278,7 +278,7 @@ class TrialSession:
         """
         if self._curve and self._milestone is not None and self.step >= self._milestone:
             self._asking = True
-            self._send(Asked(report=self._curve[-1]))
+            self._send(MilestoneReached(report=self._curve[-1]))
             self.heed_milestone()
             self.end_if_due(saved=True)
 
@@ -326,7 +326,7 @@ class TrialSession:
 
     def loaded(self, code: str) -> None:
         """Report that the trainable is loaded."""
-        self._send(Loaded(pid=self._process, code=code))
+        self._send(TrainableLoaded(pid=self._process, code=code))
 
     def end(self, message: TrialEnded | Broke) -> None:
         """Send the end of the attempt. Only the first such message is sent, and no message after it."""
@@ -364,7 +364,7 @@ class TrialSession:
 
     def _take_in(self) -> None:
         match self._connection.receive():
-            case Saved(step=step) if step == self._uploading:
+            case CheckpointSaved(step=step) if step == self._uploading:
                 self._uploading = None
             case StopAndSave():
                 self.asked_to_stop = True

@@ -10,14 +10,14 @@ from datetime import timedelta
 import httpx
 from prefect.concurrency.sync import concurrency
 
-__all__ = ["place_held"]
+__all__ = ["holding_concurrency_limits"]
 
 _TRY = timedelta(seconds=5)
 _LEASE = timedelta(seconds=60)  # the slot of a killed process is free after this time
 
 
 @contextmanager
-def place_held(limits: Sequence[str], stop: threading.Event) -> Iterator[None]:
+def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> Iterator[None]:
     """Wait for a slot in all of `limits` and hold it; enter without one if `stop` is set first.
 
     While the API is unreachable it waits. If a lease cannot be renewed later, the block goes on.

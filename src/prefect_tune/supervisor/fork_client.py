@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prefect_tune.stores.local.scratch import ScratchDirectory
 
-__all__ = ["Child", "Expected", "Forks"]
+__all__ = ["ForkServer", "ForkedProcess", "PendingFork"]
 
 _PATIENCE = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
 _GOODBYE = timedelta(seconds=5)
@@ -25,7 +25,7 @@ _WORDS_BYTES = 64
 _FIRST = "1"  # a process's first temporary directory
 
 
-class Forks:
+class ForkServer:
     """A running fork server (`prefect_tune.runtime.fork_server`). It ends with this process."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
@@ -34,7 +34,7 @@ class Forks:
         self._was_asked = False
 
     @staticmethod
-    def start(environment: Mapping[str, str]) -> Forks:
+    def start(environment: Mapping[str, str]) -> ForkServer:
         """Start the fork server without waiting; requests queue until it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_PATIENCE.total_seconds())
@@ -48,9 +48,9 @@ class Forks:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        return Forks(process, ours)
+        return ForkServer(process, ours)
 
-    def fork(self) -> Expected:
+    def fork(self) -> PendingFork:
         """Request a process that waits for its first message; return without waiting for the fork."""
         self._was_asked = True
         with ExitStack() as undo:
@@ -63,7 +63,7 @@ class Forks:
         with channel, says, suppress(OSError):  # if the server is gone, reading `status` gives end of file
             socket.send_fds(self._control, [b"fork"], [channel.fileno(), prints, says.fileno()])
         os.close(prints)
-        return Expected(_Ends(Connection(connection.detach()), status, output, home))
+        return PendingFork(_Ends(Connection(connection.detach()), status, output, home))
 
     def end(self) -> None:
         """End the fork server: it exits after its forked processes, and is killed if that takes more than 5 s."""
@@ -87,11 +87,11 @@ class Forks:
         self.end()
 
 
-def _born(status: socket.socket) -> int | None:
+def _started_pid(status: socket.socket) -> int | None:
     words = _heard(status, _PATIENCE)
     match (words or "").split():
-        case ["born", nanny, _]:
-            return int(nanny)
+        case ["born", subreaper, _]:
+            return int(subreaper)
         case ["failed", number]:
             raise OSError(int(number), f"a trial's process cannot be forked: {os.strerror(int(number))}")
         case _:
@@ -115,13 +115,13 @@ class _Ends:
         self.home.close()
 
 
-class Expected:
+class PendingFork:
     """A requested process that may not be forked yet."""
 
     def __init__(self, ends: _Ends) -> None:
         self._ends = ends
 
-    def child(self) -> Child | None:
+    def child(self) -> ForkedProcess | None:
         """Wait up to 30 s for the process; return None if the fork server is gone or does not answer.
 
         Raises:
@@ -129,11 +129,11 @@ class Expected:
         """
         with ExitStack() as undo:
             undo.callback(self._ends.close)
-            nanny = _born(self._ends.status)
-            if nanny is None:
+            subreaper = _started_pid(self._ends.status)
+            if subreaper is None:
                 return None
             undo.pop_all()
-        return Child(self._ends, nanny)
+        return ForkedProcess(self._ends, subreaper)
 
     def dismiss(self) -> None:
         """Let the process exit by itself: it is not needed. Call `end` afterwards."""
@@ -148,15 +148,15 @@ class Expected:
             self._ends.close()
 
 
-class Child:
+class ForkedProcess:
     """A forked process, as its supervisor controls it."""
 
-    def __init__(self, ends: _Ends, nanny: int) -> None:
+    def __init__(self, ends: _Ends, subreaper: int) -> None:
         self.connection = ends.connection
         self.output = ends.output
         """Descriptor of the pipe that carries its stdout and stderr."""
         self._ends = ends
-        self._nanny = nanny
+        self._subreaper = subreaper
         self._temporary_count = 0
         self._code: int | None = None
         self._closed = False
@@ -188,7 +188,7 @@ class Child:
         if code is None:
             # The subreaper still holds the other side of `status`, so its pid was not reused; and after a request to
             # end a trial it supervises no other one.
-            os.kill(self._nanny, signal.SIGKILL)
+            os.kill(self._subreaper, signal.SIGKILL)
             code = -signal.SIGKILL
         self._close()
         return code

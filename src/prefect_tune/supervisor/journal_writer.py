@@ -10,16 +10,16 @@ from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.models import Stamp
 
-__all__ = ["Book", "Listener", "Writer"]
+__all__ = ["EntryListener", "JournalWriter", "Writer"]
 
 Writer: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], Stamp | None], Experiment]
-Listener: TypeAlias = Callable[[Sequence[Event], Experiment], None]
+EntryListener: TypeAlias = Callable[[Sequence[Event], Experiment], None]
 
 
-class Book:
+class JournalWriter:
     """Writes journal entries and holds the state after the last one. Not thread-safe."""
 
-    def __init__(self, target: StorageTarget, experiment: Experiment, writer: Writer, listener: Listener) -> None:
+    def __init__(self, target: StorageTarget, experiment: Experiment, writer: Writer, listener: EntryListener) -> None:
         self.target = target
         self.experiment = experiment
         self._writer = writer

@@ -92,7 +92,7 @@ def trial_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT
     """Train in a child process with its own session. Leaving the block kills all processes left in that session.
 
     For systems other than Linux, which have no child subreapers: descendants in other sessions survive, also if this
-    process is killed. On Linux `Nursery.process` is used.
+    process is killed. On Linux `TrialProcessPool.process` is used.
 
     Args:
         environment: variables of this trial, added to this process's environment or replacing them.

@@ -13,11 +13,11 @@ from typing import Self
 
 from prefect_tune.core.messages.process_messages import FromTrial, Start, Surroundings, ToTrial, TrialEnded
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.supervisor.fork_client import Child, Expected, Forks
+from prefect_tune.supervisor.fork_client import ForkedProcess, ForkServer, PendingFork
 from prefect_tune.supervisor.process_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.supervisor.process_output import Log, TrialOutput
 
-__all__ = ["Nursery", "supervised_process"]
+__all__ = ["TrialProcessPool", "supervised_process"]
 
 # The interpreter and the C library read these at start, so a fork has the values of its fork server.
 _READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
@@ -26,7 +26,7 @@ _MOMENT = timedelta(seconds=0.2)
 _GOODBYE = timedelta(seconds=5)
 
 
-class Nursery:
+class TrialProcessPool:
     """A pool of trial processes. Enter it, then call `process`, from any number of threads.
 
     Processes are forked from a fork server that has imported what every trial needs; `prepare` or the first `process`
@@ -99,8 +99,8 @@ class Nursery:
 
 @contextmanager
 def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
-    """Train as `Nursery.process` does, in a process that serves no other trial and ends with the block."""
-    with Nursery(slots=0) as nursery, nursery.process(start, log, environment) as channel:
+    """Train as `TrialProcessPool.process` does, in a process that serves no other trial and ends with the block."""
+    with TrialProcessPool(slots=0) as pool, pool.process(start, log, environment) as channel:
         yield channel
 
 
@@ -127,19 +127,19 @@ class _Pool:
         self._slots = slots
         self._guard = threading.RLock()
         self._used_count = 0
-        self._waiting: list[tuple[_Kind, Child]] = []
-        self._expected: list[tuple[Forks, Expected]] = []
-        self._forks: dict[frozenset[tuple[str, str]], Forks] = {}
+        self._waiting: list[tuple[_Kind, ForkedProcess]] = []
+        self._expected: list[tuple[ForkServer, PendingFork]] = []
+        self._forks: dict[frozenset[tuple[str, str]], ForkServer] = {}
         self._closed = False
 
-    def forks(self, environment: Mapping[str, str]) -> Forks:
+    def forks(self, environment: Mapping[str, str]) -> ForkServer:
         """Return the fork server for this environment; start it if it does not run."""
         read_at_start = frozenset(_read_at_start({**os.environ, **environment}).items())
         with self._guard:
             if self._closed:
                 raise RuntimeError("the pool of trial processes is closed")
             if (found := self._forks.pop(read_at_start, None)) is None:
-                found = Forks.start({**os.environ, **dict(read_at_start)})
+                found = ForkServer.start({**os.environ, **dict(read_at_start)})
             self._forks[read_at_start] = found  # ordered by last use
             if len(self._forks) > self._slots + 1:
                 self._forks.pop(next(iter(self._forks))).let_go()
@@ -156,7 +156,7 @@ class _Pool:
             with self._guard:
                 self._used_count -= 1
 
-    def waiting_child(self, kind: _Kind) -> Child | None:
+    def waiting_child(self, kind: _Kind) -> ForkedProcess | None:
         """Return a waiting process of this kind; None if there is none."""
         with self._guard:
             mine = [each for each in self._waiting if each[0] == kind]
@@ -177,7 +177,7 @@ class _Pool:
                 forks = self.forks(environment)
                 self._expected.append((forks, forks.fork()))
 
-    def new_child(self, environment: Mapping[str, str]) -> Child:
+    def new_child(self, environment: Mapping[str, str]) -> ForkedProcess:
         """Return a new process, after ending waiting processes of other kinds if there are too many."""
         self.dismiss_waiting(slots=self._slots)
         while (expected := self._next_expected(environment)) is not None:
@@ -190,14 +190,14 @@ class _Pool:
             self._lose(forks)
         raise OSError(f"cannot fork a trial's process: {_TRIES} fork servers in a row did not answer")
 
-    def _next_expected(self, environment: Mapping[str, str]) -> tuple[Forks, Expected] | None:
+    def _next_expected(self, environment: Mapping[str, str]) -> tuple[ForkServer, PendingFork] | None:
         with self._guard:
             forks = self.forks(environment)
             mine = [each for each in self._expected if each[0] is forks]
             self._expected = [each for each in self._expected if each not in mine[:1]]
         return mine[0] if mine else None
 
-    def _child_of(self, forks: Forks, expected: Expected) -> Child | None:
+    def _child_of(self, forks: ForkServer, expected: PendingFork) -> ForkedProcess | None:
         """Return a process that was forked in advance; None if that fork failed or the process has died since."""
         try:
             child = expected.child()
@@ -211,7 +211,7 @@ class _Pool:
             child.end()
         return None
 
-    def keep(self, kind: _Kind, child: Child) -> None:
+    def keep(self, kind: _Kind, child: ForkedProcess) -> None:
         """Keep a process for another trial; end it if there are enough."""
         with self._guard:
             is_kept = not self._closed and self._used_count + len(self._waiting) <= self._slots
@@ -246,14 +246,14 @@ class _Pool:
         for _, each in leaving:
             each.end(timedelta(seconds=deadline.remaining_seconds))
 
-    def _lose(self, forks: Forks) -> None:
+    def _lose(self, forks: ForkServer) -> None:
         """Kill and forget a fork server that has died or is stopped; its processes do not need it."""
         with self._guard:
             self._forks = {start: each for start, each in self._forks.items() if each is not forks}
         forks.kill()
 
 
-def _dismiss(children: list[Child]) -> None:
+def _dismiss(children: list[ForkedProcess]) -> None:
     """Let all exit at the same time, since each may take time to clean up; then end what is left after 5 s."""
     for child in children:
         child.dismiss()
@@ -265,7 +265,7 @@ def _dismiss(children: list[Child]) -> None:
 class _Borrowed:
     """A process that serves an attempt; its output goes to the attempt's log."""
 
-    def __init__(self, child: Child, log: Log) -> None:
+    def __init__(self, child: ForkedProcess, log: Log) -> None:
         self.child = child
         self._output = TrialOutput(log)
         self._became = ""
@@ -353,7 +353,7 @@ class _PooledChannel(TrialChannel):
             self.begin()
 
 
-def _surroundings(child: Child, environment: frozenset[tuple[str, str]]) -> Surroundings:
+def _surroundings(child: ForkedProcess, environment: frozenset[tuple[str, str]]) -> Surroundings:
     own = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(child.new_temporary_directory())}
     whole = {**os.environ, **dict(environment), **own}
     return Surroundings(

@@ -14,16 +14,25 @@ from prefect_tune.core.messages.process_messages import GoOn, Leave, Start
 from prefect_tune.core.models import StepReport
 from prefect_tune.supervisor.process_channel import TrialChannel
 from prefect_tune.supervisor.process_output import Log
-from prefect_tune.supervisor.process_pool import Nursery
-from prefect_tune.supervisor.run_identity import new_stamp
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.trial_spec import TrialSpec
 
-__all__ = ["Answer", "DirectLine", "Heard", "Hearer", "Line", "SoloLine", "Told", "Wrote"]
+__all__ = [
+    "Answer",
+    "EntryWritten",
+    "InProcessLink",
+    "SearchLink",
+    "StandaloneLink",
+    "StepObserver",
+    "StepReported",
+    "TrialMessage",
+]
 
 Answer: TypeAlias = GoOn | Leave
 
 
-class Line(Protocol):
+class SearchLink(Protocol):
     """The attempt's end of the link."""
 
     @property
@@ -58,7 +67,7 @@ class Line(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepReported:
     """A step was trained; if it `asks`, the trial waits for an answer."""
 
     trial: str
@@ -67,7 +76,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
+class EntryWritten:
     """An entry of the trial's own journal."""
 
     trial: str
@@ -77,16 +86,16 @@ class Wrote:
     """When it was written, as an ISO timestamp."""
 
 
-Heard: TypeAlias = Told | Wrote
+TrialMessage: TypeAlias = StepReported | EntryWritten
 
 
-class DirectLine:
+class InProcessLink:
     """A link within one process: it calls `hear` with each message, in the sender's thread."""
 
-    def __init__(self, trial: str, hear: Callable[[Heard], None], nursery: Nursery) -> None:
+    def __init__(self, trial: str, hear: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         self.trial = trial
         self.reads_journal = False
-        self.process = nursery.process
+        self.process = pool.process
         self.stop = threading.Event()
         self._hear = hear
         self._guard = threading.Lock()
@@ -108,30 +117,30 @@ class DirectLine:
                 self._tell(answer)
 
     def told(self, report: StepReport, *, asks: bool) -> None:
-        self._hear(Told(self.trial, report, asks))
+        self._hear(StepReported(self.trial, report, asks))
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        self._hear(Wrote(self.trial, experiment.number, tuple(events), new_stamp().at))
+        self._hear(EntryWritten(self.trial, experiment.number, tuple(events), new_write_id().at))
 
     def close(self) -> None:
         """Nothing to let go of."""
 
 
-class Hearer(Protocol):
+class StepObserver(Protocol):
     """Observes a single training. Its methods must return at once."""
 
-    def told(self, told: Told) -> None: ...
+    def told(self, told: StepReported) -> None: ...
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None: ...
 
 
-class SoloLine:
+class StandaloneLink:
     """The link of a single training: it passes messages to an observer, and no answer ever comes."""
 
-    def __init__(self, plan: TrialPlan, nursery: Nursery, stop: threading.Event, hearer: Hearer) -> None:
+    def __init__(self, plan: TrialSpec, pool: TrialProcessPool, stop: threading.Event, hearer: StepObserver) -> None:
         self.stop = stop
         self.reads_journal = False
-        self.process = nursery.process
+        self.process = pool.process
         self._trial = plan.trial.trial
         self._hearer = hearer
 
@@ -139,7 +148,7 @@ class SoloLine:
         del tell
 
     def told(self, report: StepReport, *, asks: bool) -> None:
-        self._hearer.told(Told(self._trial, report, asks))
+        self._hearer.told(StepReported(self._trial, report, asks))
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
         self._hearer.wrote(events, experiment)

@@ -1,4 +1,4 @@
-"""The specification of one trial (`TrialPlan`) and of one attempt of it (`Orders`)."""
+"""The specification of one trial (`TrialSpec`) and of one attempt of it (`AttemptRequest`)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 
-__all__ = ["Orders", "TrialPlan", "import_path", "payload"]
+__all__ = ["AttemptRequest", "TrialSpec", "import_path", "pickled_or_path"]
 
 
 @dataclass(frozen=True)
-class TrialPlan:
+class TrialSpec:
     """How a trial is trained and where its checkpoints are stored: the same for all its attempts."""
 
     target: StorageTarget
     trial: TrialKey
     trainable: str
-    """As `payload` returns it."""
+    """As `pickled_or_path` returns it."""
     stopper: str
     needs_curve: bool
     """Whether the stopper looks back further than the last report."""
@@ -59,7 +59,7 @@ class TrialPlan:
 
 
 @dataclass(frozen=True)
-class Orders:
+class AttemptRequest:
     """The request for one attempt of a trial."""
 
     epoch: int | None = None
@@ -98,7 +98,7 @@ def _absolute(entry: str) -> str:
     return entry
 
 
-def payload(thing: object) -> str:
+def pickled_or_path(thing: object) -> str:
     """Return `thing` as text that the trial's process can load: an import path unchanged, else a pickle in hex.
 
     Raises:

@@ -11,18 +11,18 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import Answered, Questioned
 from prefect_tune.core.events.questions import answer_to
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import Choice, Standing, choice_of, stop_extended
+from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing, choice_of, stop_extended
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.models import digest_of
 from prefect_tune.parameters.json_specs import spelled_stop
-from prefect_tune.parameters.search_request import Asked
+from prefect_tune.parameters.search_request import SearchRequest
 from prefect_tune.parameters.training_request import stopper_for
-from prefect_tune.suspension.resume_forms import Form, form_of_question
+from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, leave_with
 
 __all__ = [
     "HOW_TO_GO_ON",
-    "Heard",
+    "NewAnswers",
     "about",
     "answers_for",
     "chosen_before",
@@ -38,10 +38,10 @@ HOW_TO_GO_ON = "how-to-go-on"
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class NewAnswers:
     """A form answer that the journal does not hold yet."""
 
-    choice: Choice | None = None
+    choice: ResumeChoice | None = None
     """How to continue; None if the form was a trial's question."""
     news: tuple[Answered, ...] = ()
     """The events to journal."""
@@ -52,13 +52,13 @@ def about(question: Questioned) -> str:
     return f"ask-{digest_of(f'{question.trial} {question.key}'.encode())[:16]}"
 
 
-def chosen_before(known: Experiment) -> Sequence[Choice]:
+def chosen_before(known: Experiment) -> Sequence[ResumeChoice]:
     """Return the choices that this flow run was resumed with so far, oldest first."""
     mine = (each for each in known.answers if each.trial is None and each.flow_run == flow_run.id)
-    return [Choice.model_validate(each.answer) for each in mine]
+    return [ResumeChoice.model_validate(each.answer) for each in mine]
 
 
-def hear(shown: Shown, known: Experiment, standing: Standing, form: Callable[[str], Form]) -> Heard:
+def hear(shown: Shown, known: Experiment, standing: Standing, form: Callable[[str], InputForm]) -> NewAnswers:
     """Return the answer that this flow run was resumed with, unless the journal holds it already.
 
     Args:
@@ -71,28 +71,30 @@ def hear(shown: Shown, known: Experiment, standing: Standing, form: Callable[[st
         Pause: the answer is invalid: the run suspends again with the same form, which shows the reason.
     """
     if shown.answer is None or shown.key in {each.key for each in known.answers}:
-        return Heard()
+        return NewAnswers()
     if shown.about == HOW_TO_GO_ON:
         return _how_to_go_on(shown.key, shown.answer, standing, form)
     question = next((each for each in known.questions.values() if about(each) == shown.about), None)
-    return _answered(shown.answer, question, known) if question else Heard()
+    return _answered(shown.answer, question, known) if question else NewAnswers()
 
 
-def _how_to_go_on(key: str, answer: Mapping[str, object], standing: Standing, form: Callable[[str], Form]) -> Heard:
+def _how_to_go_on(
+    key: str, answer: Mapping[str, object], standing: Standing, form: Callable[[str], InputForm]
+) -> NewAnswers:
     try:
         choice = choice_of(answer, standing)
     except InvalidInput as bad:
         leave_with(form(str(bad)), HOW_TO_GO_ON)
     answered = Answered(key=key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id)
-    return Heard(choice, (answered,))
+    return NewAnswers(choice, (answered,))
 
 
-def _answered(given: Mapping[str, object], question: Questioned, known: Experiment) -> Heard:
+def _answered(given: Mapping[str, object], question: Questioned, known: Experiment) -> NewAnswers:
     try:
         answer = answer_to(question.fields, given)
     except InvalidInput as bad:
         leave_with(form_of_question(question, known.name, str(bad)), about(question))
-    return Heard(None, (Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id),))
+    return NewAnswers(None, (Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id),))
 
 
 def unheard(news: Sequence[Answered], state: Experiment) -> Sequence[Answered]:
@@ -126,7 +128,7 @@ def _hours_in(stopper: Stopper) -> float:
     return min((each.time.total_seconds() / 3600 for each in parts if isinstance(each, MaxTime)), default=0.0)
 
 
-def stop_after(stop: object, choice: Choice, standing: Standing) -> object:
+def stop_after(stop: object, choice: ResumeChoice, standing: Standing) -> object:
     """Return the stop criterion of a training, extended by the choice; unchanged for any choice but "extend"."""
     if choice.way != "extend":
         return stop
@@ -135,7 +137,7 @@ def stop_after(stop: object, choice: Choice, standing: Standing) -> object:
     return stop_extended(spelled_stop(stop), steps, hours) if steps or hours else stop
 
 
-def extended(asked: Asked, choice: Choice, standing: Standing) -> Asked:
+def extended(asked: SearchRequest, choice: ResumeChoice, standing: Standing) -> SearchRequest:
     """Return the request of a search, extended by the choice; unchanged for any choice but "extend"."""
     if choice.way != "extend":
         return asked

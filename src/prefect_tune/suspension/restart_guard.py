@@ -20,7 +20,7 @@ from prefect.states import Cancelled
 from prefect_tune.core.errors import CrashLoop
 from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.supervisor.run_identity import this_owner
+from prefect_tune.supervisor.run_identity import current_owner
 
 __all__ = ["owner_after"]
 
@@ -41,7 +41,7 @@ def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False)
         Abort: a schedule started this run, and the experiment's last run is alive, or waits for a person: this run is
             set to Cancelled, and the target is unchanged.
     """
-    owner, before = this_owner(), known.owner
+    owner, before = current_owner(), known.owner
     if before is None or before.flow_run is None or owner.flow_run is None:
         return owner
     if before.flow_run != owner.flow_run:

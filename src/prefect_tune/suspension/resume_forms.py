@@ -19,9 +19,9 @@ from prefect_tune.core.models import metric_in
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.reporting.render_markdown import escaped
 
-__all__ = ["Form", "form_of_question", "form_of_search", "form_of_training", "page_of"]
+__all__ = ["InputForm", "form_of_question", "form_of_search", "form_of_training", "page_of"]
 
-Form = type[RunInput]
+InputForm = type[RunInput]
 _MOST_STEPS = 20
 
 
@@ -61,18 +61,18 @@ class _Training(RunInput):
     )
 
 
-def form_of_search(standing: Standing, page: str) -> Form:
+def form_of_search(standing: Standing, page: str) -> InputForm:
     """Return the form of a suspended search; its fields show the current numbers."""
     return _filled(_Search, page, samples=standing.samples, steps=standing.steps)
 
 
-def form_of_training(standing: Standing, page: str) -> Form:
+def form_of_training(standing: Standing, page: str) -> InputForm:
     """Return the form of a suspended training; its fields show the current numbers."""
     newest = max(standing.checkpoints, default=0)
     return _filled(_Training, page, steps=standing.steps, hours=standing.hours, checkpoint=newest)
 
 
-def _filled(form: Form, page: str, **defaults: float) -> Form:
+def _filled(form: InputForm, page: str, **defaults: float) -> InputForm:
     """Return the form with these defaults. Prefect's `with_initial_data` drops the fields' titles and descriptions."""
     fields: dict[str, Any] = {
         name: (
@@ -81,14 +81,14 @@ def _filled(form: Form, page: str, **defaults: float) -> Form:
         )
         for name, info in form.model_fields.items()
     }
-    filled = cast("Form", create_model(form.__name__.strip("_"), __base__=RunInput, **fields))
+    filled = cast("InputForm", create_model(form.__name__.strip("_"), __base__=RunInput, **fields))
     return filled.with_initial_data(description=page)
 
 
-def form_of_question(asked: Questioned, experiment: str, why: str = "") -> Form:
+def form_of_question(asked: Questioned, experiment: str, why: str = "") -> InputForm:
     """Return the form of a trial's question. Raises `InvalidInput` for fields that `pt.ask` does not allow."""
     fields: dict[str, Any] = {name: _field(value) for name, value in valid_fields(asked.fields).items()}
-    form = cast("Form", create_model("Answer", __base__=RunInput, **fields))
+    form = cast("InputForm", create_model("Answer", __base__=RunInput, **fields))
     question = map(escaped, asked.question.splitlines())
     page = [*_refused(why), f"**{experiment}, trial {asked.trial}**, asks:", "", *question]
     return form.with_initial_data(description="\n".join(page))

@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.supervisor.suspend_request import is_suspended
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about
-from prefect_tune.suspension.resume_forms import Form, form_of_question
+from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import can_be_suspended, leave_with, leave_without, pause_with
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 from prefect_tune.tasks.experiment_state import read_experiment
@@ -47,7 +47,7 @@ class Turn:
         self.state = state
 
 
-def answers_of_persons(state: Experiment, form: Callable[[], Form]) -> Sequence[Answered]:
+def answers_of_persons(state: Experiment, form: Callable[[], InputForm]) -> Sequence[Answered]:
     """Return the answers with which the run takes another turn; nothing if no question is open.
 
     Args:

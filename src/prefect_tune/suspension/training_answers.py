@@ -10,16 +10,16 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.events.experiment_events import Cloned, Event, Finished, Requeued
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.resume_options import Choice, Standing
+from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.parameters.resume_mode import read_known
-from prefect_tune.retry_policy import retrying, unseen
-from prefect_tune.supervisor.run_identity import new_stamp
-from prefect_tune.supervisor.trial_spec import TrialPlan
+from prefect_tune.retry_policy import skip_prefect_introspection, with_retries
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, chosen_before, hear, standing_of, stop_after, unheard
-from prefect_tune.suspension.resume_forms import Form, form_of_training, page_of
+from prefect_tune.suspension.resume_forms import InputForm, form_of_training, page_of
 from prefect_tune.suspension.suspend_flow_run import last_form, leave_with
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, answers_of_persons
 from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
@@ -34,7 +34,7 @@ class TrainingTurn(Turn):
 
     stop: object
     trainable: object
-    choice: Choice | None = None
+    choice: ResumeChoice | None = None
     """A person's answer that is not carried out yet."""
 
 
@@ -42,7 +42,7 @@ def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: 
     """Return the first turn of a new, retried or resumed flow run. Raises `Pause` if it has to ask again."""
     if (shown := last_form()) is None:
         return TrainingTurn(stop, trainable)
-    state = retrying(lambda: read_known(target, experiment)).experiment
+    state = with_retries(lambda: read_known(target, experiment)).experiment
     for choice in chosen_before(state):
         stop = stop_after(stop, choice, standing_of(stop))
     form = partial(_form, target, TrainingTurn(stop, trainable), state)
@@ -54,7 +54,7 @@ def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: 
     return TrainingTurn(stop, trainable, heard.choice, news=heard.news)
 
 
-def _why_not_back(target: StorageTarget, state: Experiment, choice: Choice) -> str:
+def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str:
     """Return why the training cannot resume from the chosen checkpoint; empty if it can, or none was chosen."""
     if choice.way != "other checkpoint":
         return ""
@@ -70,7 +70,7 @@ def next_turn(turn: TrainingTurn, target: StorageTarget, state: Experiment) -> T
     return TrainingTurn(turn.stop, turn.trainable, news=news, answered=True, state=state) if news else None
 
 
-def followed(plan: TrialPlan, state: Experiment, turn: TrainingTurn) -> Experiment:
+def followed(plan: TrialSpec, state: Experiment, turn: TrainingTurn) -> Experiment:
     """Carry out the answer, in the entry that journals it; after a kill before that entry, a retry does it.
 
     An answer that another start of this run has carried out is skipped.
@@ -82,7 +82,7 @@ def followed(plan: TrialPlan, state: Experiment, turn: TrainingTurn) -> Experime
     return write_entry(plan.target, state, [*news, *follows])
 
 
-def _follows(plan: TrialPlan, state: Experiment, trial: Trial, choice: Choice) -> Sequence[Event]:
+def _follows(plan: TrialSpec, state: Experiment, trial: Trial, choice: ResumeChoice) -> Sequence[Event]:
     match choice.way:
         case "stop here":
             left = Finished(trial=trial.trial, reason=STOPPED_HERE, left=True)
@@ -94,10 +94,10 @@ def _follows(plan: TrialPlan, state: Experiment, trial: Trial, choice: Choice) -
             return []
 
 
-def _copy(plan: TrialPlan, state: Experiment, trial: Trial, step: int) -> Cloned:
+def _copy(plan: TrialSpec, state: Experiment, trial: Trial, step: int) -> Cloned:
     """Clone an earlier checkpoint of the trial as its newest. It writes one manifest; later checkpoints stay."""
     key = _checkpoint_at(plan.trial, trial, step)
-    cloned = clone_checkpoint(plan.target, key, unseen(state), trial.trial, new_stamp())
+    cloned = clone_checkpoint(plan.target, key, skip_prefect_introspection(state), trial.trial, new_write_id())
     reason = f"went back to step {step}, as was chosen"
     return Cloned(trial=trial.trial, checkpoint=cloned.checkpoint, source=cloned.source, reason=reason)
 
@@ -115,7 +115,7 @@ def _standing(stop: object, state: Experiment) -> Standing:
     return standing_of(stop, checkpoints=sorted(set(steps)))
 
 
-def _form(target: StorageTarget, turn: TrainingTurn, state: Experiment, why: str = "") -> Form:
+def _form(target: StorageTarget, turn: TrainingTurn, state: Experiment, why: str = "") -> InputForm:
     page = page_of(state, target.uri, None, _code_note(target, turn.trainable, state), why)
     return form_of_training(_standing(turn.stop, state), page)
 

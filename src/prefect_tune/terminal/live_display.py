@@ -15,9 +15,9 @@ from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from prefect_tune.terminal.output_capture import Aside, set_aside
+from prefect_tune.terminal.output_capture import OutputCapture, set_aside
 
-__all__ = ["Screen", "can_show", "standing"]
+__all__ = ["LiveDisplay", "can_show", "standing"]
 
 _PERIOD = timedelta(seconds=0.5)
 _SHARE = 0.05
@@ -51,7 +51,7 @@ def standing(
         yield
         return
     try:
-        screen = Screen(draw, broke, terminal, aside := Aside(terminal))
+        screen = LiveDisplay(draw, broke, terminal, aside := OutputCapture(terminal))
         with set_aside(aside, [terminal, *filter(_is_terminal, (sys.stdout, sys.stderr))]):
             screen.start()
             try:
@@ -68,7 +68,7 @@ class _Console(Console):
         raise BrokenPipeError(f"{self.file}: its reader has closed it")
 
 
-class Screen(threading.Thread):
+class LiveDisplay(threading.Thread):
     """Draws until `end`, or until the terminal fails. Drawing takes at most a 20th of the time."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Screen(threading.Thread):
         draw: Callable[[int, int], RenderableType],
         broke: Callable[[Exception], None],
         terminal: TextIO,
-        aside: Aside,
+        aside: OutputCapture,
     ) -> None:
         super().__init__(name="progress", daemon=True)
         self._draw = draw

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TextIO, cast
 
-__all__ = ["Aside", "set_aside"]
+__all__ = ["OutputCapture", "set_aside"]
 
 _MOST_CHUNKS = 20_000
 
 
-class Aside(io.TextIOBase):
+class OutputCapture(io.TextIOBase):
     """Replaces a terminal's stream and keeps what is written; a write never waits for the terminal."""
 
     def __init__(self, terminal: TextIO) -> None:
@@ -70,7 +70,7 @@ class Aside(io.TextIOBase):
 
 
 @contextmanager
-def set_aside(aside: Aside, terminal: Sequence[TextIO]) -> Iterator[None]:
+def set_aside(aside: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
     """Redirect what `print` and logging handlers write to these streams into `aside`.
 
     Handlers with a Rich console of their own (Prefect's, which log every task run) show only warnings and errors

@@ -28,7 +28,7 @@ from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 
-__all__ = ["Noted", "Outlook", "Sight", "Watch", "share_of_trial", "share_of_trials"]
+__all__ = ["Noted", "ProgressState", "ProgressTracker", "SearchEstimate", "share_of_trial", "share_of_trials"]
 
 _NOTES = 50
 _RATE_OVER = timedelta(seconds=15)
@@ -36,7 +36,7 @@ _TOO_EARLY = timedelta(seconds=1)
 
 
 @dataclass(frozen=True)
-class Outlook:
+class SearchEstimate:
     """The expected extent of a search, as far as it is known at its start."""
 
     experiment: str
@@ -60,10 +60,10 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class Sight:
+class ProgressState:
     """A running search at one moment."""
 
-    outlook: Outlook
+    outlook: SearchEstimate
     elapsed: timedelta
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
@@ -90,13 +90,13 @@ class Sight:
         return sum(self.counts.get(each, 0) for each in ENDED)
 
 
-class Watch:
+class ProgressTracker:
     """Collects the events and reports of a search, in the search's thread; `sight` may be called from another one.
 
     The caller passes the times: seconds of a monotonic clock, and the time of day for notes.
     """
 
-    def __init__(self, experiment: Experiment, outlook: Outlook, now: float) -> None:
+    def __init__(self, experiment: Experiment, outlook: SearchEstimate, now: float) -> None:
         self._outlook = outlook
         self._began = now
         self._guard = threading.Lock()
@@ -157,7 +157,7 @@ class Watch:
 
     # ----------------------------------------------------------------------------------------------------- reading
 
-    def sight(self, now: float) -> Sight:
+    def sight(self, now: float) -> ProgressState:
         """Return the current progress; takes a few microseconds per trial."""
         with self._guard:
             experiment, live = self._experiment, dict(self._live)
@@ -166,7 +166,7 @@ class Watch:
         objective, elapsed = self._outlook.objective, timedelta(seconds=now - self._began)
         running = [with_report(each, live.get(each.trial)) for each in trials if each.status is Status.RUNNING]
         others = _best_first([each for each in trials if each.status is not Status.RUNNING], objective)
-        return Sight(
+        return ProgressState(
             outlook=self._outlook,
             elapsed=elapsed,
             counts=Counter(each.status for each in trials),
@@ -203,12 +203,12 @@ def _best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequenc
     return [each for each, _ in ranked(trials, objective)]
 
 
-def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: Outlook) -> float:
+def share_of_trials(trials: Iterable[Trial], live: Mapping[str, StepReport], outlook: SearchEstimate) -> float:
     """Return the sum of the shares of training done; a paused trial counts as done, since few are resumed."""
     return sum(share_of_trial(each, live.get(each.trial), outlook) for each in trials)
 
 
-def share_of_trial(trial: Trial, report: StepReport | None, outlook: Outlook) -> float:
+def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> float:
     """Return the share of the trial's training that is done, from 0 to 1."""
     if trial.status in ENDED or trial.status is Status.PAUSED:
         return 1.0

@@ -11,7 +11,7 @@ from rich.text import Text
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.models import metric_in
 from prefect_tune.terminal.formatting import said, said_counts, said_span
-from prefect_tune.terminal.progress_state import Noted, Sight
+from prefect_tune.terminal.progress_state import Noted, ProgressState
 from prefect_tune.terminal.trials_table import cells_of, config_cells
 
 __all__ = ["frame", "line"]
@@ -23,7 +23,7 @@ _STYLES = {Status.RUNNING: "green", Status.ERRORED: "red", Status.PAUSED: "yello
 _LONG_RUNGS = 8
 
 
-def frame(sight: Sight, width: int, height: int) -> RenderableType:
+def frame(sight: ProgressState, width: int, height: int) -> RenderableType:
     """Render for a terminal of `width` columns and `height` lines, leaving its last line free."""
     room = max(0, height - 1 - _HEAD)
     notes = sight.notes[-min(_MOST_NOTES, room // 3) :] if room >= 3 else ()
@@ -36,7 +36,7 @@ def frame(sight: Sight, width: int, height: int) -> RenderableType:
     return Group(*parts)
 
 
-def line(sight: Sight) -> str:
+def line(sight: ProgressState) -> str:
     """Return the progress as one line, for a log."""
     parts = [f"{_trial_counts(sight)} after {said_span(sight.elapsed)}"]
     if sight.left is not None and sight.running:
@@ -46,7 +46,7 @@ def line(sight: Sight) -> str:
     return f"{sight.outlook.experiment}: {'; '.join(parts)}"
 
 
-def _head(sight: Sight) -> Iterator[Text]:
+def _head(sight: ProgressState) -> Iterator[Text]:
     yield _title(sight)
     yield _labelled("trials", _trial_counts(sight))
     if sight.rungs:
@@ -57,7 +57,7 @@ def _head(sight: Sight) -> Iterator[Text]:
         yield _labelled("", ", ".join(f"{name} {value}" for name, value in config_cells(best)))
 
 
-def _title(sight: Sight) -> Text:
+def _title(sight: ProgressState) -> Text:
     title = Text.assemble((sight.outlook.experiment, "bold"), f"  {said_span(sight.elapsed)}")
     if sight.left is not None:
         title.append(f", about {said_span(sight.left)} left")
@@ -66,13 +66,13 @@ def _title(sight: Sight) -> Text:
     return title
 
 
-def _trial_counts(sight: Sight) -> str:
+def _trial_counts(sight: ProgressState) -> str:
     counts = {str(status): sight.counts[status] for status in Status if sight.counts.get(status)}
     of = f" of {sight.outlook.trial_count}" if sight.outlook.trial_count is not None else ""
     return f"{said_counts(counts)}{of}"
 
 
-def _rungs(sight: Sight) -> str:
+def _rungs(sight: ProgressState) -> str:
     """Return the number of trials that the scheduler has judged at each rung."""
     rungs = list(sight.rungs.items())
     shown = rungs if len(rungs) <= _LONG_RUNGS else [*rungs[: _LONG_RUNGS // 2], *rungs[-_LONG_RUNGS // 2 :]]
@@ -82,18 +82,18 @@ def _rungs(sight: Sight) -> str:
     return ", ".join(said_rungs)
 
 
-def _compared(sight: Sight, trial: Trial) -> str:
+def _compared(sight: ProgressState, trial: Trial) -> str:
     metrics = sight.outlook.objective.metrics if sight.outlook.objective else ()
     return ", ".join(f"{name} {said(metric_in(trial.metrics, name))}" for name in metrics)
 
 
-def _chosen(sight: Sight, most: int) -> Sequence[Trial]:
+def _chosen(sight: ProgressState, most: int) -> Sequence[Trial]:
     """Return the trials to show: running ones, with a third of the lines for the best of the others."""
     others = min(len(sight.others), max(most // 3, most - len(sight.running)))
     return [*sight.running[: most - others], *sight.others[:others]] if most > 0 else ()
 
 
-def _trials(sight: Sight, trials: Sequence[Trial], width: int) -> Table:
+def _trials(sight: ProgressState, trials: Sequence[Trial], width: int) -> Table:
     objective = sight.outlook.objective
     names, rows = cells_of(trials, objective.metrics if objective else _common(trials), width)
     table = Table(box=None, header_style="dim", pad_edge=False)

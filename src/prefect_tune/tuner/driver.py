@@ -27,18 +27,24 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Pause, Stop
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.executors.trial_executor import Began, Crew, Message, Over, have_ended
-from prefect_tune.monitoring.listener import Listener
-from prefect_tune.parameters.limits import Limits
-from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.executors.trial_executor import (
+    AttemptExited,
+    Message,
+    RemoteAttemptStarted,
+    TrialExecutor,
+    have_ended,
+)
+from prefect_tune.monitoring.listener import SearchObserver
+from prefect_tune.parameters.limits import SearchLimits
+from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.supervisor.search_link import Told, Wrote
-from prefect_tune.supervisor.trial_spec import Orders, TrialPlan
-from prefect_tune.tuner.failure_handling import Judge
-from prefect_tune.tuner.pending_entry import Page
-from prefect_tune.tuner.policy import Council, standing_decision, trial_id
+from prefect_tune.supervisor.search_link import EntryWritten, StepReported
+from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.tuner.failure_handling import FailureHandler
+from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.policy import SearchPolicy, standing_decision, trial_id
 from prefect_tune.tuner.stop_handling import Outside, Stopping
-from prefect_tune.tuner.trial_journal_intake import Intake
+from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
 
 __all__ = ["Driver"]
 
@@ -48,32 +54,31 @@ _PATIENCE = timedelta(seconds=0.5)
 class Driver:
     """One owner's run of an experiment.
 
-    Every proposal and decision is in the journal before it takes effect, and search and scheduler receive the same
-    events as the journal, in the same order. A resume therefore reaches the same state by replay.
+    Each change is journaled, and recorded by the policy, before it takes effect: a resume replays the same changes.
     """
 
     def __init__(  # noqa: PLR0913  the collaborators of a run
         self,
-        plan: TrialPlan,
-        limits: Limits,
-        council: Council,
-        crew: Crew,
-        book: Book,
+        plan: TrialSpec,
+        limits: SearchLimits,
+        policy: SearchPolicy,
+        executor: TrialExecutor,
+        journal_writer: JournalWriter,
         *,
         log: Log,
-        listener: Listener,
+        listener: SearchObserver,
     ) -> None:
         self._plan = plan
         self._listener = listener
         self._limits = limits
-        self._council = council
-        self._crew = crew
+        self._policy = policy
+        self._executor = executor
         self._log = log
-        self._page = Page(book, council, listener, plan.sync.sync_period)
-        self._intake = Intake(self._page, council, book)
-        self._stopping = Stopping(limits, council, crew, self._page, log)
+        self._page = PendingEntry(journal_writer, policy, listener, plan.sync.sync_period)
+        self._merger = TrialJournalMerger(self._page, policy, journal_writer)
+        self._stopping = Stopping(limits, policy, executor, self._page, log)
         self._startable: deque[str] = deque()
-        self._judge = Judge(limits, self._page, self._stopping, self._startable, log)
+        self._failure_handler = FailureHandler(limits, self._page, self._stopping, self._startable, log)
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
         self._broken: dict[str, str] = {}  # trials whose report lacked the metric, and the error
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
@@ -91,21 +96,21 @@ class Driver:
             return self._run(outside)
         except BaseException:
             with suppress(TuneError):  # the error that ended the search is the one to raise
-                have_ended(self._crew, self._plan.grace)
+                have_ended(self._executor, self._plan.grace)
             raise
 
     def _run(self, outside: Outside) -> Experiment:
-        self._council.recall(self._state)
+        self._policy.replay(self._state)
         self._take_up()
         while True:
             self._stopping.heed(outside)
             if not self._stopping.ends:
                 self._fill_slots()
-            written = self._page.write(may_wait=len(self._crew) > 0)
+            written = self._page.write(may_wait=len(self._executor) > 0)
             outside.heard(len(written.heard))
-            if not len(self._crew):
+            if not len(self._executor):
                 return written
-            self._hear(self._crew.hear(_PATIENCE))
+            self._hear(self._executor.poll(_PATIENCE))
 
     @property
     def _state(self) -> Experiment:
@@ -118,7 +123,7 @@ class Driver:
     # ----------------------------------------------------------------------------------------------- the slots
 
     def _fill_slots(self) -> None:
-        free = self._limits.max_concurrent_trials - len(self._crew)
+        free = self._limits.max_concurrent_trials - len(self._executor)
         while free > 0 and (trial := self._next_trial()) is not None:
             self._start(trial)
             free -= 1
@@ -126,7 +131,7 @@ class Driver:
     def _next_trial(self) -> str | None:
         while self._startable:
             trial = self._startable.popleft()
-            self._intake.settle(trial)
+            self._merger.settle(trial)
             self._decide_what_is_open(trial)
             state = self._state.trial(trial)
             if state.status is Status.PENDING:
@@ -135,17 +140,17 @@ class Driver:
         if self._limits.only_errored:
             return None
         self._stop_unneeded()
-        if (paused := self._council.resume_next()) is None:
-            return None if self._council.is_waiting() else self._propose()
+        if (paused := self._policy.resume_next()) is None:
+            return None if self._policy.is_waiting() else self._propose()
         return self._resume(paused)
 
     def _stop_unneeded(self) -> None:
-        while (stopped := self._council.stop_next()) is not None and stopped[0] not in self._crew:
+        while (stopped := self._policy.stop_next()) is not None and stopped[0] not in self._executor:
             self._put(Finished(trial=stopped[0], reason=stopped[1].reason, left=True))
 
     def _resume(self, trial: str) -> str | None:
         """Resume a paused trial; return None, and wait, while its attempt still saves the checkpoint of the pause."""
-        if trial in self._crew:
+        if trial in self._executor:
             return None
         self._put(Resumed(trial=trial))
         return trial
@@ -153,9 +158,9 @@ class Driver:
     def _propose(self) -> str | None:
         if self._search_is_done:
             return self._without_new_trials()
-        match self._council.suggest():
+        match self._policy.suggest():
             case Proposed(config=config):
-                trial = trial_id(self._council.proposed)
+                trial = trial_id(self._policy.proposed)
                 self._put(TrialAdded(trial=trial, config=config, fingerprint=self._plan.fingerprint, apart=True))
                 return trial
             case Wait():
@@ -169,30 +174,30 @@ class Driver:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(len(self._crew) or self._page.is_awaited)
+        return bool(len(self._executor) or self._page.is_awaited)
 
     def _without_new_trials(self) -> str | None:
-        self._council.no_more()
+        self._policy.no_more()
         self._stop_unneeded()
-        paused = self._council.resume_next()
+        paused = self._policy.resume_next()
         return self._resume(paused) if paused is not None else None
 
     def _start(self, trial: str, *, finds: bool = False) -> None:
         state = self._state.trial(trial)
         plan = replace(self._plan, trial=TrialKey(experiment=self._state.name, trial=trial))
         number = state.attempt + (not finds)
-        orders = Orders(
+        orders = AttemptRequest(
             search_epoch=self._state.epoch,
             attempt=number,
             config=state.config,
-            milestone=self._council.milestone(state),
-            saves_first=self._council.saves_first,
+            milestone=self._policy.milestone(state),
+            saves_first=self._policy.saves_first,
             exploit=state.exploits,
-            puts_aside=self._judge.put_aside.pop(trial, ()),
+            puts_aside=self._failure_handler.put_aside.pop(trial, ()),
             answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )
         self._attempts[trial] = number - 1
-        self._page.then(lambda: self._crew.start(plan, orders, number, state.absorbed))
+        self._page.then(lambda: self._executor.start(plan, orders, number, state.absorbed))
         if finds:
             self._answer_again(state, orders.milestone)
 
@@ -204,34 +209,34 @@ class Driver:
             return  # it has not asked yet; step 0 is the key of unasked answers
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
         if milestone is not None and trial.step >= milestone:
-            self._told(Told(trial.trial, report, asks=True))
+            self._told(StepReported(trial.trial, report, asks=True))
         else:
             said = self._answer(trial.trial, trial.exploits or Continue())
-            self._page.then(lambda: self._crew.answer(trial.trial, said, trial.step))
+            self._page.then(lambda: self._executor.answer(trial.trial, said, trial.step))
 
     # --------------------------------------------------------------------------------------------- the trials
 
     def _hear(self, messages: Sequence[Message]) -> None:
-        over: list[Over] = []
+        over: list[AttemptExited] = []
         for message in messages:
             match message:
-                case Told():
+                case StepReported():
                     self._told(message)
-                case Wrote():
-                    self._intake.absorb(message)
-                case Began():
+                case EntryWritten():
+                    self._merger.absorb(message)
+                case RemoteAttemptStarted():
                     begun = self._state.trial(message.trial)
-                    self._answer_again(begun, self._council.milestone(begun))
-                case Over():
+                    self._answer_again(begun, self._policy.milestone(begun))
+                case AttemptExited():
                     over.append(message)
                 case never:
                     assert_never(never)
         for each in over:
-            self._crew.dismiss(each.trial)
+            self._executor.forget(each.trial)
             self._conclude(each)
             self._extend(each.trial)
 
-    def _told(self, told: Told) -> None:
+    def _told(self, told: StepReported) -> None:
         self._listener.told(told, self._state)
         if not told.asks:
             return
@@ -240,10 +245,10 @@ class Driver:
         except BadMetric as error:
             self._broken[told.trial] = str(error)
             leave = Leave(reason=str(error), save=False, for_good=False)
-            self._page.then(lambda: self._crew.answer(told.trial, leave, told.report.step))
+            self._page.then(lambda: self._executor.answer(told.trial, leave, told.report.step))
             return
         answer = self._answer(told.trial, decision)
-        self._page.then(lambda: self._crew.answer(told.trial, answer, told.report.step))
+        self._page.then(lambda: self._executor.answer(told.trial, answer, told.report.step))
 
     def _decided(self, trial: str, report: StepReport) -> Decision:
         """Return the journaled decision if it was not carried out yet; else ask the scheduler, and journal it."""
@@ -251,7 +256,7 @@ class Driver:
         standing = standing_decision(state)
         if standing is not None and standing.decision is not None:
             return standing.decision
-        decision = self._council.decide(state, report)
+        decision = self._policy.decide(state, report)
         self._put(Decided(trial=trial, report=report, decision=decision))
         return decision
 
@@ -260,7 +265,7 @@ class Driver:
             case Continue():
                 return self._go_on(trial)
             case Pause(reason=reason):
-                if self._council.resume_next() == trial:  # no other trial needs the slot
+                if self._policy.resume_next() == trial:  # no other trial needs the slot
                     self._put(Resumed(trial=trial))
                     return self._go_on(trial)
                 return Leave(reason=reason, save=True, for_good=False)
@@ -272,18 +277,18 @@ class Driver:
                 assert_never(never)
 
     def _go_on(self, trial: str) -> GoOn:
-        return GoOn(milestone=self._council.milestone(self._state.trial(trial)))
+        return GoOn(milestone=self._policy.milestone(self._state.trial(trial)))
 
     # ---------------------------------------------------------------------------------------------- their ends
 
-    def _conclude(self, over: Over) -> None:
+    def _conclude(self, over: AttemptExited) -> None:
         """Handle the end of an attempt, by the state that its journal gives."""
         trial = self._state.trial(over.trial)
         began = trial.attempt > self._attempts.pop(over.trial)
         if over.trial in self._broken:
-            self._judge.give_up(trial.trial, Cause.BAD_METRIC, self._broken.pop(trial.trial))
+            self._failure_handler.give_up(trial.trial, Cause.BAD_METRIC, self._broken.pop(trial.trial))
         elif isinstance(over.error, ResumeFailed | InvalidInput):
-            self._judge.give_up(trial.trial, Cause.USER, str(over.error))
+            self._failure_handler.give_up(trial.trial, Cause.USER, str(over.error))
         elif over.error is not None and not isinstance(over.error, Exception):
             raise over.error  # such as KeyboardInterrupt: end the search
         elif trial.trial in self._state.stops:
@@ -291,12 +296,12 @@ class Driver:
         elif trial.trial in self._state.questions:
             self._stopping.end(f"trial {trial.trial} asks a question")
         elif trial.status is Status.PENDING and trial.cause is not None and began:
-            self._judge.failed(trial, trial.cause, over.error)
+            self._failure_handler.failed(trial, trial.cause, over.error)
         elif trial.status is Status.PENDING and self._stopping.ends:
             self._startable.append(trial.trial)  # the attempt was stopped before it began
         elif trial.status in (Status.PENDING, Status.RUNNING):
-            self._intake.require_ours()  # a newer owner of the search owns the trial too
-            self._judge.lost(trial.trial, over.error)
+            self._merger.require_ours()  # a newer owner of the search owns the trial too
+            self._failure_handler.lost(trial.trial, over.error)
         else:
             self._let_go_on(trial)
 
@@ -308,7 +313,7 @@ class Driver:
 
     def _is_to_resume(self, trial: Trial) -> bool:
         is_paused = trial.status is Status.PAUSED
-        return is_paused and (trial.exploits is not None or not self._council.holds(trial.trial))
+        return is_paused and (trial.exploits is not None or not self._policy.holds(trial.trial))
 
     def _extend(self, name: str) -> None:
         """Requeue a trial that finished by an earlier owner's criterion, if today's is not met."""
@@ -324,13 +329,13 @@ class Driver:
         errored = {each.trial for each in self._state.trials.values() if each.status is Status.ERRORED}
         unended = self._unended()
         for trial in unended:
-            self._intake.catch_up(trial)  # a trial that ended unnoticed may have to be extended too
+            self._merger.catch_up(trial)  # a trial that ended unnoticed may have to be extended too
         self._requeue()
         for trial in self._unended():
             if self._limits.only_errored and trial not in errored:
                 continue
             if trial not in unended:
-                self._intake.catch_up(trial)
+                self._merger.catch_up(trial)
             self._take_on(trial)
         self._page.write(may_wait=True)  # so that an attempt found again gets a stop as an answer, and is not finished
 
@@ -341,10 +346,10 @@ class Driver:
         return {each.trial: each for each in trials if each.status in waiting or self._is_to_resume(each)}
 
     def _take_on(self, name: str) -> None:
-        if self._crew.outlives and self._state.trial(name).status is Status.RUNNING:
+        if self._executor.survives_search and self._state.trial(name).status is Status.RUNNING:
             self._find_again(name)
             return
-        self._intake.settle(name)
+        self._merger.settle(name)
         if name in self._state.stops:
             self._stopping.finish(name)
             return
@@ -352,7 +357,7 @@ class Driver:
         trial = self._state.trial(name)
         self._let_go_on(trial)
         if trial.status is Status.PENDING and trial.cause is not None and trial.attempt:
-            self._judge.resumed(trial, trial.cause)
+            self._failure_handler.resumed(trial, trial.cause)
         elif trial.status is Status.PENDING:
             self._startable.append(name)
 
@@ -374,14 +379,14 @@ class Driver:
     def _decide_what_is_open(self, name: str) -> None:
         """Decide a milestone that was reported before the crash, without training it again."""
         trial = self._state.trial(name)
-        milestone = self._council.milestone(trial)
+        milestone = self._policy.milestone(trial)
         if trial.status is not Status.PENDING or milestone is None or trial.step < milestone or not _is_saved(trial):
             return
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
         try:
             answer = self._answer(name, self._decided(name, report))
         except BadMetric as error:
-            self._judge.give_up(name, Cause.BAD_METRIC, str(error))
+            self._failure_handler.give_up(name, Cause.BAD_METRIC, str(error))
             return
         if isinstance(answer, Leave) and answer.for_good:
             self._put(Finished(trial=name, reason=answer.reason, left=True))

@@ -17,20 +17,22 @@ from prefect_tune.core.experiment.failure_policy import (
     verdict,
 )
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
-from prefect_tune.parameters.limits import Limits
+from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.tuner.pending_entry import Page
+from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.stop_handling import Stopping
 
-__all__ = ["Judge"]
+__all__ = ["FailureHandler"]
 
 _TARGET_FAILS = (StoreUnavailable, StoreRefused, CommitUnknown)
 
 
-class Judge:
+class FailureHandler:
     """Applies the failure policy to the journal's state; trials to retry are added to `startable`."""
 
-    def __init__(self, limits: Limits, page: Page, stopping: Stopping, startable: deque[str], log: Log) -> None:
+    def __init__(
+        self, limits: SearchLimits, page: PendingEntry, stopping: Stopping, startable: deque[str], log: Log
+    ) -> None:
         self._limits = limits
         self._page = page
         self._stopping = stopping
@@ -51,9 +53,9 @@ class Judge:
             raise error
         if not (self._stopping.ends and cause is Cause.PREEMPTED):
             self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
-        self.judge(trial.trial, cause)
+        self.failure_handler(trial.trial, cause)
 
-    def judge(self, trial: str, cause: Cause) -> None:
+    def failure_handler(self, trial: str, cause: Cause) -> None:
         """Retry a trial from its newest good checkpoint while its retry budgets last; then give it up."""
         state = self._page.state.trial(trial)
         match verdict(state, cause, self._limits.failures):
@@ -78,7 +80,7 @@ class Judge:
             self._page.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
             self._startable.append(trial.trial)
         else:
-            self.judge(trial.trial, cause)
+            self.failure_handler(trial.trial, cause)
 
     def lost(self, trial: str, error: BaseException | None) -> None:
         """Count an attempt that ended without writing its end as a machine failure; retry the trial or give it up.

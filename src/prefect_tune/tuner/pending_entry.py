@@ -8,22 +8,24 @@ from datetime import timedelta
 
 from prefect_tune.core.events.experiment_events import Event
 from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.monitoring.listener import Listener
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.tuner.policy import Council
+from prefect_tune.monitoring.listener import SearchObserver
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.tuner.policy import SearchPolicy
 
-__all__ = ["Page"]
+__all__ = ["PendingEntry"]
 
 
-class Page:
+class PendingEntry:
     """The state of the experiment with its unwritten events, and the actions that wait for their write."""
 
-    def __init__(self, book: Book, council: Council, listener: Listener, sync_period: timedelta) -> None:
-        self._book = book
-        self._council = council
+    def __init__(
+        self, journal_writer: JournalWriter, policy: SearchPolicy, listener: SearchObserver, sync_period: timedelta
+    ) -> None:
+        self._journal_writer = journal_writer
+        self._policy = policy
         self._listener = listener
         self._sync_period = sync_period
-        self.state = book.experiment
+        self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
         self._then: list[Callable[[], None]] = []
         self._is_asked_after = False
@@ -37,7 +39,7 @@ class Page:
     def put(self, event: Event) -> None:
         """Add `event` to the next entry; pass it to the listener, the search and the scheduler now."""
         earlier, before = self.state, self.state.happened
-        self.state = after_event(self.state, event, self._book.experiment.number + 1)
+        self.state = after_event(self.state, event, self._journal_writer.experiment.number + 1)
         # The sender of a stop request looks in the journal for the answer, and then for the end.
         self._is_asked_after |= self.state.heard != earlier.heard or self.state.stops != earlier.stops
         self._unwritten.append(event)
@@ -45,7 +47,7 @@ class Page:
         if self.state.happened > before:
             trial = self.state.trial(str(getattr(event, "trial", "")))
             for happening in trial.past[before - self.state.happened :]:
-                self._council.hear(trial, happening)
+                self._policy.record(trial, happening)
 
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` once every event so far is written."""
@@ -61,12 +63,12 @@ class Page:
         is_awaited = self._then or self._is_asked_after
         waits = may_wait and not is_awaited and time.monotonic() - self._synced_at < self._sync_period.total_seconds()
         if self._unwritten and not waits:
-            self._book.write(self._unwritten)
-            self.state, self._unwritten = self._book.experiment, []
+            self._journal_writer.write(self._unwritten)
+            self.state, self._unwritten = self._journal_writer.experiment, []
             self._is_asked_after = False
             self._listener.wrote(self.state)
             self._synced_at = time.monotonic()
         acts, self._then = self._then, []
         for act in acts:
             act()
-        return self._book.experiment
+        return self._journal_writer.experiment

@@ -15,7 +15,7 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 
-__all__ = ["Council", "number_of", "standing_decision", "trial_id"]
+__all__ = ["SearchPolicy", "number_of", "standing_decision", "trial_id"]
 
 
 def trial_id(number: int) -> str:
@@ -38,10 +38,10 @@ def standing_decision(trial: Trial) -> Happening | None:
     return last if stands and trial.status in (Status.PENDING, Status.RUNNING) else None
 
 
-class Council:
+class SearchPolicy:
     """The search, the scheduler and the stoppers of one experiment, in the state that its journal implies.
 
-    `hear` records every change, in a running search and in a replay, so that both reach the same state.
+    `record` notes every change, in a running search and in a replay, so that both reach the same state.
     """
 
     def __init__(self, proposals: Proposals, schedule: Schedule, tallies: Sequence[Tally] = ()) -> None:
@@ -62,18 +62,18 @@ class Council:
         """Whether a trial saves a checkpoint before the scheduler decides about it."""
         return self._schedule.saves_first
 
-    def learn(self, lessons: Iterable[Lesson]) -> int:
+    def warm_start(self, lessons: Iterable[Lesson]) -> int:
         """Pass trials of other experiments to the search, before anything else; return how many it accepts."""
         return sum(self._proposals.learn(each.config, each.report, stopped=each.stopped) for each in lessons)
 
-    def recall(self, experiment: Experiment) -> None:
+    def replay(self, experiment: Experiment) -> None:
         """Replay the history of an experiment to the search, the scheduler and the stoppers, in the journal's order."""
         told = [(happening, trial) for trial in experiment.trials.values() for happening in trial.past]
         for happening, trial in sorted(told, key=lambda pair: pair[0].order):
             if happening.what == "decided" and happening.report is not None:
                 self.decide(trial, happening.report)  # the decision itself is in the journal already
             else:
-                self.hear(trial, happening)
+                self.record(trial, happening)
         for trial in experiment.trials.values():
             self.has_trained(trial)
 
@@ -140,7 +140,7 @@ class Council:
         """Whether the scheduler wants no new trial now."""
         return self._schedule.is_waiting()
 
-    def hear(self, trial: Trial, happening: Happening) -> None:
+    def record(self, trial: Trial, happening: Happening) -> None:
         """Record an event of the journal, new or replayed; `trial` is its state after the event."""
         number = number_of(trial.trial)
         match happening.what:

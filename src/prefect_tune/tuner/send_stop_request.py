@@ -23,9 +23,9 @@ from prefect_tune.core.messages.trial_replies import UNASKED, answer
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.result_files import results_path
-from prefect_tune.retry_policy import retrying
-from prefect_tune.stores.local.staging import side_by_side
-from prefect_tune.supervisor.run_identity import new_stamp
+from prefect_tune.retry_policy import with_retries
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.run_identity import new_write_id
 
 __all__ = ["StopOutcome", "stop"]
 
@@ -103,7 +103,7 @@ class _Asking:
         state = self._looked_at()
         if (ended := self._ended(state)) is not None:
             return StopOutcome("had-ended", ended, state)
-        stamp = new_stamp()
+        stamp = new_write_id()
         request = StopRequest(
             write_id=stamp.write_id, at=stamp.at, reason=self._reason, epoch=state.epoch, trial=self._trial
         )
@@ -142,7 +142,7 @@ class _Asking:
 
     def _loaded(self, journal: JournalKey) -> Experiment:
         def look(store: ObjectStore) -> Experiment:
-            with side_by_side() as transfers:
+            with transfer_pool() as transfers:
                 return load(store, journal, side_by_side=transfers)
 
         return self._on_store(look)
@@ -152,7 +152,7 @@ class _Asking:
             with self._target.open(timeout=_TIMEOUT) as store:
                 return act(store)
 
-        return retrying(acted)
+        return with_retries(acted)
 
     def _checked(self, state: Experiment) -> Experiment:
         where = f"experiment {self._name!r} at {self._target.uri}"

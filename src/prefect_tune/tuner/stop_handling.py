@@ -10,11 +10,11 @@ from typing import Protocol
 from prefect_tune.core.events.experiment_events import Finished, StopAsked
 from prefect_tune.core.messages.process_messages import Leave
 from prefect_tune.core.messages.stop_requests import StopRequest, taken_note_of
-from prefect_tune.executors.trial_executor import Crew
-from prefect_tune.parameters.limits import Limits
+from prefect_tune.executors.trial_executor import TrialExecutor
+from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.process_channel import Log
-from prefect_tune.tuner.pending_entry import Page
-from prefect_tune.tuner.policy import Council
+from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.policy import SearchPolicy
 
 __all__ = ["Outside", "Stopping"]
 
@@ -38,10 +38,12 @@ class Outside(Protocol):
 class Stopping:
     """Decides whether a run of an experiment ends, and stops its trials."""
 
-    def __init__(self, limits: Limits, council: Council, crew: Crew, page: Page, log: Log) -> None:
+    def __init__(
+        self, limits: SearchLimits, policy: SearchPolicy, executor: TrialExecutor, page: PendingEntry, log: Log
+    ) -> None:
         self._limits = limits
-        self._council = council
-        self._crew = crew
+        self._policy = policy
+        self._executor = executor
         self._page = page
         self._log = log
         self._began = time.monotonic()
@@ -52,7 +54,7 @@ class Stopping:
         """Check interruptions, requests, time budget and stoppers; stop the experiment or the trial if one says so."""
         if outside.is_interrupted():
             self.ends = True
-            self._crew.stop()  # at once, without waiting for the journal: time is short
+            self._executor.stop()  # at once, without waiting for the journal: time is short
         for request in outside.take():
             self._hear(taken_note_of(self._page.state, request))
         if self._limits.ends:
@@ -60,10 +62,10 @@ class Stopping:
         elapsed = timedelta(seconds=time.monotonic() - self._began)
         if self._limits.time is not None and elapsed >= self._limits.time:
             self.end(f"the time budget of {self._limits.time} is spent")
-        elif (why := self._council.why_end()) is not None:
+        elif (why := self._policy.why_end()) is not None:
             self.end(why)
         if self.ends:
-            self._page.then(self._crew.stop)
+            self._page.then(self._executor.stop)
 
     def end(self, why: str) -> None:
         """Journal the end and its reason; have every trial save and end."""
@@ -77,7 +79,7 @@ class Stopping:
     def tell(self, trial: str) -> None:
         """Ask a running trial to save and end, after the next write; its own journal records how it ends."""
         leave = Leave(reason=self._page.state.stops[trial], save=True, for_good=True)
-        self._page.then(lambda: self._crew.answer(trial, leave))
+        self._page.then(lambda: self._executor.answer(trial, leave))
 
     def _hear(self, asked: StopAsked) -> None:
         if asked.refused:
@@ -96,7 +98,7 @@ class Stopping:
         self.ends = True
 
     def _stop_trial(self, trial: str) -> None:
-        if trial in self._crew:
+        if trial in self._executor:
             self.tell(trial)
         else:
             self.finish(trial)

@@ -14,13 +14,13 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.messages.stop_requests import StopRequest, forget_heard, read_request
 
-__all__ = ["StopDesk"]
+__all__ = ["StopRequestPoller"]
 
 _REQUEST = timedelta(seconds=30)
 _MOMENT = timedelta(seconds=1)
 
 
-class StopDesk:
+class StopRequestPoller:
     """Reads the requests after number `heard_count`, with one GET per `look_every`; deletes acknowledged ones.
 
     Entering it reads the requests that are there already, so that no trial starts that was to stop. While the target

@@ -11,32 +11,32 @@ from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import entries_beyond, next_entry
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.retry_policy import retrying
-from prefect_tune.stores.local.staging import side_by_side
-from prefect_tune.supervisor.journal_writer import Book
-from prefect_tune.supervisor.run_identity import new_stamp, this_owner
-from prefect_tune.supervisor.search_link import Wrote
+from prefect_tune.retry_policy import with_retries
+from prefect_tune.stores.local.staging import transfer_pool
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.run_identity import current_owner, new_write_id
+from prefect_tune.supervisor.search_link import EntryWritten
 from prefect_tune.tasks.experiment_state import Opening, open_journal
-from prefect_tune.tuner.pending_entry import Page
-from prefect_tune.tuner.policy import Council
+from prefect_tune.tuner.pending_entry import PendingEntry
+from prefect_tune.tuner.policy import SearchPolicy
 
-__all__ = ["Intake"]
+__all__ = ["TrialJournalMerger"]
 
 _TIMEOUT = timedelta(minutes=5)
 
 
-class Intake:
+class TrialJournalMerger:
     """Merges each entry of each trial's journal, once, in order.
 
     Methods that read or write a journal raise `StoreUnavailable` if the target fails for longer than the retries last.
     """
 
-    def __init__(self, page: Page, council: Council, book: Book) -> None:
+    def __init__(self, page: PendingEntry, policy: SearchPolicy, journal_writer: JournalWriter) -> None:
         self._page = page
-        self._council = council
-        self._book = book
+        self._policy = policy
+        self._journal_writer = journal_writer
 
-    def absorb(self, wrote: Wrote) -> None:
+    def absorb(self, wrote: EntryWritten) -> None:
         """Merge an entry that a trial has announced, after any missing entries before it."""
         due = self._page.state.trial(wrote.trial).absorbed + 1
         if wrote.number > due:
@@ -49,10 +49,10 @@ class Intake:
         absorbed = self._page.state.trial(trial).absorbed
 
         def read() -> Sequence[Entry]:
-            with self._book.target.open(timeout=_TIMEOUT) as store, side_by_side() as transfers:
+            with self._journal_writer.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
                 return entries_beyond(store, self._journal(trial), absorbed, side_by_side=transfers)
 
-        for entry in retrying(read):
+        for entry in with_retries(read):
             self._take_in(trial, entry.number, entry.events, entry.at)
 
     def settle(self, trial: str) -> None:
@@ -63,8 +63,8 @@ class Intake:
         """
         state = self._page.state
         if state.trial(trial).status is Status.RUNNING:
-            owner = this_owner(search_epoch=state.epoch, attempt=state.trial(trial).attempt)
-            open_journal(self._book.target, self._journal(trial), Opening(owner, new_stamp()))
+            owner = current_owner(search_epoch=state.epoch, attempt=state.trial(trial).attempt)
+            open_journal(self._journal_writer.target, self._journal(trial), Opening(owner, new_write_id()))
             self.catch_up(trial)
 
     def require_ours(self) -> None:
@@ -73,7 +73,7 @@ class Intake:
         Raises:
             Superseded: another owner has.
         """
-        written, entry = self._book.experiment, self._beyond(self._book.experiment.number)
+        written, entry = self._journal_writer.experiment, self._beyond(self._journal_writer.experiment.number)
         while entry is not None:
             if entry.epoch != written.epoch:
                 by = next((f" by {each.owner}" for each in entry.events if isinstance(each, Opened)), "")
@@ -84,10 +84,10 @@ class Intake:
 
     def _beyond(self, number: int) -> Entry | None:
         def read() -> Entry | None:
-            with self._book.target.open(timeout=_TIMEOUT) as store:
-                return next_entry(store, self._book.experiment.key, number)
+            with self._journal_writer.target.open(timeout=_TIMEOUT) as store:
+                return next_entry(store, self._journal_writer.experiment.key, number)
 
-        return retrying(read)
+        return with_retries(read)
 
     def _journal(self, trial: str) -> JournalKey:
         return JournalKey(experiment=self._page.state.name, trial=trial)
@@ -95,4 +95,4 @@ class Intake:
     def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None) -> None:
         own = tuple(event for event in events if not isinstance(event, Absorbed))
         self._page.put(Absorbed(trial=trial, number=number, events=own, at=at))
-        self._council.has_trained(self._page.state.trial(trial))
+        self._policy.has_trained(self._page.state.trial(trial))

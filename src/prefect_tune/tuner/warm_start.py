@@ -13,10 +13,10 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.models import StepReport, canonical_json, valid_name
-from prefect_tune.monitoring.assets import Place
+from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.parameters.resume_mode import read_or_fail
-from prefect_tune.retry_policy import retrying
-from prefect_tune.supervisor.journal_writer import Book
+from prefect_tune.retry_policy import with_retries
+from prefect_tune.supervisor.journal_writer import JournalWriter
 
 __all__ = ["lessons_known", "new_lessons", "source_names"]
 
@@ -66,8 +66,8 @@ def new_lessons(
         if name not in learned:
             place, _, experiment = name.rpartition("/")
             where = resolve_target(place) if place else target
-            at = Place(where.uri, experiment).uri
-            if at == Place(target.uri, own).uri:
+            at = ExperimentAddress(where.uri, experiment).uri
+            if at == ExperimentAddress(target.uri, own).uri:
                 raise InvalidInput(f"warm_start: experiment {own!r} knows its own trials: name other experiments")
             state = read_or_fail(where, experiment)
             if not state.number:
@@ -76,23 +76,23 @@ def new_lessons(
     return found
 
 
-def lessons_known(book: Book) -> Sequence[Lesson]:
+def lessons_known(journal_writer: JournalWriter) -> Sequence[Lesson]:
     """Return the trials of other experiments that the journal holds, each once, in the order of learning."""
-    entries = sorted(set(book.experiment.learned.values()))
-    told = [event for number in entries for event in _learned_in(book, number)]
+    entries = sorted(set(journal_writer.experiment.learned.values()))
+    told = [event for number in entries for event in _learned_in(journal_writer, number)]
     unique = {_identity(lesson): lesson for event in reversed(told) for lesson in reversed(event.lessons)}
     return list(reversed(unique.values()))
 
 
-def _learned_in(book: Book, number: int) -> Iterator[Learned]:
+def _learned_in(journal_writer: JournalWriter, number: int) -> Iterator[Learned]:
     def read() -> Sequence[Learned]:
-        with book.target.open(timeout=_TIMEOUT) as store:
-            entry = next_entry(store, book.experiment.key, number - 1)
+        with journal_writer.target.open(timeout=_TIMEOUT) as store:
+            entry = next_entry(store, journal_writer.experiment.key, number - 1)
         if entry is None:
-            raise JournalCorrupt(f"{book.experiment.key}: entry {number} is missing")
+            raise JournalCorrupt(f"{journal_writer.experiment.key}: entry {number} is missing")
         return [event for event in entry.events if isinstance(event, Learned)]
 
-    yield from retrying(read)
+    yield from with_retries(read)
 
 
 def _lessons(state: Experiment) -> Iterator[Lesson]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prefect_tune.core.checkpoints import chunking
 from prefect_tune.core.checkpoints.chunking import BLOB_BYTES, CHUNK_BYTES, FileStat, groups, pieces
-from prefect_tune.core.checkpoints.commit import Committed, commit, reusable
+from prefect_tune.core.checkpoints.commit import CommitResult, commit, reusable
 from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.errors import (
     AlreadyCommitted,
@@ -49,7 +49,7 @@ def save(
     collected_up_to: int = 0,
     write_id: str = "w1",
     empty: tuple[str, ...] = (),
-) -> Committed:
+) -> CommitResult:
     reuse = reusable(store, KEY, parent, collected_up_to)
     about = ABOUT.model_copy(update={"write_id": write_id})
     source = MemoryFiles(files, empty)

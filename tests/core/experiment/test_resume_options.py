@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.resume_options import Choice, Standing, choice_of, stop_extended
+from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing, choice_of, stop_extended
 
 THERE = Standing(samples=10, steps=100, hours=2, checkpoints=(10, 20))
 
@@ -24,7 +24,7 @@ THERE = Standing(samples=10, steps=100, hours=2, checkpoints=(10, 20))
     ],
 )
 def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
-    assert choice_of(answer, THERE) == Choice(**answer)
+    assert choice_of(answer, THERE) == ResumeChoice(**answer)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
-    Aside,
     Cause,
     CheckpointRef,
     Cloned,
     Event,
+    QuarantinedCheckpoint,
     Reported,
     Started,
 )
@@ -87,7 +87,9 @@ def test_what_was_put_aside_is_retired_when_it_would_be_as_a_live_one(
     policy: Retention, aside: list[int], going: list[int]
 ) -> None:
     live = [each for each in SAVES if each.sequence not in aside]
-    put_aside = [Aside(checkpoint=each, since=9, reason="misread") for each in SAVES if each.sequence in aside]
+    put_aside = [
+        QuarantinedCheckpoint(checkpoint=each, since=9, reason="misread") for each in SAVES if each.sequence in aside
+    ]
     assert [each.sequence for each in retired_aside(put_aside, live, policy)] == going
 
 

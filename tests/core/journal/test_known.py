@@ -22,7 +22,7 @@ def some_history(entries: int) -> MemoryStore:
     return store
 
 
-def read(store: MemoryStore) -> journal.Loaded:
+def read(store: MemoryStore) -> journal.LoadedJournal:
     return journal.read(store, JOURNAL, side_by_side=map)
 
 
@@ -56,8 +56,8 @@ def test_who_opens_what_was_just_read_writes_the_segment_that_its_last_owner_cou
     assert store.size(JOURNAL.segment_path(120))
 
 
-def empty() -> journal.Loaded:
-    return journal.Loaded(nothing_yet(JOURNAL))
+def empty() -> journal.LoadedJournal:
+    return journal.LoadedJournal(nothing_yet(JOURNAL))
 
 
 def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request() -> None:

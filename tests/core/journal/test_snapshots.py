@@ -14,7 +14,7 @@ from prefect_tune.core.errors import JournalCorrupt, StoreRefused, StoreUnavaila
 from prefect_tune.core.events.experiment_events import Extended
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.snapshot_levels import begin_of, boundaries, is_boundary
-from prefect_tune.core.experiment.trial_map import Trials
+from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import journal, snapshots
 from prefect_tune.core.journal.snapshots import (
@@ -385,7 +385,7 @@ def trial(name: str, step: int = 0) -> Trial:
 
 def test_trials_are_a_mapping_in_the_order_in_which_they_were_added() -> None:
     names = ["z", "a", "m"]
-    before = Trials.of(map(trial, names))
+    before = TrialMap.of(map(trial, names))
     after = before.with_trial(trial("a", step=5))
     assert list(after) == names
     assert [each.step for each in after.values()] == [0, 5, 0]
@@ -396,7 +396,7 @@ def test_trials_are_a_mapping_in_the_order_in_which_they_were_added() -> None:
     assert before != after
     assert after != 3
     assert pickle.loads(pickle.dumps(after)) == after
-    assert repr(Trials.of([trial("a")])).startswith("Trials([Trial(trial='a'")
+    assert repr(TrialMap.of([trial("a")])).startswith("Trials([Trial(trial='a'")
     with pytest.raises(KeyError):
         after["b"]
     with pytest.raises(TypeError, match="unhashable"):

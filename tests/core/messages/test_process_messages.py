@@ -11,11 +11,11 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.messages.process_messages import (
     Broke,
-    Loaded,
-    Saved,
+    CheckpointSaved,
     Start,
     StepDone,
     StopAndSave,
+    TrainableLoaded,
     TrialEnded,
     from_trial,
     to_trial,
@@ -43,7 +43,7 @@ START = Start(
 )
 
 
-@pytest.mark.parametrize("said", [START, Saved(step=3), StopAndSave()])
+@pytest.mark.parametrize("said", [START, CheckpointSaved(step=3), StopAndSave()])
 def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
     assert to_trial.validate_json(said.model_dump_json()) == said
 
@@ -51,7 +51,7 @@ def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        Loaded(pid=7, code="abc"),
+        TrainableLoaded(pid=7, code="abc"),
         StepDone(report=REPORT, checkpoint="/staging/3", handed_over=True),
         StepDone(report=REPORT),
         TrialEnded(reason="enough", returned=True),

@@ -17,7 +17,7 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.delivery_cursor import Telling
+from prefect_tune.core.notifications.delivery_cursor import DeliveryTracker
 
 BEGUN = Started(trial="a", attempt=1, from_step=0)
 
@@ -39,7 +39,7 @@ def entry(number: int, *events: Event) -> Entry:
 
 
 def test_what_was_told_as_it_happened_is_not_told_again_when_the_journal_has_it() -> None:
-    telling = Telling()
+    telling = DeliveryTracker()
     assert list(telling.news(absorbed(1, BEGUN))) == [BEGUN]
     assert telling.report("a", said(1))
     assert not telling.report("a", said(1))
@@ -50,7 +50,7 @@ def test_what_was_told_as_it_happened_is_not_told_again_when_the_journal_has_it(
 
 
 def test_steps_that_are_trained_again_are_told_again() -> None:
-    telling = Telling()
+    telling = DeliveryTracker()
     told = [Reported(trial="a", report=said(step)) for step in (1, 2)]
     died = AttemptEnded(trial="a", cause=Cause.MACHINE, message="killed")
     again = Started(trial="a", attempt=2, from_step=1)
@@ -60,7 +60,7 @@ def test_steps_that_are_trained_again_are_told_again() -> None:
 
 
 def test_an_end_is_told_once_and_a_trial_that_goes_on_has_another() -> None:
-    telling = Telling()
+    telling = DeliveryTracker()
     end = Finished(trial="a", reason="enough")
     assert list(telling.news(end)) == [end]
     assert list(telling.news(end)) == []
@@ -69,7 +69,7 @@ def test_an_end_is_told_once_and_a_trial_that_goes_on_has_another() -> None:
 
 
 def test_who_comes_back_is_told_what_it_has_missed_and_no_more() -> None:
-    first = Telling()
+    first = DeliveryTracker()
     paused = Paused(trial="b", reason="for others")
     heard_first = entry(1, absorbed(1, BEGUN, Reported(trial="a", report=said(1))), paused)
     assert steps(list(first.replay(heard_first))) == [1]
@@ -77,7 +77,7 @@ def test_who_comes_back_is_told_what_it_has_missed_and_no_more() -> None:
     kept = first.heard
     assert kept.number == 1
 
-    second = Telling(kept)
+    second = DeliveryTracker(kept)
     assert list(second.replay(heard_first)) == []
     missed = entry(2, absorbed(2, *(Reported(trial="a", report=said(step)) for step in (2, 3))))
     assert steps(list(second.replay(missed))) == [3]
@@ -85,7 +85,7 @@ def test_who_comes_back_is_told_what_it_has_missed_and_no_more() -> None:
 
 
 def test_what_is_kept_does_not_grow_with_what_the_journal_has() -> None:
-    telling = Telling()
+    telling = DeliveryTracker()
     events = [absorbed(1, BEGUN, Reported(trial="a", report=said(1)), Finished(trial="a", reason="enough"))]
     assert len(list(telling.replay(entry(1, *events)))) == 3
     assert telling.heard.marks == {}

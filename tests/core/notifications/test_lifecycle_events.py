@@ -30,7 +30,7 @@ from prefect_tune.core.events.experiment_events import (
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.lifecycle_events import News, TrialNews, few, news_of, short
+from prefect_tune.core.notifications.lifecycle_events import LifecycleEvent, TrialLifecycleEvent, few, news_of, short
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 
 T = "00000"
@@ -48,12 +48,12 @@ def committed(step: int, sequence: int, **options: Any) -> Committed:
     return Committed(trial=T, checkpoint=checkpoint, **options)
 
 
-def told_in(*events: Event) -> list[TrialNews]:
+def told_in(*events: Event) -> list[TrialLifecycleEvent]:
     """All news of these events, one entry each."""
     return [news for each in walk(*events) for news in each]
 
 
-def walk(*events: Event) -> list[list[TrialNews]]:
+def walk(*events: Event) -> list[list[TrialLifecycleEvent]]:
     state: Experiment = nothing_yet("first")
     found = []
     for number, event in enumerate(events, 1):
@@ -196,10 +196,10 @@ def test_texts_and_metrics_are_short_and_all_is_json() -> None:
 
 
 def test_no_two_kinds_have_one_name() -> None:
-    kinds = [kind for kind in every(News) if "name" in vars(kind)]
+    kinds = [kind for kind in every(LifecycleEvent) if "name" in vars(kind)]
     assert len({kind.name for kind in kinds}) == len(kinds) == 21
     assert all(kind.name.startswith("prefect-tune.") and kind.__doc__ for kind in kinds)
 
 
-def every(kind: type[News]) -> list[type[News]]:
+def every(kind: type[LifecycleEvent]) -> list[type[LifecycleEvent]]:
     return [found for each in kind.__subclasses__() for found in (each, *every(each))]

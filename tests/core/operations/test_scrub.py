@@ -21,7 +21,7 @@ from prefect_tune.core.journal.journal import append, load
 from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.scrub import (
-    Limits,
+    ScrubLimits,
     inspect,
     inspect_one,
     on_arc,
@@ -83,15 +83,17 @@ def test_after_as_many_rounds_everything_that_was_there_all_the_while_has_been_r
 
 
 def test_a_round_reads_in_the_order_of_the_ring_and_ends_where_its_arc_does(trained: Session) -> None:
-    found = inspect(trained.store, trained.experiment, 5, Limits(), side_by_side=map)
+    found = inspect(trained.store, trained.experiment, 5, ScrubLimits(), side_by_side=map)
     assert {each.key for each in found.inspected} == set(keys(trained)) == set(found.live)
     assert [place_of(each.key) for each in found.inspected] == sorted(place_of(each.key) for each in found.inspected)
     assert (found.unread_count, found.ends_at, found.damaged) == (0, 5, [])
     assert all(each.size_bytes and each.file_count for each in found.inspected)
 
 
-@pytest.mark.parametrize("limits", [Limits(max_bytes=1), Limits(has_time=lambda: False)])
-def test_a_round_that_is_cut_short_reads_something_and_the_next_goes_on_there(trained: Session, limits: Limits) -> None:
+@pytest.mark.parametrize("limits", [ScrubLimits(max_bytes=1), ScrubLimits(has_time=lambda: False)])
+def test_a_round_that_is_cut_short_reads_something_and_the_next_goes_on_there(
+    trained: Session, limits: ScrubLimits
+) -> None:
     begins_at, read = 0, list[CheckpointKey]()
     for _ in range(8):
         found = inspect(trained.store, trained.experiment, begins_at, limits, side_by_side=map)
@@ -107,9 +109,9 @@ def test_a_round_that_is_cut_short_reads_something_and_the_next_goes_on_there(tr
 def test_where_one_is_damaged_all_others_of_its_trial_are_read_too(trained: Session) -> None:
     shared = set.intersection(*(set(read_manifest(trained.store, key).blob_paths()) for key in keys(trained)))
     flip(trained, min(shared))
-    found = inspect(trained.store, trained.experiment, 0, Limits(share=1e-9, max_bytes=1), side_by_side=map)
+    found = inspect(trained.store, trained.experiment, 0, ScrubLimits(share=1e-9, max_bytes=1), side_by_side=map)
     begins_at = place_of(keys(trained)[0])
-    found = inspect(trained.store, trained.experiment, begins_at, Limits(share=1e-9), side_by_side=map)
+    found = inspect(trained.store, trained.experiment, begins_at, ScrubLimits(share=1e-9), side_by_side=map)
     assert {each.key for each in found.damaged} == set(keys(trained))
 
 
@@ -118,7 +120,7 @@ def test_what_is_retired_while_it_is_read_is_not_damaged(trained: Session) -> No
     trained.append([Retired(trial=KEY.trial, retires=(oldest.sequence,))])
     trained.collect([oldest])
     assert inspect_one(trained.store, oldest, side_by_side=map) == []
-    found = inspect(trained.store, before, 0, Limits(), side_by_side=map)
+    found = inspect(trained.store, before, 0, ScrubLimits(), side_by_side=map)
     assert found.damaged == []
 
 
@@ -127,12 +129,12 @@ def test_what_is_deleted_with_its_experiment_is_not_damaged(trained: Session) ->
     trained.append([RemovalBegun()])
     trained.store.delete([oldest.manifest_path])
     assert inspect_one(trained.store, oldest, side_by_side=map) == []
-    assert inspect(trained.store, trained.experiment, 0, Limits(), side_by_side=map).live == ()
+    assert inspect(trained.store, trained.experiment, 0, ScrubLimits(), side_by_side=map).live == ()
 
 
 def test_of_a_trial_that_has_ended_only_what_is_to_be_read_is_asked_after(trained: Session) -> None:
     trained.append([Finished(trial=KEY.trial, reason="enough")])
-    found = inspect(trained.store, trained.experiment, 0, Limits(), side_by_side=map)
+    found = inspect(trained.store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
     assert len(found.inspected) == 8
 
 
@@ -200,7 +202,7 @@ def test_one_damaged_journal_is_told_of_by_its_own_name_and_all_others_are_read_
     state, begins_at = load(store, "e", side_by_side=map), 0
     read, unreadable = set[str](), set[Unreadable]()
     for _ in range(6):
-        found = inspect(store, state, begins_at, Limits(share=1 / 6), side_by_side=map)
+        found = inspect(store, state, begins_at, ScrubLimits(share=1 / 6), side_by_side=map)
         begins_at = found.ends_at
         read |= {each.key.trial.trial for each in found.inspected}
         unreadable |= set(found.unreadable)
@@ -215,7 +217,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_of_each_time_and_the_ring_goes
     bad = keys(trained)[3]
     store = Spoilt(trained.store, error, lambda path: path == bad.manifest_path)
     for _ in range(2):
-        found = inspect(store, trained.experiment, 5, Limits(), side_by_side=map)
+        found = inspect(store, trained.experiment, 5, ScrubLimits(), side_by_side=map)
         assert ([each.folder for each in found.unreadable], found.damaged, found.ends_at) == ([bad.folder], [], 5)
         assert str(error) in found.unreadable[0].why
         assert len(found.inspected) == 7
@@ -225,7 +227,7 @@ def test_what_is_read_at_the_second_try_was_readable(trained: Session) -> None:
     times = count()
     bad = keys(trained)[3].manifest_path
     store = Spoilt(trained.store, StoreUnavailable("blip"), lambda path: path == bad and next(times) == 0)
-    found = inspect(store, trained.experiment, 0, Limits(), side_by_side=map)
+    found = inspect(store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
     assert (len(found.inspected), found.unreadable) == (8, ())
 
 
@@ -234,20 +236,20 @@ def test_a_target_that_is_away_is_no_checkpoint_that_cannot_be_read(trained: Ses
     store = Spoilt(trained.store, StoreUnavailable("away"), lambda path: path == bad)
     store.is_gone = True
     with pytest.raises(StoreUnavailable):
-        inspect(store, trained.experiment, 0, Limits(), side_by_side=map)
+        inspect(store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
 
 
 def test_what_takes_longer_than_there_is_time_is_not_what_the_next_round_begins_with(trained: Session) -> None:
     in_order = on_arc(keys(trained), 0, 1)
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[0].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment, 0, Limits(), side_by_side=map)
+    found = inspect(store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
     assert [each.folder for each in found.unreadable] == [in_order[0].folder]
     assert (found.inspected, found.unread_count, found.ends_at) == ((), 7, place_of(in_order[1]))
 
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[2].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment, 0, Limits(), side_by_side=map)
+    found = inspect(store, trained.experiment, 0, ScrubLimits(), side_by_side=map)
     assert (len(found.inspected), found.unreadable) == (2, ())
     assert (found.unread_count, found.ends_at) == (6, place_of(in_order[2]))
 
@@ -256,7 +258,7 @@ def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_told_of(trai
     first, other = keys(trained)[:2]
     del objects(trained)[first.manifest_path]
     store = Spoilt(trained.store, StoreUnavailable("EIO"), lambda path: path == other.manifest_path)
-    found = inspect(store, trained.experiment, place_of(first), Limits(share=1e-9), side_by_side=map)
+    found = inspect(store, trained.experiment, place_of(first), ScrubLimits(share=1e-9), side_by_side=map)
     assert {each.key for each in found.damaged} == {first}
     assert [each.folder for each in found.unreadable] == [other.folder]
 
@@ -272,7 +274,7 @@ def test_a_journal_that_does_not_hold_together_since_it_is_being_deleted_is_not_
         del store.objects[JournalKey(experiment="e").entry_path(1)]
         for path in [path for path in store.objects if path.startswith("e/segments/")]:
             del store.objects[path]
-    found = inspect(store, state, 0, Limits(share=1e-9), side_by_side=map)
+    found = inspect(store, state, 0, ScrubLimits(share=1e-9), side_by_side=map)
     assert [each.is_damage for each in found.unreadable] == [False]
 
 

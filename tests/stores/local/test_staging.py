@@ -17,7 +17,7 @@ from prefect_tune.core.checkpoints.manifest import About, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFilesChanged
 from prefect_tune.core.recovery.restore import restore
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, side_by_side
+from prefect_tune.stores.local.staging import DirectorySink, StagedFiles, transfer_pool
 from tests.fakes.memory_store import MemoryStore
 
 TRIAL = TrialKey(experiment="e", trial="t")
@@ -38,12 +38,12 @@ def tree(root: Path) -> Mapping[str, object]:
 def save(store: MemoryStore, directory: Path) -> Manifest:
     reuse = reusable(store, TRIAL, None, 0)
     key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
-    with side_by_side() as transfers:
+    with transfer_pool() as transfers:
         return commit(store, key, StagedFiles(directory), ABOUT, reuse=reuse, side_by_side=transfers).manifest
 
 
 def bring(store: MemoryStore, manifest: Manifest, destination: Path) -> None:
-    with side_by_side() as transfers, DirectorySink(manifest, destination) as sink:
+    with transfer_pool() as transfers, DirectorySink(manifest, destination) as sink:
         restore(store, manifest, sink, side_by_side=transfers)
 
 
@@ -180,7 +180,7 @@ def test_transfers_run_side_by_side_in_order_and_no_more_than_a_few_at_once() ->
             barrier.wait(20)  # passes only if four run at once
         return number
 
-    with side_by_side(4) as transfers:
+    with transfer_pool(4) as transfers:
         done = iter(transfers(transfer, iter(range(10**9))))
         assert [next(done) for _ in range(20)] == list(range(20))
         done.close()  # type: ignore[attr-defined]  # it is a generator
@@ -194,7 +194,7 @@ def test_the_first_error_ends_the_rest() -> None:
         begun.append(number)
         raise ValueError(number)
 
-    with pytest.raises(ValueError, match="0"), side_by_side(2) as transfers:
+    with pytest.raises(ValueError, match="0"), transfer_pool(2) as transfers:
         list(transfers(fail, range(1000)))
     assert len(begun) <= 4
 
@@ -235,6 +235,6 @@ def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: 
             (tmp_path / "new").replace(tmp_path / "weights")
     store = MemoryStore()
     key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
-    with side_by_side() as transfers, pytest.raises(StagedFilesChanged):
+    with transfer_pool() as transfers, pytest.raises(StagedFilesChanged):
         commit(store, key, staged, ABOUT, reuse=reusable(store, TRIAL, None, 0), side_by_side=transfers)
     assert not any(path.endswith("manifest.json") for path in store.objects)

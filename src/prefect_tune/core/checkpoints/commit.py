@@ -26,20 +26,20 @@ from prefect_tune.core.storage.documents import as_read_back
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["Committed", "Mapper", "Reusable", "commit", "publish", "reusable"]
+__all__ = ["CommitResult", "ParallelMap", "Reusable", "commit", "publish", "reusable"]
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
-class Mapper(Protocol):
+class ParallelMap(Protocol):
     """`map`, or a thread pool's `map`: runs independent reads and writes, in parallel where it is a pool's."""
 
     def __call__(self, function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterable[_Out]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ChunkLocation:
     """The blob that holds a chunk on the target, and the chunk's offset in it."""
 
     path: str
@@ -55,7 +55,7 @@ class Reusable:
     checkpoints or of an interrupted save; `sizes` is the listing they were found in.
     """
 
-    chunks: Mapping[Digest, _Place] = field(default_factory=dict)
+    chunks: Mapping[Digest, _ChunkLocation] = field(default_factory=dict)
     blobs: Mapping[Digest, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class Reusable:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommitResult:
     """The result of a commit: the manifest, what was sent, and the damaged blobs that were found."""
 
     manifest: Manifest
@@ -81,7 +81,7 @@ class Committed:
 class _Blob:
     """The chunks of one group, stored on the target: every chunk's place, and the path and size of a blob sent now."""
 
-    chunks: tuple[tuple[Piece, Digest, _Place], ...]
+    chunks: tuple[tuple[Piece, Digest, _ChunkLocation], ...]
     written: tuple[str, int] | None
 
     def refers_to(self, paths: Collection[str]) -> bool:
@@ -105,18 +105,18 @@ def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, colle
     return Reusable(_chunks_of(parent, sizes) if parent else {}, blobs, sizes)
 
 
-def _chunks_of(parent: Manifest, sizes: Mapping[str, int]) -> dict[Digest, _Place]:
+def _chunks_of(parent: Manifest, sizes: Mapping[str, int]) -> dict[Digest, _ChunkLocation]:
     """Return the chunks whose blob has its full size in the listing; a truncated blob is sent again.
 
     A clone's blobs belong to another trial and are not in this trial's listing: later saves do not reuse them.
     """
-    places: dict[Digest, _Place] = {}
+    places: dict[Digest, _ChunkLocation] = {}
     for file in parent.files:
         for chunk in file.chunks:
             blob = parent.blobs[chunk.blob]
             path = parent.blob_path(chunk.blob)
             if sizes.get(path) == blob.size_bytes:
-                places[Digest(chunk.digest)] = _Place(path, blob.size_bytes, chunk.offset)
+                places[Digest(chunk.digest)] = _ChunkLocation(path, blob.size_bytes, chunk.offset)
     return places
 
 
@@ -127,9 +127,9 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none follows fr
     about: About,
     *,
     reuse: Reusable,
-    side_by_side: Mapper,
+    side_by_side: ParallelMap,
     reverification: Reverification | None = None,
-) -> Committed:
+) -> CommitResult:
     """Publish `source` as the checkpoint `key`.
 
     A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same
@@ -162,7 +162,7 @@ def commit(  # noqa: PLR0913 - what, where, from where, and how: none follows fr
     _see(store, key.trial, written)
     published = publish(store, key, manifest)
     damaged = {each.path: each.why for each in unverified.values() if each.is_damaged}
-    return Committed(published, len(written), sum(written.values()), damaged)
+    return CommitResult(published, len(written), sum(written.values()), damaged)
 
 
 def _written(blobs: Iterable[_Blob]) -> dict[str, int]:
@@ -174,7 +174,7 @@ def _unverified(
     manifest: Manifest,
     reuse: Reusable,
     reverification: Reverification,
-    side_by_side: Mapper,
+    side_by_side: ParallelMap,
 ) -> dict[str, Unverified]:
     """Return by path the blobs that were due for verification and must not be reused."""
     shared = frozenset(place.path for place in reuse.chunks.values())
@@ -185,7 +185,7 @@ def _unverified(
 def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable) -> _Blob:
     """Hash a group's chunks and send those that are not on the target, as one blob."""
     buffer = memoryview(bytearray(sum(piece.length for piece in group)))
-    known: list[tuple[Piece, Digest, _Place]] = []
+    known: list[tuple[Piece, Digest, _ChunkLocation]] = []
     fresh: list[tuple[Piece, Digest]] = []
     end = 0
     for piece in group:
@@ -211,10 +211,10 @@ def _place(store: ObjectStore, key: CheckpointKey, source: Source, group: Sequen
 
 def _placed(
     fresh: Sequence[tuple[Piece, Digest]], path: str, size_bytes: int
-) -> Iterator[tuple[Piece, Digest, _Place]]:
+) -> Iterator[tuple[Piece, Digest, _ChunkLocation]]:
     offset = 0
     for piece, digest in fresh:
-        yield piece, digest, _Place(path, size_bytes, offset)
+        yield piece, digest, _ChunkLocation(path, size_bytes, offset)
         offset += piece.length
 
 

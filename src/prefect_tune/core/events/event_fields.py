@@ -10,7 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from prefect_tune.core.models import Digest, ExperimentName, StepReport, TrialId, Value, without_none, without_unset
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 
-__all__ = ["Aside", "Cause", "CheckpointRef", "Claim", "ForkOrigin", "Lesson", "Owner"]
+__all__ = ["Cause", "CheckpointRef", "Claim", "ForkOrigin", "Lesson", "Owner", "QuarantinedCheckpoint"]
 
 
 class Cause(StrEnum):
@@ -72,7 +72,7 @@ class CheckpointRef(Value):
     pinned: bool = False
 
 
-class Aside(Value):
+class QuarantinedCheckpoint(Value):
     """A checkpoint that is put aside: not used, its bytes are kept; it can be reinstated or retired."""
 
     checkpoint: CheckpointRef

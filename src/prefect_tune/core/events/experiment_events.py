@@ -7,16 +7,24 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from prefect_tune.core.events.event_fields import Aside, Cause, CheckpointRef, Claim, ForkOrigin, Lesson, Owner
+from prefect_tune.core.events.event_fields import (
+    Cause,
+    CheckpointRef,
+    Claim,
+    ForkOrigin,
+    Lesson,
+    Owner,
+    QuarantinedCheckpoint,
+)
 from prefect_tune.core.events.trial_events import (
     AttemptEnded,
     Claimed,
     Cloned,
     Committed,
     Decided,
+    ExternalWriterEvent,
     Finished,
     GaveUp,
-    GuestsEvent,
     Inherited,
     OneTrialsEvent,
     Paused,
@@ -43,7 +51,6 @@ __all__ = [
     "Absorbed",
     "Adopted",
     "Answered",
-    "Aside",
     "AttemptEnded",
     "Cause",
     "CheckpointRef",
@@ -55,12 +62,12 @@ __all__ = [
     "Described",
     "Event",
     "Extended",
+    "ExternalWriterEvent",
     "Finished",
     "ForkBegun",
     "ForkOrigin",
     "Forked",
     "GaveUp",
-    "GuestsEvent",
     "Inherited",
     "Learned",
     "Lesson",
@@ -72,6 +79,7 @@ __all__ = [
     "Pruned",
     "PutAside",
     "Quarantined",
+    "QuarantinedCheckpoint",
     "Questioned",
     "Rebased",
     "Reinstated",

@@ -19,9 +19,9 @@ __all__ = [
     "Cloned",
     "Committed",
     "Decided",
+    "ExternalWriterEvent",
     "Finished",
     "GaveUp",
-    "GuestsEvent",
     "Inherited",
     "OneTrialsEvent",
     "Paused",
@@ -274,7 +274,7 @@ class Decided(TrialEvent):
     decision: Decision
 
 
-GuestsEvent: TypeAlias = Claimed | Released | PutAside | Reinstated | Pruned
+ExternalWriterEvent: TypeAlias = Claimed | Released | PutAside | Reinstated | Pruned
 """Events of external writers: an entry that holds only these does not supersede the owner."""
 OneTrialsEvent: TypeAlias = (
     Started
@@ -286,7 +286,7 @@ OneTrialsEvent: TypeAlias = (
     | Cloned
     | Rebased
     | Inherited
-    | GuestsEvent
+    | ExternalWriterEvent
     | AttemptEnded
     | GaveUp
     | Finished

@@ -33,7 +33,7 @@ from prefect_tune.core.events.experiment_events import (
     TrialAdded,
 )
 from prefect_tune.core.experiment.snapshot_levels import boundaries, is_boundary
-from prefect_tune.core.experiment.trial_map import Trials
+from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED,
     Happening,
@@ -110,7 +110,7 @@ class Experiment(Value):
     """The number of happenings that are replayed to search and scheduler; see `Trial.past`."""
     milestones: tuple[tuple[int, Digest], ...] = ()
     """The digests of the entries that end the segments of its history; see `spans.boundaries`."""
-    trials: Trials = Field(default_factory=Trials.of)
+    trials: TrialMap = Field(default_factory=TrialMap.of)
     """The trials by name, in the order in which they were added."""
 
     @property

@@ -191,10 +191,10 @@ class TrialBudget(ExperimentStopper):
 
     def begin(self, objective: Objective | None) -> Tally:
         del objective
-        return _Trials(self.trials)
+        return _TrialTally(self.trials)
 
 
-class _Trials(Tally):
+class _TrialTally(Tally):
     def __init__(self, most: int) -> None:
         self._most = most
         self._known: set[TrialId] = set()

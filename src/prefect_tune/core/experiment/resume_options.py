@@ -10,12 +10,12 @@ from pydantic import Field, ValidationError
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.models import Value
 
-__all__ = ["Choice", "Standing", "Way", "choice_of", "stop_extended"]
+__all__ = ["ResumeChoice", "Standing", "Way", "choice_of", "stop_extended"]
 
 Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
 
-class Choice(Value):
+class ResumeChoice(Value):
     """The chosen way to resume. A number of 0 leaves that limit unchanged."""
 
     way: Way = "continue"
@@ -41,14 +41,14 @@ class Standing(Value):
     """Whether its stop criterion is a function or a stopper class of the user, which no number can change."""
 
 
-def choice_of(answer: Mapping[str, object], standing: Standing) -> Choice:
+def choice_of(answer: Mapping[str, object], standing: Standing) -> ResumeChoice:
     """Return the choice that a form's `answer` makes.
 
     Raises:
         InvalidInput: the choice is impossible. The message is shown to the person who answered.
     """
     try:
-        choice = Choice.model_validate(answer)
+        choice = ResumeChoice.model_validate(answer)
     except ValidationError as invalid:
         problem = invalid.errors(include_url=False)[0]
         raise InvalidInput(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from invalid
@@ -62,7 +62,7 @@ def choice_of(answer: Mapping[str, object], standing: Standing) -> Choice:
     return choice
 
 
-def _require_more(choice: Choice, standing: Standing) -> None:
+def _require_more(choice: ResumeChoice, standing: Standing) -> None:
     asked = {"samples": choice.samples, "steps": choice.steps, "hours": choice.hours}
     there = {"samples": standing.samples, "steps": standing.steps, "hours": standing.hours}
     if less := [name for name, value in asked.items() if 0 < value < there[name]]:
@@ -74,7 +74,7 @@ def _require_more(choice: Choice, standing: Standing) -> None:
         raise InvalidInput("steps: the stop criterion of this run is code, which a number cannot change")
 
 
-def _require_there(choice: Choice, standing: Standing) -> None:
+def _require_there(choice: ResumeChoice, standing: Standing) -> None:
     if choice.checkpoint not in standing.checkpoints:
         there = ", ".join(map(str, standing.checkpoints)) or "none"
         raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({there}), found {choice.checkpoint}")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prefect_tune.core.events.experiment_events import Aside, CheckpointRef
+from prefect_tune.core.events.experiment_events import CheckpointRef, QuarantinedCheckpoint
 from prefect_tune.core.models import Value, metric_in
 from prefect_tune.core.numbers import is_finite
 
@@ -60,7 +60,7 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
 
 
 def retired_aside(
-    aside: Sequence[Aside], checkpoints: Sequence[CheckpointRef], policy: Retention
+    aside: Sequence[QuarantinedCheckpoint], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
     """Return checkpoints put aside that `policy` would retire if they were live beside `checkpoints`.
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from prefect_tune.core.events.experiment_events import Aside, Cause, CheckpointRef, Claim
+from prefect_tune.core.events.experiment_events import Cause, CheckpointRef, Claim, QuarantinedCheckpoint
 from prefect_tune.core.models import StepReport, TrialId, Value
 from prefect_tune.core.schedulers.base import Decision, Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -80,7 +80,7 @@ class Trial(Value):
     """The live checkpoints, oldest first."""
     quarantined: tuple[int, ...] = ()
     """Sequences of checkpoints that must not be used."""
-    aside: tuple[Aside, ...] = ()
+    aside: tuple[QuarantinedCheckpoint, ...] = ()
     """The quarantined checkpoints that were committed and are not retired: their bytes stay, for a reinstatement."""
     lost_checkpoints: int = 0
     """How many committed checkpoints were quarantined and not reinstated; with no other left, all progress is lost."""

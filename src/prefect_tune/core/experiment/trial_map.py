@@ -13,14 +13,14 @@ from rpds import HashTrieMap, HashTrieSet
 from prefect_tune.core.experiment.snapshot_levels import level_of
 from prefect_tune.core.experiment.trial_transitions import Trial
 
-__all__ = ["Trials"]
+__all__ = ["TrialMap"]
 
 _Changed: TypeAlias = "tuple[HashTrieSet[int], ...]"
 _NONE: HashTrieSet[int] = HashTrieSet()
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Trials(Mapping[str, Trial]):
+class TrialMap(Mapping[str, Trial]):
     """Immutable trials by name, in the order in which they were added. A changed copy shares unchanged trials.
 
     It also records which trials changed since which segment boundary, for writing segments.
@@ -35,14 +35,14 @@ class Trials(Mapping[str, Trial]):
     missing one would lose the change."""
 
     @classmethod
-    def of(cls, trials: Iterable[Trial] = ()) -> Trials:
+    def of(cls, trials: Iterable[Trial] = ()) -> TrialMap:
         """Return `trials`, in this order, each marked as changed."""
         found = cls(HashTrieMap(), HashTrieMap())
         for trial in trials:
             found = found.with_trial(trial)
         return found
 
-    def with_trial(self, trial: Trial) -> Trials:
+    def with_trial(self, trial: Trial) -> TrialMap:
         """Return a copy with `trial` replaced, or added at the end if it is new."""
         number = self._numbers.get(trial.trial)
         numbers = self._numbers
@@ -51,21 +51,21 @@ class Trials(Mapping[str, Trial]):
             numbers = numbers.insert(trial.trial, number)
         lately, *earlier = self._changed
         changed = self._changed if number in lately else (lately.insert(number), *earlier)
-        return Trials(numbers, self._trials.insert(number, trial), changed)
+        return TrialMap(numbers, self._trials.insert(number, trial), changed)
 
-    def at_boundary(self, number: int) -> Trials:
+    def at_boundary(self, number: int) -> TrialMap:
         """Return a copy after entry `number`, which ends a segment: the segments within it are merged into it."""
         changed = [*self._changed, *[_NONE] * (level_of(number) - len(self._changed))]
         for level in range(level_of(number) - 1):
             changed[level + 1] = changed[level + 1].update(changed[level])
             changed[level] = _NONE
-        return Trials(self._numbers, self._trials, tuple(changed))
+        return TrialMap(self._numbers, self._trials, tuple(changed))
 
     def changed_in(self, number: int) -> Sequence[Trial]:
         """Return the trials for the segment that ends with the last entry, `number`, in the order of addition."""
         return [self._trials[each] for each in sorted(self._changed[level_of(number) - 1])]
 
-    def with_segment(self, number: int, changed: Sequence[Trial]) -> Trials:
+    def with_segment(self, number: int, changed: Sequence[Trial]) -> TrialMap:
         """Return a copy after the next segment, the one at `number`, which holds `changed`."""
         numbers, trials = self._numbers, self._trials
         for trial in changed:
@@ -74,7 +74,7 @@ class Trials(Mapping[str, Trial]):
             trials = trials.insert(numbers[trial.trial], trial)
         lately = HashTrieSet(numbers[trial.trial] for trial in changed)
         wider = self._changed[level_of(number) :]
-        return Trials(numbers, trials, (*[_NONE] * (level_of(number) - 1), lately, *wider))
+        return TrialMap(numbers, trials, (*[_NONE] * (level_of(number) - 1), lately, *wider))
 
     def __getitem__(self, trial: str) -> Trial:
         return self._trials[self._numbers[trial]]
@@ -89,7 +89,7 @@ class Trials(Mapping[str, Trial]):
         return len(self._trials)
 
     def __eq__(self, other: object) -> bool:
-        return self._trials == other._trials if isinstance(other, Trials) else dict(self) == other
+        return self._trials == other._trials if isinstance(other, TrialMap) else dict(self) == other
 
     __hash__ = None  # type: ignore[assignment]  # as any mapping
 
@@ -108,5 +108,5 @@ class Trials(Mapping[str, Trial]):
         )
 
 
-def _listed(trials: Trials) -> tuple[Trial, ...]:
+def _listed(trials: TrialMap) -> tuple[Trial, ...]:
     return tuple(trials.values())

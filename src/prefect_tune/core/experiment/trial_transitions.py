@@ -7,7 +7,6 @@ from typing import TypeAlias, assert_never
 
 from prefect_tune.core.errors import IllegalTransition
 from prefect_tune.core.events.experiment_events import (
-    Aside,
     AttemptEnded,
     Cause,
     CheckpointRef,
@@ -25,6 +24,7 @@ from prefect_tune.core.events.experiment_events import (
     Pruned,
     PutAside,
     Quarantined,
+    QuarantinedCheckpoint,
     Rebased,
     Reinstated,
     Released,
@@ -331,7 +331,7 @@ def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
 def _put_aside(trial: Trial, event: Quarantined | PutAside, number: int) -> Trial:
     """Put a checkpoint aside; one that was never committed is only listed as quarantined: it cannot be reinstated."""
     found = [each for each in trial.checkpoints if each.sequence == event.sequence]
-    aside = (Aside(checkpoint=each, since=number, reason=event.reason) for each in found)
+    aside = (QuarantinedCheckpoint(checkpoint=each, since=number, reason=event.reason) for each in found)
     known = trial.quarantined if event.sequence in trial.quarantined else (*trial.quarantined, event.sequence)
     return trial.model_copy(
         update={

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
 from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.storage.documents import unseal
@@ -15,7 +15,7 @@ __all__ = ["decode_entry", "entries_after", "read_if_there", "read_listed"]
 
 
 def entries_after(
-    store: ObjectStore, key: JournalKey, beyond: int, side_by_side: Mapper
+    store: ObjectStore, key: JournalKey, beyond: int, side_by_side: ParallelMap
 ) -> Iterable[tuple[Entry, Buffer]]:
     """Yield the entries after `beyond`, read by number up to the first absent one: a stale listing hides none."""
     folder = key.entries

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import (
     AlreadyExists,
     InvalidInput,
@@ -17,7 +17,7 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.events.experiment_events import Event, GuestsEvent, Opened, Owner, RemovalBegun
+from prefect_tune.core.events.experiment_events import Event, ExternalWriterEvent, Opened, Owner, RemovalBegun
 from prefect_tune.core.experiment.experiment import Entry, Experiment, apply, following, nothing_yet
 from prefect_tune.core.experiment.snapshot_levels import begin_of, boundaries
 from prefect_tune.core.journal.entries import decode_entry, entries_after, read_if_there, read_listed
@@ -37,10 +37,10 @@ from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import seal_and_read_back
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.core.storage.shared_writers import require_room_for_guests
+from prefect_tune.core.storage.shared_writers import require_conditional_create
 
 __all__ = [
-    "Loaded",
+    "LoadedJournal",
     "append",
     "append_as_guest",
     "as_of",
@@ -56,7 +56,7 @@ _RACES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedJournal:
     """An experiment folded from its journal, and the segments that its next owner has to repair."""
 
     experiment: Experiment
@@ -66,7 +66,7 @@ class Loaded:
     """Numbers of segments that are listed, but damaged or of another history."""
 
 
-def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Experiment:
+def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: ParallelMap) -> Experiment:
     """Return the experiment that the journal's entries fold to; an empty journal gives the empty experiment.
 
     Reads at most 18 objects, however many entries there are, as long as every segment was written.
@@ -78,18 +78,18 @@ def load(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper)
     return read(store, journal, side_by_side=side_by_side).experiment
 
 
-def read(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Loaded:
+def read(store: ObjectStore, journal: JournalKey | str, *, side_by_side: ParallelMap) -> LoadedJournal:
     """Load the experiment, with what `take_over` needs as `known` so as not to read the journal twice."""
     return _loaded(store, journal_key(journal), side_by_side)
 
 
-def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: Mapper) -> Sequence[Entry]:
+def history(store: ObjectStore, journal: JournalKey | str, *, side_by_side: ParallelMap) -> Sequence[Entry]:
     """Return every entry from the first, for curves, timelines and audits."""
     return [entry for entry, _ in entries_after(store, journal_key(journal), 0, side_by_side)]
 
 
 def as_of(
-    store: ObjectStore, journal: JournalKey | str, number: int | None, *, side_by_side: Mapper
+    store: ObjectStore, journal: JournalKey | str, number: int | None, *, side_by_side: ParallelMap
 ) -> tuple[Experiment, Sequence[Entry]]:
     """Return the experiment after entry `number` (None: after the last one), and every entry up to it.
 
@@ -111,7 +111,7 @@ def as_of(
 
 
 def entries_beyond(
-    store: ObjectStore, journal: JournalKey | str, number: int, *, side_by_side: Mapper
+    store: ObjectStore, journal: JournalKey | str, number: int, *, side_by_side: ParallelMap
 ) -> Sequence[Entry]:
     """Return the entries after `number`, for a caller that has read those before.
 
@@ -154,10 +154,10 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
 def append_as_guest(
     store: ObjectStore,
     journal: JournalKey | str,
-    say: Callable[[Experiment], Sequence[GuestsEvent]],
+    say: Callable[[Experiment], Sequence[ExternalWriterEvent]],
     stamp: Stamp,
     *,
-    side_by_side: Mapper,
+    side_by_side: ParallelMap,
 ) -> Experiment:
     """Add an entry to a journal of another owner, which stays the owner; return the experiment after the entry.
 
@@ -173,7 +173,7 @@ def append_as_guest(
         found = load(store, journal, side_by_side=side_by_side)
         if not (events := say(found)):
             return found
-        require_room_for_guests(store, found.key)
+        require_conditional_create(store, found.key)
         with suppress(AlreadyExists):
             after = _append_next(store, found, events, stamp)
             write_due_segment(store, after)  # the owner continues after this entry, and does not write this segment
@@ -202,7 +202,7 @@ def _after_guest(store: ObjectStore, experiment: Experiment, exists: AlreadyExis
     """Return the experiment after the existing entry if an external writer wrote it; raise Superseded otherwise."""
     path = experiment.key.entry_path(experiment.number + 1)
     entry = decode_entry(data := store.read(path), path)
-    is_guests = bool(entry.events) and all(isinstance(event, GuestsEvent) for event in entry.events)
+    is_guests = bool(entry.events) and all(isinstance(event, ExternalWriterEvent) for event in entry.events)
     if not is_guests or (entry.previous, entry.epoch) != (experiment.digest, experiment.epoch):
         raise _superseded(experiment, entry) from exists
     return apply(experiment, entry, digest_of(data))
@@ -224,9 +224,9 @@ def take_over(  # noqa: PLR0913  the last ones add events to the same entry, and
     owner: Owner,
     stamp: Stamp,
     *,
-    side_by_side: Mapper,
+    side_by_side: ParallelMap,
     also: Callable[[Experiment], Sequence[Event]] = lambda _: (),
-    known: Loaded | None = None,
+    known: LoadedJournal | None = None,
 ) -> Experiment:
     """Open the experiment for `owner`: begin a new epoch. The same entry holds the events that `also` returns.
 
@@ -275,17 +275,17 @@ def _opened_by(store: ObjectStore, found: Experiment, stamp: Stamp) -> bool:
     return decode_entry(store.read(path), path).write_id == stamp.write_id
 
 
-def _loaded(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
+def _loaded(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:
     """Load by segments; where the entries do not follow from them, load from the entries alone."""
     try:
         return _followed(store, _by_segments(store, key, side_by_side), side_by_side)
     except JournalCorrupt:
         if not (listed := listed_segments(store, key)):
             raise
-        return _followed(store, Loaded(nothing_yet(key), unusable=listed), side_by_side)
+        return _followed(store, LoadedJournal(nothing_yet(key), unusable=listed), side_by_side)
 
 
-def _caught_up(store: ObjectStore, known: Loaded, side_by_side: Mapper) -> Loaded:
+def _caught_up(store: ObjectStore, known: LoadedJournal, side_by_side: ParallelMap) -> LoadedJournal:
     """Read what follows `known`; where the journal does not continue it, load the journal anew: it was replaced."""
     key = known.experiment.key
     if not known.experiment.number:
@@ -296,7 +296,7 @@ def _caught_up(store: ObjectStore, known: Loaded, side_by_side: Mapper) -> Loade
         return _loaded(store, key, side_by_side)
 
 
-def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> Loaded:
+def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: ParallelMap) -> LoadedJournal:
     """Return the experiment at the end of its newest usable segment."""
     unusable: frozenset[int] = frozenset()
     while listed := listed_segments(store, key) - unusable:  # list again each time: an owner may be writing
@@ -305,13 +305,13 @@ def _by_segments(store: ObjectStore, key: JournalKey, side_by_side: Mapper) -> L
             return replace(_up_to(store, newest, listed, side_by_side), unusable=unusable)
         except UnusableSegmentError as found:
             unusable |= {found.number}
-    return Loaded(nothing_yet(key), unusable=unusable)
+    return LoadedJournal(nothing_yet(key), unusable=unusable)
 
 
-def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: Mapper) -> Loaded:
+def _up_to(store: ObjectStore, newest: Segment, listed: frozenset[int], side_by_side: ParallelMap) -> LoadedJournal:
     """Fold the segments and entries before the newest segment, then that segment."""
     end = newest.experiment
-    known, loaded = dict(end.milestones), Loaded(nothing_yet(end.key))
+    known, loaded = dict(end.milestones), LoadedJournal(nothing_yet(end.key))
     way = pairwise((0, *steps(listed, begin_of(end.number))))
     for step in side_by_side(lambda step: _read_step(store, end.key, *step), way):
         if isinstance(step, Segment):
@@ -329,7 +329,7 @@ def _read_step(store: ObjectStore, key: JournalKey, here: int, there: int) -> Se
     return decode_entry(data, path), data
 
 
-def _next(loaded: Loaded, entry: Entry, data: Buffer) -> Loaded:
+def _next(loaded: LoadedJournal, entry: Entry, data: Buffer) -> LoadedJournal:
     after = apply(loaded.experiment, entry, digest_of(data))
     if not segment_is_due(after):
         return replace(loaded, experiment=after)
@@ -338,7 +338,7 @@ def _next(loaded: Loaded, entry: Entry, data: Buffer) -> Loaded:
     return replace(loaded, experiment=after, unwritten=unwritten)
 
 
-def _followed(store: ObjectStore, begun: Loaded, side_by_side: Mapper) -> Loaded:
+def _followed(store: ObjectStore, begun: LoadedJournal, side_by_side: ParallelMap) -> LoadedJournal:
     """Add the entries that come after the segments."""
     loaded = begun
     for entry, data in entries_after(store, begun.experiment.key, begun.experiment.number, side_by_side):
@@ -356,7 +356,7 @@ def _require_last(store: ObjectStore, experiment: Experiment) -> None:
         raise JournalCorrupt(f"{path}: missing, or not the entry that the segments end with")
 
 
-def _mend(store: ObjectStore, loaded: Loaded, opened: Experiment, side_by_side: Mapper) -> None:
+def _mend(store: ObjectStore, loaded: LoadedJournal, opened: Experiment, side_by_side: ParallelMap) -> None:
     """Delete unusable segments and write missing ones: an earlier owner died, or its target failed."""
     with suppress(StoreUnavailable, StoreRefused):  # as `write_due_segment`
         delete_segments(store, opened.key, loaded.unusable)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.snapshot_levels import begin_of, is_boundary
-from prefect_tune.core.experiment.trial_map import Trials
+from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import Digest, canonical_json, digest_of, parse
 from prefect_tune.core.storage.documents import Document, seal, upgraded, verified
@@ -111,7 +111,7 @@ def encode_segment(experiment: Experiment) -> bytes:
     head = _Head(
         since=begin_of(experiment.number),
         digest_of_trials=digest_of(lines),
-        experiment=experiment.model_copy(update={"trials": Trials.of()}),
+        experiment=experiment.model_copy(update={"trials": TrialMap.of()}),
     )
     return seal(head) + b"\n" + lines
 

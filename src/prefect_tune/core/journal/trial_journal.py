@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.storage.layout import JournalKey
@@ -11,7 +11,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 __all__ = ["trial_today"]
 
 
-def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_side: Mapper) -> Trial:
+def trial_today(store: ObjectStore, experiment: str, known: Trial, *, side_by_side: ParallelMap) -> Trial:
     """Return the trial's state in its own journal; `known` where it has none, or none yet.
 
     Raises:

@@ -13,20 +13,20 @@ from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.texts import Message, PathName
 
 __all__ = [
-    "Asked",
     "Broke",
+    "CheckpointSaved",
     "FromTrial",
     "GoOn",
     "Leave",
-    "Loaded",
+    "MilestoneReached",
     "Question",
-    "Saved",
     "Start",
     "StateSaved",
     "StepDone",
     "StopAndSave",
     "Surroundings",
     "ToTrial",
+    "TrainableLoaded",
     "TrialEnded",
     "from_trial",
     "to_trial",
@@ -79,7 +79,7 @@ class Start(Value):
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
 
 
-class Saved(Value):
+class CheckpointSaved(Value):
     """The checkpoint of this step is committed."""
 
     type: Literal["saved"] = "saved"
@@ -110,7 +110,7 @@ class Leave(Value):
     """True: the trial is finished. False: it is paused."""
 
 
-class Loaded(Value):
+class TrainableLoaded(Value):
     """The trainable is imported and set up; next it loads its checkpoint, if there is one, and trains."""
 
     type: Literal["loaded"] = "loaded"
@@ -133,7 +133,7 @@ class StepDone(Value):
     """Why the trial is finished with this step, if no decision is needed: journaled together with the checkpoint."""
 
 
-class Asked(Value):
+class MilestoneReached(Value):
     """Asks before the first step whether to continue, because the restored checkpoint's step is a milestone."""
 
     type: Literal["asked"] = "asked"
@@ -182,9 +182,13 @@ class Broke(Value):
     traceback: Message
 
 
-ToTrial: TypeAlias = Annotated[Surroundings | Start | Saved | StopAndSave | GoOn | Leave, Field(discriminator="type")]
-FromTrial: TypeAlias = Annotated[
-    Asked | Loaded | StepDone | StateSaved | TrialEnded | Broke, Field(discriminator="type")
+ToTrial: TypeAlias = Annotated[
+    Surroundings | Start | CheckpointSaved | StopAndSave | GoOn | Leave, Field(discriminator="type")
 ]
-to_trial: TypeAdapter[Surroundings | Start | Saved | StopAndSave | GoOn | Leave] = TypeAdapter(ToTrial)
-from_trial: TypeAdapter[Asked | Loaded | StepDone | StateSaved | TrialEnded | Broke] = TypeAdapter(FromTrial)
+FromTrial: TypeAlias = Annotated[
+    MilestoneReached | TrainableLoaded | StepDone | StateSaved | TrialEnded | Broke, Field(discriminator="type")
+]
+to_trial: TypeAdapter[Surroundings | Start | CheckpointSaved | StopAndSave | GoOn | Leave] = TypeAdapter(ToTrial)
+from_trial: TypeAdapter[MilestoneReached | TrainableLoaded | StepDone | StateSaved | TrialEnded | Broke] = TypeAdapter(
+    FromTrial
+)

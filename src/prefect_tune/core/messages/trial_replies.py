@@ -14,13 +14,13 @@ from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
 
-__all__ = ["UNASKED", "Answered", "answer", "answers_up_to", "read_answer", "take_back"]
+__all__ = ["UNASKED", "TrialReply", "answer", "answers_up_to", "read_answer", "take_back"]
 
 UNASKED = 0
 """The step number of a message that the trial did not ask for."""
 
 
-class Answered(Document):
+class TrialReply(Document):
     """A reply as it is stored on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
@@ -34,7 +34,7 @@ def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, said: G
     A message to stop, at step `UNASKED`, may also come from an external process when no owner is left to journal it.
     """
     try:
-        create_or_recognize(store, trial.answer_path(attempt, step), seal(Answered(answer=said)))
+        create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialReply(answer=said)))
     except AlreadyExists:
         return  # an earlier owner has sent the reply that the journal holds
 
@@ -47,7 +47,7 @@ def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) ->
     """
     path = trial.answer_path(attempt, step)
     try:
-        return unseal(Answered, store.read(path), path, JournalCorrupt).answer
+        return unseal(TrialReply, store.read(path), path, JournalCorrupt).answer
     except ObjectNotFound:
         return None
 

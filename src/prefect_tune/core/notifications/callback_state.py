@@ -11,7 +11,7 @@ from typing import Literal
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
 from prefect_tune.core.models import valid_name
-from prefect_tune.core.notifications.delivery_cursor import Heard
+from prefect_tune.core.notifications.delivery_cursor import DeliveryPosition
 from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import number_in, numbered
@@ -27,7 +27,7 @@ class CallbackState(Document):
     version: Literal[1] = 1
     number: int
     write_id: str
-    heard: Heard
+    heard: DeliveryPosition
     state: Mapping[str, object] | None = None
     """The value that its `get_state` returned."""
 

@@ -37,10 +37,10 @@ from prefect_tune.core.events.experiment_events import (
 from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.models import StepReport, Value
 
-__all__ = ["Heard", "Mark", "Telling"]
+__all__ = ["DeliveryPosition", "DeliveryTracker", "TrialPosition"]
 
 
-class Mark(Value):
+class TrialPosition(Value):
     """The events of a trial that were delivered beyond the delivered entries."""
 
     absorbed: int = 0
@@ -52,19 +52,19 @@ class Mark(Value):
     ended: bool = False
 
 
-class Heard(Value):
+class DeliveryPosition(Value):
     """A recipient's delivery position."""
 
     number: int = 0
     """The last entry of the experiment's journal that was delivered completely."""
-    marks: Mapping[str, Mark] = Field(default_factory=dict)
+    marks: Mapping[str, TrialPosition] = Field(default_factory=dict)
     """The events delivered beyond that entry, by trial."""
 
 
-class Telling:
+class DeliveryTracker:
     """Filters events to those that were not delivered before, and records what it returns as delivered."""
 
-    def __init__(self, heard: Heard | None = None) -> None:
+    def __init__(self, heard: DeliveryPosition | None = None) -> None:
         self._number = heard.number if heard else 0
         self._marks = dict(heard.marks) if heard else {}
         self._beyond = set(self._marks)  # trials with delivered events that no written entry holds yet
@@ -75,12 +75,12 @@ class Telling:
         return self._number
 
     @property
-    def heard(self) -> Heard:
+    def heard(self) -> DeliveryPosition:
         """The present delivery position."""
         marks = {
             trial: mark for trial, mark in self._marks.items() if trial in self._beyond or mark.step > mark.journaled
         }
-        return Heard(number=self._number, marks=marks)
+        return DeliveryPosition(number=self._number, marks=marks)
 
     def replay(self, entry: Entry) -> Iterator[OneTrialsEvent]:
         """Yield the undelivered events of a journal entry; entries must come in order."""
@@ -139,8 +139,8 @@ class Telling:
                 self._set(event.trial)
                 yield event
 
-    def _mark(self, trial: str) -> Mark:
-        return self._marks.get(trial) or Mark()
+    def _mark(self, trial: str) -> TrialPosition:
+        return self._marks.get(trial) or TrialPosition()
 
     def _set(self, trial: str, **changes: int | bool) -> None:
         self._marks[trial] = self._mark(trial).model_copy(update=changes)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from prefect_tune.core.notifications.lifecycle_events import BudgetNearlySpent, Lagging, News, TrialStale
+from prefect_tune.core.notifications.lifecycle_events import BudgetNearlySpent, LifecycleEvent, SyncLagged, TrialStale
 
-__all__ = ["Allowance", "Budget", "Lookout", "Patience"]
+__all__ = ["Allowance", "Budget", "HealthMonitor", "HealthThresholds"]
 
 _NEARLY = 0.8
 Spent: TypeAlias = Literal["time", "training-time", "trials"]
@@ -30,7 +30,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Patience:
+class HealthThresholds:
     """Thresholds: something is overdue after `times` its longest duration so far, and at least `at_least` seconds."""
 
     at_least: float = 300.0
@@ -82,7 +82,7 @@ class _Debt:
 
 
 @dataclass
-class _Attempt:
+class _AttemptHealth:
     reports: _Rhythm
     saves: _Rhythm | None = None
     unwritten: _Debt = field(default_factory=_Debt)
@@ -90,7 +90,7 @@ class _Attempt:
 
 
 @dataclass
-class Lookout:
+class HealthMonitor:
     """Records what happens in an experiment, and emits each warning once.
 
     `reported` may be called in another thread than the other methods.
@@ -98,16 +98,16 @@ class Lookout:
 
     began: float
     budgets: Sequence[Budget] = ()
-    patience: Patience = field(default_factory=Patience)
+    patience: HealthThresholds = field(default_factory=HealthThresholds)
 
     def __post_init__(self) -> None:
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, _AttemptHealth] = {}
         self._unwritten = _Debt()
         self._nearly_spent: set[Spent] = set()
 
     def started(self, trial: str, step: int, now: float) -> None:
         """Record that an attempt begins after `step`."""
-        self._attempts[trial] = _Attempt(_Rhythm(now), journaled=step)
+        self._attempts[trial] = _AttemptHealth(_Rhythm(now), journaled=step)
 
     def ended(self, trial: str) -> None:
         """Record that an attempt is over."""
@@ -143,7 +143,7 @@ class Lookout:
         """Record that the experiment's journal has them."""
         self._unwritten.settle()
 
-    def look(self, now: float, trained_seconds: float = 0.0, ended_trials: int = 0) -> Iterator[News]:
+    def look(self, now: float, trained_seconds: float = 0.0, ended_trials: int = 0) -> Iterator[LifecycleEvent]:
         """Yield the warnings that are due by now and were not emitted before."""
         for trial, attempt in self._attempts.items():
             yield from self._silence(trial, attempt.reports, now)
@@ -156,24 +156,24 @@ class Lookout:
                 self._nearly_spent.add(budget.what)
                 yield BudgetNearlySpent(what=budget.what, spent=round(spent[budget.what], 1), budget=budget.most)
 
-    def _silence(self, trial: str, reports: _Rhythm, now: float) -> Iterator[News]:
+    def _silence(self, trial: str, reports: _Rhythm, now: float) -> Iterator[LifecycleEvent]:
         silent = now - reports.last
         if not reports.is_told and silent > self.patience.limit(reports.longest):
             reports.is_told = True
             yield TrialStale(trial=trial, silent_seconds=round(silent, 1))
 
-    def _unsaved(self, trial: str, attempt: _Attempt, now: float) -> Iterator[News]:
+    def _unsaved(self, trial: str, attempt: _AttemptHealth, now: float) -> Iterator[LifecycleEvent]:
         """Warn of overdue saves; only of a trial that has reported since its last save."""
         saves = attempt.saves
         if saves is None or saves.is_told or saves.longest is None or attempt.reports.last <= saves.last:
             return
         if now - saves.last > self.patience.limit(saves.longest):
             saves.is_told = True
-            yield Lagging(what="checkpoint", seconds=round(now - saves.last, 1), trial=trial)
+            yield SyncLagged(what="checkpoint", seconds=round(now - saves.last, 1), trial=trial)
 
-    def _late(self, debt: _Debt, trial: str | None, now: float) -> Iterator[News]:
+    def _late(self, debt: _Debt, trial: str | None, now: float) -> Iterator[LifecycleEvent]:
         if (seconds := debt.overdue(now, self.patience.for_the_journal)) is not None:
-            yield Lagging(what="journal", seconds=seconds, trial=trial)
+            yield SyncLagged(what="journal", seconds=seconds, trial=trial)
 
 
 @dataclass

@@ -35,20 +35,20 @@ __all__ = [
     "BestImproved",
     "BudgetNearlySpent",
     "CheckpointCommitted",
-    "CheckpointCorrupt",
+    "CheckpointCorruptFound",
     "CheckpointQuarantined",
     "ExperimentFailed",
     "ExperimentFinished",
     "ExperimentStarted",
     "ExperimentStopped",
     "ExperimentSuperseded",
-    "Lagging",
-    "News",
+    "LifecycleEvent",
+    "SyncLagged",
     "TrialAttemptEnded",
     "TrialErrored",
     "TrialExploited",
     "TrialFinished",
-    "TrialNews",
+    "TrialLifecycleEvent",
     "TrialPaused",
     "TrialRequeued",
     "TrialRestored",
@@ -66,7 +66,7 @@ _TEXT = 500
 _METRICS = 20
 
 
-class News(Value):
+class LifecycleEvent(Value):
     """An event about an experiment."""
 
     name: ClassVar[str]
@@ -78,21 +78,21 @@ class News(Value):
         return {"version": VERSION, **self.model_dump(mode="json")}
 
 
-class TrialNews(News):
+class TrialLifecycleEvent(LifecycleEvent):
     """An event about one trial."""
 
     is_urgent: ClassVar[bool] = False
     trial: str
 
 
-class TrialStarted(TrialNews):
+class TrialStarted(TrialLifecycleEvent):
     """An attempt begins, from nothing."""
 
     name: ClassVar[str] = "prefect-tune.trial.started"
     attempt: int
 
 
-class TrialRestored(TrialNews):
+class TrialRestored(TrialLifecycleEvent):
     """An attempt begins, from the checkpoint of `step`."""
 
     name: ClassVar[str] = "prefect-tune.trial.restored"
@@ -100,7 +100,7 @@ class TrialRestored(TrialNews):
     step: int
 
 
-class TrialPaused(TrialNews):
+class TrialPaused(TrialLifecycleEvent):
     """The trial has given up its slot."""
 
     name: ClassVar[str] = "prefect-tune.trial.paused"
@@ -108,14 +108,14 @@ class TrialPaused(TrialNews):
     reason: str
 
 
-class TrialResumed(TrialNews):
+class TrialResumed(TrialLifecycleEvent):
     """The scheduler gives the paused trial a slot again."""
 
     name: ClassVar[str] = "prefect-tune.trial.resumed"
     step: int
 
 
-class TrialExploited(TrialNews):
+class TrialExploited(TrialLifecycleEvent):
     """The trial continues from a clone of another trial's checkpoint, with another configuration."""
 
     name: ClassVar[str] = "prefect-tune.trial.exploited"
@@ -125,7 +125,7 @@ class TrialExploited(TrialNews):
     reason: str
 
 
-class TrialAttemptEnded(TrialNews):
+class TrialAttemptEnded(TrialLifecycleEvent):
     """An attempt ended before its trial did: the trial is tried again, unless `errored` follows."""
 
     name: ClassVar[str] = "prefect-tune.trial.attempt-ended"
@@ -136,14 +136,14 @@ class TrialAttemptEnded(TrialNews):
     message: str
 
 
-class TrialRequeued(TrialNews):
+class TrialRequeued(TrialLifecycleEvent):
     """A trial that had ended continues: it gets more steps, or another try."""
 
     name: ClassVar[str] = "prefect-tune.trial.requeued"
     reason: str
 
 
-class TrialFinished(TrialNews):
+class TrialFinished(TrialLifecycleEvent):
     """The trial is done."""
 
     name: ClassVar[str] = "prefect-tune.trial.finished"
@@ -154,7 +154,7 @@ class TrialFinished(TrialNews):
     reason: str
 
 
-class TrialErrored(TrialNews):
+class TrialErrored(TrialLifecycleEvent):
     """The trial has failed, and is not tried again."""
 
     name: ClassVar[str] = "prefect-tune.trial.errored"
@@ -165,7 +165,7 @@ class TrialErrored(TrialNews):
     message: str
 
 
-class TrialStale(TrialNews):
+class TrialStale(TrialLifecycleEvent):
     """The trial is training, and has not reported for an unusually long time."""
 
     name: ClassVar[str] = "prefect-tune.trial.stale"
@@ -173,7 +173,7 @@ class TrialStale(TrialNews):
     silent_seconds: float
 
 
-class CheckpointCommitted(TrialNews):
+class CheckpointCommitted(TrialLifecycleEvent):
     """A checkpoint's manifest was created: it can be restored."""
 
     name: ClassVar[str] = "prefect-tune.checkpoint.committed"
@@ -188,7 +188,7 @@ class CheckpointCommitted(TrialNews):
     """The name of the checkpoint before it."""
 
 
-class CheckpointCorrupt(TrialNews):
+class CheckpointCorruptFound(TrialLifecycleEvent):
     """A committed checkpoint could not be restored: its bytes are damaged or missing. The one before it is used."""
 
     name: ClassVar[str] = "prefect-tune.checkpoint.corrupt"
@@ -198,7 +198,7 @@ class CheckpointCorrupt(TrialNews):
     reason: str
 
 
-class CheckpointQuarantined(TrialNews):
+class CheckpointQuarantined(TrialLifecycleEvent):
     """A checkpoint is put aside because attempts that load it die; its bytes are undamaged."""
 
     name: ClassVar[str] = "prefect-tune.checkpoint.quarantined"
@@ -208,7 +208,7 @@ class CheckpointQuarantined(TrialNews):
     reason: str
 
 
-class ExperimentStarted(News):
+class ExperimentStarted(LifecycleEvent):
     """A run starts the experiment, or resumes it."""
 
     name: ClassVar[str] = "prefect-tune.experiment.started"
@@ -218,7 +218,7 @@ class ExperimentStarted(News):
     """The number of trials by status."""
 
 
-class BestImproved(News):
+class BestImproved(LifecycleEvent):
     """A checkpoint or an ended trial is better than all before; emitted at most every 30 s, and at the end."""
 
     name: ClassVar[str] = "prefect-tune.experiment.best-improved"
@@ -229,7 +229,7 @@ class BestImproved(News):
     """The path of the checkpoint's manifest; None where that step was not saved."""
 
 
-class BudgetNearlySpent(News):
+class BudgetNearlySpent(LifecycleEvent):
     """80 % of a budget is spent: of `time` of this run, of `training-time` of all trials, or of `trials`."""
 
     name: ClassVar[str] = "prefect-tune.experiment.budget"
@@ -239,7 +239,7 @@ class BudgetNearlySpent(News):
     budget: float
 
 
-class Lagging(News):
+class SyncLagged(LifecycleEvent):
     """Training is ahead of what is stored: the `journal`, or a trial's saves (`checkpoint`), lag behind."""
 
     name: ClassVar[str] = "prefect-tune.experiment.lag"
@@ -248,7 +248,7 @@ class Lagging(News):
     trial: str | None
 
 
-class ExperimentStopped(News):
+class ExperimentStopped(LifecycleEvent):
     """This run ended before the experiment was finished; the next run continues it."""
 
     name: ClassVar[str] = "prefect-tune.experiment.stopped"
@@ -258,7 +258,7 @@ class ExperimentStopped(News):
     """The number of events of trials that the rate limit left out."""
 
 
-class ExperimentFinished(News):
+class ExperimentFinished(LifecycleEvent):
     """The experiment is finished: no trial is left to train."""
 
     name: ClassVar[str] = "prefect-tune.experiment.finished"
@@ -268,21 +268,21 @@ class ExperimentFinished(News):
     untold: int
 
 
-class ExperimentSuperseded(News):
+class ExperimentSuperseded(LifecycleEvent):
     """Another run has taken the experiment over, and this one ends."""
 
     name: ClassVar[str] = "prefect-tune.experiment.superseded"
     message: str
 
 
-class ExperimentFailed(News):
+class ExperimentFailed(LifecycleEvent):
     """This run ended with an error; committed checkpoints are kept."""
 
     name: ClassVar[str] = "prefect-tune.experiment.failed"
     message: str
 
 
-def news_of(event: Event, experiment: str, before: Trial | None, after: Trial) -> Iterator[TrialNews]:
+def news_of(event: Event, experiment: str, before: Trial | None, after: Trial) -> Iterator[TrialLifecycleEvent]:
     """Yield the events to emit for a journal event of a trial, and for those that it absorbs; for most, there are none.
 
     Args:
@@ -315,7 +315,7 @@ def news_of(event: Event, experiment: str, before: Trial | None, after: Trial) -
             pass
 
 
-def _ended(event: AttemptEnded | GaveUp | Finished, status: Status, after: Trial) -> Iterator[TrialNews]:
+def _ended(event: AttemptEnded | GaveUp | Finished, status: Status, after: Trial) -> Iterator[TrialLifecycleEvent]:
     """Yield the event of an end once, where both the trial's journal and the experiment's record that end."""
     name, step, attempt = after.trial, after.step, after.attempt
     match event:
@@ -336,7 +336,7 @@ def _ended(event: AttemptEnded | GaveUp | Finished, status: Status, after: Trial
             pass
 
 
-def _waits(event: Paused | Resumed | Requeued, status: Status, after: Trial) -> Iterator[TrialNews]:
+def _waits(event: Paused | Resumed | Requeued, status: Status, after: Trial) -> Iterator[TrialLifecycleEvent]:
     match event:
         case Paused(reason=reason) if status is not Status.PAUSED:
             yield TrialPaused(trial=after.trial, step=after.step, reason=short(reason))
@@ -363,10 +363,10 @@ def _committed(checkpoint: CheckpointRef, experiment: str, before: Trial | None,
     )
 
 
-def _put_aside(event: Quarantined, before: Trial | None) -> TrialNews:
+def _put_aside(event: Quarantined, before: Trial | None) -> TrialLifecycleEvent:
     known = before.checkpoints if before else ()
     step = next((each.step for each in known if each.sequence == event.sequence), None)
-    kind = CheckpointQuarantined if event.kills else CheckpointCorrupt
+    kind = CheckpointQuarantined if event.kills else CheckpointCorruptFound
     return kind(trial=event.trial, sequence=event.sequence, step=step, reason=short(event.reason))
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
-from prefect_tune.core.events.experiment_events import Aside
+from prefect_tune.core.events.experiment_events import QuarantinedCheckpoint
 from prefect_tune.core.experiment.trial_transitions import Trial, is_collectable, is_live
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.recovery.stale_reads import OutdatedStateError, require_still_needed
-from prefect_tune.core.storage.layout import CheckpointKey, Saved, TrialKey, blob_sequence
+from prefect_tune.core.storage.layout import CheckpointKey, CheckpointName, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
 
 __all__ = ["LetGo", "collect", "is_collectable", "leftover", "nothing_let_go", "orphans"]
@@ -47,7 +47,7 @@ def collect(  # noqa: PLR0913 - the last one is for callers that handle clones
     state: Trial,
     doomed: Collection[CheckpointKey],
     *,
-    side_by_side: Mapper,
+    side_by_side: ParallelMap,
     let_go: LetGo = nothing_let_go,
 ) -> int:
     """Delete retired checkpoints: blobs that no other checkpoint needs, metadata, then manifests.
@@ -74,7 +74,7 @@ def _collected(  # noqa: PLR0913, PLR0917 - as `collect`
     trial: TrialKey,
     state: Trial,
     doomed: Iterable[CheckpointKey],
-    side_by_side: Mapper,
+    side_by_side: ParallelMap,
     let_go: LetGo,
 ) -> int:
     keys = [key for key in doomed if is_collectable(state, key)]
@@ -112,7 +112,7 @@ def leftover(store: ObjectStore, trial: TrialKey, state: Trial, settled_from: in
     ]
 
 
-def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: Mapper) -> Sequence[Listed]:
+def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: ParallelMap) -> Sequence[Listed]:
     """Return the blobs that neither a live checkpoint nor a clone refers to, and that no save will ever reuse.
 
     Interrupted saves leave them, and so do deletions of unreadable manifests. They may be deleted at any time.
@@ -142,9 +142,9 @@ def _doomed(store: ObjectStore, key: CheckpointKey) -> _Doomed | None:
     return _Doomed(key, manifest.blob_paths(), manifest.origin)
 
 
-def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: Mapper) -> set[str]:
+def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: ParallelMap) -> set[str]:
     """Return the paths of blobs of checkpoints that are live, that a clone needs, or that were put aside."""
-    needed: Sequence[Saved] = (*state.checkpoints, *state.claims)
+    needed: Sequence[CheckpointName] = (*state.checkpoints, *state.claims)
     keys = dict.fromkeys(trial.checkpoint_key(each) for each in needed)
     found = dict(side_by_side(lambda key: (key, _needed(store, key)), keys))
     if bad := {key: each for key, each in found.items() if isinstance(each, CheckpointCorrupt)}:
@@ -153,7 +153,7 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: 
     return blobs.union(*side_by_side(lambda each: _aside(store, trial, each), state.aside))
 
 
-def _aside(store: ObjectStore, trial: TrialKey, aside: Aside) -> frozenset[str]:
+def _aside(store: ObjectStore, trial: TrialKey, aside: QuarantinedCheckpoint) -> frozenset[str]:
     """Return the blobs of a checkpoint put aside; if its manifest is unreadable, all blobs up to its sequence."""
     ref = aside.checkpoint
     try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import Mapper, publish
+from prefect_tune.core.checkpoints.commit import ParallelMap, publish
 from prefect_tune.core.checkpoints.manifest import About, BlobRef, Manifest
 from prefect_tune.core.checkpoints.metadata import newest_metadata
 from prefect_tune.core.errors import (
@@ -27,7 +27,7 @@ from prefect_tune.core.errors import (
     Superseded,
     UnknownVersion,
 )
-from prefect_tune.core.events.experiment_events import CheckpointRef, Claim, Claimed, GuestsEvent, Released
+from prefect_tune.core.events.experiment_events import CheckpointRef, Claim, Claimed, ExternalWriterEvent, Released
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import (
     Trial,
@@ -50,7 +50,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 __all__ = ["claims_over", "clear", "clone", "let_go", "let_go_of_all", "newest_of", "settle"]
 
 
-def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> CheckpointKey:
+def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap) -> CheckpointKey:
     """Return the newest checkpoint in the journal of `trial`, from which its next attempt would start.
 
     Raises:
@@ -70,7 +70,7 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from a
     trial: str,
     stamp: Stamp,
     *,
-    side_by_side: Mapper,
+    side_by_side: ParallelMap,
 ) -> CheckpointRef:
     """Create the manifest of a clone of `source` in `trial`, and return the reference for `trial`'s journal.
 
@@ -103,7 +103,7 @@ def clone(  # noqa: PLR0913 - from where, to where, and how: none follows from a
     return ref_of(published)
 
 
-def _claimed(state: Experiment, *, origin: CheckpointKey, claim: Claim) -> Sequence[GuestsEvent]:
+def _claimed(state: Experiment, *, origin: CheckpointKey, claim: Claim) -> Sequence[ExternalWriterEvent]:
     if state.is_removed:
         raise InvalidInput(f"experiment {state.name!r} is being deleted: its checkpoints cannot be cloned")
     trial = trial_in(state, origin.trial)
@@ -155,7 +155,7 @@ def clear(  # noqa: PLR0913 - as `collect`, and a stamp for its entries in other
     doomed: Sequence[CheckpointKey],
     stamp: Stamp,
     *,
-    side_by_side: Mapper,
+    side_by_side: ParallelMap,
 ) -> int:
     """Delete retired checkpoints of `trial` as `collect` does, including clones and checkpoints that clones needed.
 
@@ -173,7 +173,12 @@ def clear(  # noqa: PLR0913 - as `collect`, and a stamp for its entries in other
 
 
 def settle(
-    store: ObjectStore, trial: TrialKey, checkpoints: Iterable[CheckpointKey], stamp: Stamp, *, side_by_side: Mapper
+    store: ObjectStore,
+    trial: TrialKey,
+    checkpoints: Iterable[CheckpointKey],
+    stamp: Stamp,
+    *,
+    side_by_side: ParallelMap,
 ) -> Trial:
     """Release the claims to `checkpoints` of `trial` whose clones are over, and return the trial after that."""
     found = _trial_now(store, trial, side_by_side)
@@ -186,7 +191,7 @@ def settle(
 
 
 def claims_over(
-    store: ObjectStore, trial: Trial, checkpoints: Iterable[CheckpointKey], *, side_by_side: Mapper
+    store: ObjectStore, trial: Trial, checkpoints: Iterable[CheckpointKey], *, side_by_side: ParallelMap
 ) -> Sequence[Claim]:
     """Return the claims to `checkpoints`, which are `trial`'s, whose clones are over."""
     named = {(key.step, key.sequence) for key in checkpoints}
@@ -194,7 +199,9 @@ def claims_over(
     return [each for each in claims if _is_over(store, each, side_by_side)]
 
 
-def let_go(store: ObjectStore, stamp: Stamp, side_by_side: Mapper, clone: CheckpointKey, origin: CheckpointKey) -> int:
+def let_go(
+    store: ObjectStore, stamp: Stamp, side_by_side: ParallelMap, clone: CheckpointKey, origin: CheckpointKey
+) -> int:
     """Release a retired clone, which can never be a checkpoint again. Returns the number of deleted objects."""
     journal = journal_of(store, origin.trial)
     say = partial(_released, trial=origin.trial, clones={clone})
@@ -212,7 +219,7 @@ def let_go_of_all(
     """
     doomed = set(origins)
 
-    def say(state: Experiment) -> Sequence[GuestsEvent]:
+    def say(state: Experiment) -> Sequence[ExternalWriterEvent]:
         found = trial_in(state, trial)
         theirs = [each for each in (found.claims if found else ()) if each.clone.trial.experiment == experiment]
         doomed.update(trial.checkpoint_key(each) for each in theirs)
@@ -223,7 +230,7 @@ def let_go_of_all(
 
 
 def _collect_released(
-    store: ObjectStore, trial: TrialKey, after: Experiment, origins: Iterable[CheckpointKey], side_by_side: Mapper
+    store: ObjectStore, trial: TrialKey, after: Experiment, origins: Iterable[CheckpointKey], side_by_side: ParallelMap
 ) -> int:
     """Delete those of `origins` that are collectable, and return the number of deleted objects."""
     state = trial_in(after, trial)
@@ -236,13 +243,13 @@ def _collect_released(
         return 0  # that trial's owner deletes them later, with its leftovers or the whole experiment
 
 
-def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey]) -> Sequence[GuestsEvent]:
+def _released(state: Experiment, *, trial: TrialKey, clones: set[CheckpointKey]) -> Sequence[ExternalWriterEvent]:
     found = trial_in(state, trial)
     claims = found.claims if found else ()
     return [Released(trial=trial.trial, clone=each.clone) for each in claims if each.clone in clones]
 
 
-def _is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
+def _is_over(store: ObjectStore, claim: Claim, side_by_side: ParallelMap) -> bool:
     """Return whether the clone is no checkpoint and can never become one; False where that is not known."""
     try:
         state = load(store, claim.journal, side_by_side=side_by_side)
@@ -258,7 +265,7 @@ def _is_over(store: ObjectStore, claim: Claim, side_by_side: Mapper) -> bool:
     return state.epoch > claim.epoch  # a journal of an earlier epoch is stale, and proves nothing
 
 
-def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Trial:
+def _trial_now(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap) -> Trial:
     return _still_there(load(store, journal_of(store, trial), side_by_side=side_by_side), trial)
 
 

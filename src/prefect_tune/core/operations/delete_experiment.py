@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -25,7 +25,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.events.experiment_events import Claim, Event, Owner, RemovalBegun, RemovalGivenUp
 from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import Loaded, append, load, read, take_over
+from prefect_tune.core.journal.journal import LoadedJournal, append, load, read, take_over
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import let_go_of_all, settle
 from prefect_tune.core.recovery.deleted_journals import is_deletion
@@ -47,7 +47,7 @@ class _Removal:
     experiment: str
     owner: Owner
     stamp: Stamp
-    side_by_side: Mapper
+    side_by_side: ParallelMap
 
     @property
     def key(self) -> JournalKey:
@@ -57,7 +57,7 @@ class _Removal:
         return JournalKey(experiment=self.experiment, trial=trial)
 
 
-def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, side_by_side: Mapper) -> int:
+def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, side_by_side: ParallelMap) -> int:
     """Delete `experiment`, and return the number of deleted objects; a process that runs it is superseded.
 
     If it is killed at any time, a second call finishes the deletion.
@@ -85,7 +85,7 @@ def remove(store: ObjectStore, experiment: str, owner: Owner, stamp: Stamp, *, s
 # ------------------------------------------------------------------------------------------------- journals
 
 
-def _read(removal: _Removal, key: JournalKey) -> Loaded | None:
+def _read(removal: _Removal, key: JournalKey) -> LoadedJournal | None:
     """Return the journal; None where there is none, or where an interrupted deletion has left only parts of it."""
     mapper = removal.side_by_side if key == removal.key else map
     try:
@@ -97,14 +97,14 @@ def _read(removal: _Removal, key: JournalKey) -> Loaded | None:
     return found if found.experiment.number else None
 
 
-def _with_trials(removal: _Removal, known: Loaded) -> Sequence[Loaded]:
+def _with_trials(removal: _Removal, known: LoadedJournal) -> Sequence[LoadedJournal]:
     """Return the experiment's journal, and its trials' own journals."""
     keys = [removal.of_trial(each.trial) for each in known.experiment.trials.values() if each.apart]
     own = removal.side_by_side(lambda key: _read(removal, key), keys)
     return [known, *(each for each in own if each is not None)]
 
 
-def _sealed(removal: _Removal, known: Loaded | None, before: Sequence[Loaded]) -> Sequence[Experiment]:
+def _sealed(removal: _Removal, known: LoadedJournal | None, before: Sequence[LoadedJournal]) -> Sequence[Experiment]:
     """Take over every existing journal to delete it. The experiment's comes first: after that no trial is added."""
     whole = [] if known is None else [_seal(removal, known)]
     there = {each.experiment.key: each for each in before}
@@ -127,7 +127,7 @@ def _journal_at(removal: _Removal, path: str) -> JournalKey | None:
     return key if path.startswith(f"{key.entries}/") and number_in(key.entries, path) is not None else None
 
 
-def _seal(removal: _Removal, known: Loaded) -> Experiment:
+def _seal(removal: _Removal, known: LoadedJournal) -> Experiment:
     """Take over a journal to delete it. If an earlier try of this call cancelled the deletion, begin it again."""
     key, store, stamp = known.experiment.key, removal.store, removal.stamp
     mapper = removal.side_by_side if key == removal.key else map
@@ -155,7 +155,7 @@ def _seal_what_has_not_begun(removal: _Removal, sealed: Sequence[Experiment]) ->
 
 def _seal_if_not_begun(removal: _Removal, key: JournalKey) -> None:
     if not removal.store.list(key.entries):  # entries without an opened journal are left of an earlier deletion
-        _seal(removal, Loaded(nothing_yet(key)))
+        _seal(removal, LoadedJournal(nothing_yet(key)))
 
 
 def _give_up(removal: _Removal, sealed: Sequence[Experiment]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
@@ -42,7 +42,7 @@ from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.clone import clone
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.storage.shared_writers import require_room_for_guests
+from prefect_tune.core.storage.shared_writers import require_conditional_create
 
 __all__ = ["Fork", "Past", "begin_fork", "deleted_since", "fork", "past_of"]
 
@@ -76,7 +76,7 @@ class Fork:
     """By trial, oldest first."""
 
 
-def past_of(store: ObjectStore, experiment: str, number: int | None, *, side_by_side: Mapper) -> Past:
+def past_of(store: ObjectStore, experiment: str, number: int | None, *, side_by_side: ParallelMap) -> Past:
     """Return the past of `experiment` up to entry `number` (None: up to its last entry).
 
     Raises:
@@ -95,7 +95,9 @@ def past_of(store: ObjectStore, experiment: str, number: int | None, *, side_by_
     return Past(found, events, found.settings)
 
 
-def deleted_since(store: ObjectStore, past: Past, *, side_by_side: Mapper) -> Mapping[str, Sequence[CheckpointRef]]:
+def deleted_since(
+    store: ObjectStore, past: Past, *, side_by_side: ParallelMap
+) -> Mapping[str, Sequence[CheckpointRef]]:
     """Return by trial the checkpoints of the past that the origin has retired since."""
     saved = [trial for trial in past.experiment.trials.values() if trial.checkpoints]
     gone = side_by_side(lambda trial: (trial.trial, _gone(store, past.experiment.name, trial)), saved)
@@ -111,7 +113,7 @@ def _gone(store: ObjectStore, origin: str, then: Trial) -> Sequence[CheckpointRe
 
 
 def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
-    store: ObjectStore, name: str, origin: ForkOrigin, owner: Owner, stamp: Stamp, *, side_by_side: Mapper
+    store: ObjectStore, name: str, origin: ForkOrigin, owner: Owner, stamp: Stamp, *, side_by_side: ParallelMap
 ) -> Experiment:
     """Open the experiment `name` to make it a fork of `origin`, or because it is one already.
 
@@ -122,7 +124,7 @@ def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
         StoreRefused: the target supports one writer only, but a fork has to write to the origin's journals.
         Superseded: another process makes the same fork.
     """
-    require_room_for_guests(store, JournalKey(experiment=origin.experiment))
+    require_conditional_create(store, JournalKey(experiment=origin.experiment))
 
     def also(found: Experiment) -> Sequence[Event]:
         if not found.number:
@@ -137,7 +139,7 @@ def begin_fork(  # noqa: PLR0913 - the last one is for `take_over`
     return take_over(store, name, owner, stamp, side_by_side=side_by_side, also=also)
 
 
-def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side_by_side: Mapper) -> Fork:
+def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side_by_side: ParallelMap) -> Fork:
     """Make the experiment that `begin_fork` opened a fork of `past`, and return the complete fork.
 
     If it is killed at any time, call `begin_fork` and this again: what exists already is kept.
@@ -159,7 +161,7 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp, *, side
     return Fork(whole, {rebased.trial: lost for rebased, lost in made if lost})
 
 
-def _require_stays(store: ObjectStore, past: Past, into: Experiment, side_by_side: Mapper) -> None:
+def _require_stays(store: ObjectStore, past: Past, into: Experiment, side_by_side: ParallelMap) -> None:
     """Raise if the origin is being deleted.
 
     A deletion first journals itself, then looks for claims; a fork first claims, then calls this: one sees the other.

@@ -20,7 +20,7 @@ from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, maintenance_folder, maintenance_path, number_in
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.storage.shared_writers import require_room_for_guests
+from prefect_tune.core.storage.shared_writers import require_conditional_create
 
 __all__ = [
     "Change",
@@ -116,7 +116,7 @@ def leave_round(store: ObjectStore, experiment: str, known: Remembered, change: 
     """
     if store.size(JournalKey(experiment=experiment).entry_path(1)) is None:
         return known
-    require_room_for_guests(store, maintenance_folder(experiment))
+    require_conditional_create(store, maintenance_folder(experiment))
     for _ in range(_RACES):
         number, left = known.number + 1, change(known.last)
         if _is_last(store, experiment, number, left):

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import Mapper
-from prefect_tune.core.events.experiment_events import GuestsEvent, PutAside, Reinstated
+from prefect_tune.core.checkpoints.commit import ParallelMap
+from prefect_tune.core.events.experiment_events import ExternalWriterEvent, PutAside, Reinstated
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import is_aside, is_live
 from prefect_tune.core.journal.journal import append_as_guest
@@ -30,7 +30,12 @@ __all__ = ["put_aside", "reinstate"]
 
 
 def put_aside(
-    store: ObjectStore, trial: TrialKey, damaged: Mapping[CheckpointKey, str], stamp: Stamp, *, side_by_side: Mapper
+    store: ObjectStore,
+    trial: TrialKey,
+    damaged: Mapping[CheckpointKey, str],
+    stamp: Stamp,
+    *,
+    side_by_side: ParallelMap,
 ) -> Sequence[CheckpointKey]:
     """Put checkpoints of `trial` aside, each for the reason given; return those that are aside now.
 
@@ -47,7 +52,7 @@ def put_aside(
 
 
 def reinstate(
-    store: ObjectStore, trial: TrialKey, keys: Collection[CheckpointKey], stamp: Stamp, *, side_by_side: Mapper
+    store: ObjectStore, trial: TrialKey, keys: Collection[CheckpointKey], stamp: Stamp, *, side_by_side: ParallelMap
 ) -> Sequence[CheckpointKey]:
     """Reinstate checkpoints of `trial` that were put aside; return those that are live now.
 
@@ -60,7 +65,9 @@ def reinstate(
     return [key for key in keys if found is not None and is_live(found, key)]
 
 
-def _put_aside(state: Experiment, *, trial: TrialKey, damaged: Mapping[CheckpointKey, str]) -> Sequence[GuestsEvent]:
+def _put_aside(
+    state: Experiment, *, trial: TrialKey, damaged: Mapping[CheckpointKey, str]
+) -> Sequence[ExternalWriterEvent]:
     found = None if state.is_removed else state.trials.get(trial.trial)
     if found is None:
         return ()
@@ -68,7 +75,9 @@ def _put_aside(state: Experiment, *, trial: TrialKey, damaged: Mapping[Checkpoin
     return [PutAside(trial=trial.trial, sequence=key.sequence, reason=reason) for key, reason in live.items()]
 
 
-def _reinstated(state: Experiment, *, trial: TrialKey, keys: Collection[CheckpointKey]) -> Sequence[GuestsEvent]:
+def _reinstated(
+    state: Experiment, *, trial: TrialKey, keys: Collection[CheckpointKey]
+) -> Sequence[ExternalWriterEvent]:
     found = None if state.is_removed else state.trials.get(trial.trial)
     if found is None:
         return ()

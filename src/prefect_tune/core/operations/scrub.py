@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, live_keys
@@ -29,7 +29,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 __all__ = [
     "Inspected",
     "Inspection",
-    "Limits",
+    "ScrubLimits",
     "inspect",
     "inspect_one",
     "on_arc",
@@ -41,7 +41,7 @@ _RING = 2**52
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ScrubLimits:
     """How much a round reads; always at least one checkpoint, so that every round makes progress."""
 
     share: float = 1.0
@@ -101,7 +101,7 @@ class _Journals:
 
     store: ObjectStore
     state: Experiment
-    side_by_side: Mapper
+    side_by_side: ParallelMap
     whole: set[str] = field(default_factory=set)
     unreadable: dict[str, Unreadable] = field(default_factory=dict)
 
@@ -138,7 +138,7 @@ def _keys(state: Experiment, trial: Trial) -> Sequence[CheckpointKey]:
 
 
 def inspect(
-    store: ObjectStore, state: Experiment, begins_at: int, limits: Limits, *, side_by_side: Mapper
+    store: ObjectStore, state: Experiment, begins_at: int, limits: ScrubLimits, *, side_by_side: ParallelMap
 ) -> Inspection:
     """Read the live checkpoints on an arc, within `limits`; where one is damaged, all others of its trial too.
 
@@ -156,7 +156,7 @@ def inspect(
     read = _read(store, [key for key in arc if key in today], limits, side_by_side)
     suspect = {each.key.trial for each in read.inspected if each.damage is not None}
     beside = [key for key in live if key.trial in suspect and (key in read.unread or key not in arc)]
-    more = _Read() if read.is_late else _read(store, beside, Limits(), side_by_side)
+    more = _Read() if read.is_late else _read(store, beside, ScrubLimits(), side_by_side)
     return Inspection(
         tuple(live),
         (*read.inspected, *more.inspected),
@@ -177,7 +177,7 @@ class _Read:
     """Whether the time for the round has run out."""
 
 
-def _read(store: ObjectStore, arc: Sequence[CheckpointKey], limits: Limits, side_by_side: Mapper) -> _Read:
+def _read(store: ObjectStore, arc: Sequence[CheckpointKey], limits: ScrubLimits, side_by_side: ParallelMap) -> _Read:
     done = _Read()
     room = math.inf if limits.max_bytes is None else limits.max_bytes
     for count, key in enumerate(arc):
@@ -197,7 +197,7 @@ def _read(store: ObjectStore, arc: Sequence[CheckpointKey], limits: Limits, side
     return done
 
 
-def _inspected(store: ObjectStore, key: CheckpointKey, side_by_side: Mapper) -> Sequence[Inspected] | Unreadable:
+def _inspected(store: ObjectStore, key: CheckpointKey, side_by_side: ParallelMap) -> Sequence[Inspected] | Unreadable:
     place = JournalKey(experiment=key.trial.experiment, trial=key.trial.trial)
     return unless_unreadable(store, place, key.folder, partial(inspect_one, store, key, side_by_side=side_by_side))
 
@@ -210,13 +210,13 @@ def _too_late(done: _Read, rest: Sequence[CheckpointKey], late: DeadlineExceeded
     done.unread = rest[1:] if is_first else rest
 
 
-def inspect_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper) -> Sequence[Inspected]:
+def inspect_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: ParallelMap) -> Sequence[Inspected]:
     """Read every byte of a live checkpoint; the result is empty if it is damaged but no longer live."""
     found = read_one(store, key, side_by_side=side_by_side)
     return [found] if found.damage is None or is_live_now(store, key, side_by_side=side_by_side) else []
 
 
-def read_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper) -> Inspected:
+def read_one(store: ObjectStore, key: CheckpointKey, *, side_by_side: ParallelMap) -> Inspected:
     """Read every byte of a checkpoint, live or not."""
     try:
         manifest = read_manifest(store, key)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import CheckpointCorrupt, Superseded
 from prefect_tune.core.events.experiment_events import Pruned
 from prefect_tune.core.experiment.experiment import Experiment
@@ -84,13 +84,13 @@ class _Garbage:
 
 
 def look_for_garbage(
-    store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper, known: Trial | None = None
+    store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap, known: Trial | None = None
 ) -> Collected:
     """Return what `collect_from` would delete; writes nothing."""
     return _repeated_while_outdated(trial, partial(_looked_for, store, trial, side_by_side, known))
 
 
-def _looked_for(store: ObjectStore, trial: TrialKey, side_by_side: Mapper, known: Trial | None) -> Collected:
+def _looked_for(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap, known: Trial | None) -> Collected:
     state = _state(store, trial, side_by_side)
     if trial.trial not in state.trials:
         return Collected(trial.trial)  # it was added, and not started
@@ -104,7 +104,7 @@ def _looked_for(store: ObjectStore, trial: TrialKey, side_by_side: Mapper, known
 
 
 def collect_from(
-    store: ObjectStore, trial: TrialKey, stamp: Stamp, *, side_by_side: Mapper, known: Trial | None = None
+    store: ObjectStore, trial: TrialKey, stamp: Stamp, *, side_by_side: ParallelMap, known: Trial | None = None
 ) -> Collected:
     """Delete the garbage of `trial`, and return what was deleted. The next call finishes an interrupted one.
 
@@ -119,7 +119,7 @@ def collect_from(
 
 
 def _collected(
-    store: ObjectStore, trial: TrialKey, stamp: Stamp, side_by_side: Mapper, known: Trial | None
+    store: ObjectStore, trial: TrialKey, stamp: Stamp, side_by_side: ParallelMap, known: Trial | None
 ) -> Collected:
     state = _state(store, trial, side_by_side)
     if trial.trial not in state.trials:
@@ -152,12 +152,12 @@ def _repeated_while_outdated(trial: TrialKey, act: Callable[[], Collected]) -> C
             return Collected(trial.trial, kept="its experiment is being deleted")
 
 
-def _state(store: ObjectStore, trial: TrialKey, side_by_side: Mapper) -> Experiment:
+def _state(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap) -> Experiment:
     return load(store, journal_of(store, trial), side_by_side=side_by_side)
 
 
 def _garbage(  # noqa: PLR0913, PLR0917 - as `collect_from`, and the states it has read
-    store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial, known: Trial | None, side_by_side: Mapper
+    store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial, known: Trial | None, side_by_side: ParallelMap
 ) -> _Garbage:
     left = _left(store, trial, state, own)
     doomed = [key for key in left if is_collectable(own, key)]
@@ -171,7 +171,7 @@ def _garbage(  # noqa: PLR0913, PLR0917 - as `collect_from`, and the states it h
 
 
 def _why_not_settled(
-    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: Mapper
+    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: ParallelMap
 ) -> str | None:
     """Return why no entry is written to free more garbage; None where it can be written, or would free none."""
     if store.conditional_create:
@@ -193,7 +193,7 @@ def _held(store: ObjectStore, trial: TrialKey, state: Experiment, own: Trial) ->
 
 
 def _without_claims_that_are_over(
-    store: ObjectStore, own: Trial, held: Sequence[CheckpointKey], side_by_side: Mapper
+    store: ObjectStore, own: Trial, held: Sequence[CheckpointKey], side_by_side: ParallelMap
 ) -> Trial:
     """Return the trial as `settle` would change it."""
     over = claims_over(store, own, held, side_by_side=side_by_side)
@@ -210,13 +210,13 @@ def _ended(state: Experiment, trial: TrialKey, known: Trial | None) -> Trial | N
 
 
 def _needs_line(
-    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: Mapper
+    store: ObjectStore, trial: TrialKey, state: Experiment, known: Trial | None, side_by_side: ParallelMap
 ) -> bool:
     """Return whether an external writer may write a `Pruned` entry, and it would free garbage."""
     return _ended(state, trial, known) is not None and _is_young(store, trial, state, side_by_side)
 
 
-def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_side: Mapper) -> bool:
+def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_side: ParallelMap) -> bool:
     """Return whether a retirement now would free objects."""
     known = state.trial(trial.trial)
     beyond = known.model_copy(update={"collected_up_to": state.number + 1})
@@ -230,7 +230,7 @@ def _is_young(store: ObjectStore, trial: TrialKey, state: Experiment, side_by_si
 
 
 def look_for_prunable(
-    store: ObjectStore, trial: TrialKey, policy: Retention, *, side_by_side: Mapper, known: Trial | None = None
+    store: ObjectStore, trial: TrialKey, policy: Retention, *, side_by_side: ParallelMap, known: Trial | None = None
 ) -> Sequence[int]:
     """Return what `prune` would retire; writes nothing."""
     found = _ended(_state(store, trial, side_by_side), trial, known)
@@ -246,7 +246,7 @@ def prune(  # noqa: PLR0913 - as `collect_from`, and a policy
     policy: Retention,
     stamp: Stamp,
     *,
-    side_by_side: Mapper,
+    side_by_side: ParallelMap,
     known: Trial | None = None,
 ) -> Sequence[int]:
     """Retire the checkpoints of an ended trial that `policy` does not keep; return their sequences.

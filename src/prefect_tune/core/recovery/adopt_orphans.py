@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
 from prefect_tune.core.events.experiment_events import (
@@ -29,7 +29,7 @@ __all__ = ["adopt", "ref_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _OrphanedSaves:
     """The newest unjournaled save of a trial, and the damaged saves newer than it."""
 
     trial: Trial
@@ -37,7 +37,7 @@ class _Found:
     damaged: tuple[Quarantined, ...]
 
 
-def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: Mapper = map) -> Sequence[Event]:
+def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: ParallelMap = map) -> Sequence[Event]:
     """Return the events that the owner which has just opened `experiment` journals before any others.
 
     For each trial that is still running, and has no journal of its own: the newest save of its present attempt
@@ -51,7 +51,7 @@ def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: Mapper = 
     return [Adopted(checkpoints=adopted), *(event for each in found for event in _told_by(each))]
 
 
-def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _Found:
+def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _OrphanedSaves:
     damaged: list[Quarantined] = []
     for key in _candidates(store, experiment, trial):
         if damaged and damaged[-1].sequence == key.sequence:
@@ -66,8 +66,8 @@ def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _Found:
         if manifest.origin is not None:
             continue  # a clone is a checkpoint only once its owner has journaled it
         if manifest.about.attempt == trial.attempt:  # what earlier attempts left was abandoned by the owner
-            return _Found(trial, manifest, tuple(damaged))
-    return _Found(trial, None, tuple(damaged))
+            return _OrphanedSaves(trial, manifest, tuple(damaged))
+    return _OrphanedSaves(trial, None, tuple(damaged))
 
 
 def _candidates(store: ObjectStore, experiment: Experiment, trial: Trial) -> list[CheckpointKey]:
@@ -94,7 +94,7 @@ def ref_of(manifest: Manifest) -> CheckpointRef:
     )
 
 
-def _told_by(found: _Found) -> Iterator[OneTrialsEvent]:
+def _told_by(found: _OrphanedSaves) -> Iterator[OneTrialsEvent]:
     trial = found.trial
     yield from found.damaged
     for report in found.manifest.about.reports if found.manifest else ():

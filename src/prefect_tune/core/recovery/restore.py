@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.manifest import Manifest, decode_manifest
 from prefect_tune.core.checkpoints.verified_reads import NoSink, Sink, fetch, reads
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ObjectNotFound
@@ -33,7 +33,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
 
 
 def checkpoints_with(
-    store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str], *, side_by_side: Mapper
+    store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str], *, side_by_side: ParallelMap
 ) -> Mapping[CheckpointKey, str]:
     """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with that damage.
 
@@ -50,7 +50,7 @@ def checkpoints_with(
     return {key: damage for key, damage in side_by_side(found, keys) if damage is not None}
 
 
-def restore(store: ObjectStore, manifest: Manifest, sink: Sink, *, side_by_side: Mapper) -> None:
+def restore(store: ObjectStore, manifest: Manifest, sink: Sink, *, side_by_side: ParallelMap) -> None:
     """Write every byte of `manifest` to `sink`, each chunk verified before it is written.
 
     Raises:
@@ -62,6 +62,6 @@ def restore(store: ObjectStore, manifest: Manifest, sink: Sink, *, side_by_side:
             pass
 
 
-def verify(store: ObjectStore, manifest: Manifest, *, side_by_side: Mapper) -> None:
+def verify(store: ObjectStore, manifest: Manifest, *, side_by_side: ParallelMap) -> None:
     """Read and verify every byte of `manifest`, without storing it. Raises as `restore` does."""
     restore(store, manifest, NoSink(), side_by_side=side_by_side)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -59,7 +59,7 @@ def trial_in(state: Experiment, trial: TrialKey) -> Trial | None:
     return None if elsewhere else found
 
 
-def current_trial(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) -> Trial:
+def current_trial(store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap) -> Trial:
     """Read the trial's journal, and return the trial's present state.
 
     Raises:
@@ -81,7 +81,7 @@ def current_trial(store: ObjectStore, trial: TrialKey, *, side_by_side: Mapper) 
 
 
 def require_still_needed(
-    store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt], *, side_by_side: Mapper
+    store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt], *, side_by_side: ParallelMap
 ) -> None:
     """Raise the damage of the first of the `bad` manifests that the trial's journal still needs.
 
@@ -97,7 +97,7 @@ def require_still_needed(
     raise OutdatedStateError(current)
 
 
-def is_live_now(store: ObjectStore, key: CheckpointKey, *, side_by_side: Mapper) -> bool:
+def is_live_now(store: ObjectStore, key: CheckpointKey, *, side_by_side: ParallelMap) -> bool:
     """Return whether `key` is live in its trial's journal, read now. Raises `JournalCorrupt` as `load`."""
     try:
         return is_live(current_trial(store, key.trial, side_by_side=side_by_side), key)

@@ -12,7 +12,7 @@ from prefect_tune.core import seeded_random
 from prefect_tune.core.models import TrialId
 from prefect_tune.core.schedulers.base import Decision, Schedule, Stop, TrialReport
 from prefect_tune.core.schedulers.common import loss_of
-from prefect_tune.core.schedulers.rungs import Place, Rung
+from prefect_tune.core.schedulers.rungs import Rung, RungEntry
 from prefect_tune.core.search.objective import Objective
 
 __all__ = ["Brackets", "Climb", "Climbing"]
@@ -25,7 +25,7 @@ class Climb:
     rungs: Sequence[Rung]
     reached: int = -1
     stopped: Stop | None = None
-    paused: tuple[Rung, Place] | None = None
+    paused: tuple[Rung, RungEntry] | None = None
     """The rung and the place at which it is paused; None while it is not."""
 
     def at(self, step: int) -> int:

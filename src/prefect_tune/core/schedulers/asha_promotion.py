@@ -8,7 +8,7 @@ from prefect_tune.core.models import TrialId
 from prefect_tune.core.schedulers.asha_brackets import Brackets, Climb, Climbing
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.schedulers.common import shown
-from prefect_tune.core.schedulers.rungs import Place, Rung
+from prefect_tune.core.schedulers.rungs import Rung, RungEntry
 from prefect_tune.core.search.objective import Objective
 
 __all__ = ["PromotionSchedule"]
@@ -90,7 +90,7 @@ class PromotionSchedule(Climbing):
             return None
         return next((rung.paused[0][2] for rung in self._highest_first if rung.paused), None)
 
-    def _standing(self, rung: Rung, place: Place) -> str:
+    def _standing(self, rung: Rung, place: RungEntry) -> str:
         """Return the reason of a decision: the trial's rank among the trials that have reached the rung."""
         promoted = rung.quota(self._brackets.reduction_factor)
         rank = f"number {rung.rank(place) + 1} of {len(rung.reached)}, of which {promoted} are promoted"

@@ -18,10 +18,10 @@ class FIFO(Scheduler):
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del objective, seed
-        return _Schedule()
+        return _FifoSchedule()
 
 
-class _Schedule(Schedule):
+class _FifoSchedule(Schedule):
     """A schedule without state."""
 
     def added(self, trial: TrialId, config: Mapping[str, object]) -> None:

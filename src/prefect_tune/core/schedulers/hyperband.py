@@ -52,7 +52,7 @@ class Hyperband(Scheduler):
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del seed
-        return _Schedule(self._plans(), self.reduction_factor, objective)
+        return _HyperbandSchedule(self._plans(), self.reduction_factor, objective)
 
     def _plans(self) -> Sequence[tuple[int, Sequence[int]]]:
         """Return the size and the rungs of each bracket, the largest first."""
@@ -64,7 +64,7 @@ class Hyperband(Scheduler):
         return [(sizes[halvings], rungs[halvings::-1]) for halvings in reversed(range(len(powers)))]
 
 
-class _Schedule(Schedule):
+class _HyperbandSchedule(Schedule):
     """The brackets, and the trials that they resume or stop."""
 
     def __init__(

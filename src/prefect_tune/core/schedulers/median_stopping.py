@@ -52,7 +52,7 @@ class MedianStopping(Scheduler):
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del seed
-        return _Schedule(self, objective)
+        return _MedianStoppingSchedule(self, objective)
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class _Curve:
         self.total += loss
 
 
-class _Schedule(Schedule):
+class _MedianStoppingSchedule(Schedule):
     """The mean losses of all trials at each milestone, sorted: the median is in the middle."""
 
     def __init__(self, rule: MedianStopping, objective: Objective) -> None:

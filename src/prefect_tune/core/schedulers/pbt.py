@@ -67,7 +67,7 @@ class PBT(Scheduler):
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         mutations = as_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
-        return _Schedule(
+        return _PbtSchedule(
             self, Explorer(mutations, self.resample_probability, self.perturbation_factors, seed), objective
         )
 
@@ -94,7 +94,7 @@ class _Member:
     paused_at: int | None = None
 
 
-class _Schedule(Schedule):
+class _PbtSchedule(Schedule):
     """The population, ranked by each trial's last loss."""
 
     saves_first: ClassVar[bool] = True

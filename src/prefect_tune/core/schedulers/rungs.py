@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from prefect_tune.core.models import TrialId
 
-__all__ = ["Place", "Rung", "ladder"]
+__all__ = ["Rung", "RungEntry", "ladder"]
 
-Place: TypeAlias = tuple[float, int, TrialId]
+RungEntry: TypeAlias = tuple[float, int, TrialId]
 """A trial on a rung: its loss there, and the number of trials before it, so that of equals the earlier is better."""
 
 
@@ -32,23 +32,23 @@ class Rung:
 
     step: int
     reached: list[tuple[float, int]] = field(default_factory=list)
-    paused: list[Place] = field(default_factory=list)
+    paused: list[RungEntry] = field(default_factory=list)
 
-    def admit(self, trial: TrialId, loss: float) -> Place:
+    def admit(self, trial: TrialId, loss: float) -> RungEntry:
         """Add a trial that has reached the rung, not paused."""
         place = (loss, len(self.reached), trial)
         insort(self.reached, place[:2])
         return place
 
-    def hold(self, place: Place) -> None:
+    def hold(self, place: RungEntry) -> None:
         """Mark an admitted trial as paused here."""
         insort(self.paused, place)
 
-    def release(self, place: Place) -> None:
+    def release(self, place: RungEntry) -> None:
         """Mark a paused trial as not paused; its loss stays."""
         del self.paused[bisect_left(self.paused, place)]
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: RungEntry) -> int:
         """Return the number of trials at the rung that are better."""
         return bisect_left(self.reached, place[:2])
 

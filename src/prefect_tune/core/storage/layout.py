@@ -16,7 +16,7 @@
 <experiment>/trials/<trial>/artifacts/index/0000000001.json
 <experiment>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
 
-The page says what each object is. `published` and `callback_state` build the paths of results and callback states.
+The page says what each object is. `result_files` and `callback_state` build the paths of results and callback states.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from prefect_tune.core.models import Digest, Value, valid_name
 __all__ = [
     "MANIFEST",
     "CheckpointKey",
+    "CheckpointName",
     "JournalKey",
-    "Saved",
     "TrialKey",
     "below",
     "blob_sequence",
@@ -129,7 +129,7 @@ def maintenance_path(experiment: str, number: int) -> str:
     return numbered(maintenance_folder(experiment), number)
 
 
-class Saved(Protocol):
+class CheckpointName(Protocol):
     """The step and the sequence that name a checkpoint within its trial."""
 
     @property
@@ -161,7 +161,7 @@ class TrialKey(Value):
     def artifacts(self) -> str:
         return f"{self.folder}/artifacts"
 
-    def checkpoint_key(self, checkpoint: Saved) -> CheckpointKey:
+    def checkpoint_key(self, checkpoint: CheckpointName) -> CheckpointKey:
         """Return the key of a checkpoint of this trial."""
         return CheckpointKey(trial=self, step=checkpoint.step, sequence=checkpoint.sequence)
 

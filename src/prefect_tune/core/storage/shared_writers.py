@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["ONE_WRITER", "require_room_for_guests"]
+__all__ = ["ONE_WRITER", "require_conditional_create"]
 
 ONE_WRITER = (
     "expected a target with atomic create-if-absent, found one without: there one of two writers overwrites the "
@@ -14,7 +14,7 @@ ONE_WRITER = (
 )
 
 
-def require_room_for_guests(store: ObjectStore, where: object) -> None:
+def require_conditional_create(store: ObjectStore, where: object) -> None:
     """Return if the target supports several writers at `where`: an owner may be running and writing there.
 
     Raises:

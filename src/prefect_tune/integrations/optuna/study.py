@@ -18,10 +18,10 @@ from prefect_tune.core.models import Metrics
 from prefect_tune.core.search.objective import Mode, Objective
 from prefect_tune.integrations.optuna.distributions import Parameters
 
-__all__ = ["Study", "Trials", "quiet", "values_of"]
+__all__ = ["Study", "StudyStorage", "quiet", "values_of"]
 
 
-class Trials(InMemoryStorage):
+class StudyStorage(InMemoryStorage):
     """Optuna's storage in memory, whose trials can also be corrected."""
 
     def begin_study(self, name: str, modes: Sequence[Mode]) -> None:
@@ -60,10 +60,10 @@ class Trials(InMemoryStorage):
 
 
 class Study(optuna.Study):
-    """A study over `Trials` that is driven by asking and telling, with a sampler that is replaced before each use."""
+    """A study over `StudyStorage`, driven by asking and telling; its sampler is replaced before each use."""
 
     def __init__(self, name: str, modes: Sequence[Mode]) -> None:
-        self.trials_stored = Trials()
+        self.trials_stored = StudyStorage()
         self.trials_stored.begin_study(name, modes)
         super().__init__(name, self.trials_stored, RandomSampler(seed=0), NopPruner())
         self.is_stopped = False

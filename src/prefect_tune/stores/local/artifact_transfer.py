@@ -22,7 +22,7 @@ from prefect_tune.core.checkpoints.artifact_index import (
     part_path,
     publish_index,
 )
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.exclude_patterns import is_excluded
 from prefect_tune.core.errors import (
     AlreadyExists,
@@ -36,7 +36,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.models import Digest, digest_of
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.download import plain_tree
-from prefect_tune.stores.local.staging import side_by_side
+from prefect_tune.stores.local.staging import transfer_pool
 
 __all__ = ["Sent", "Writer", "delete_everything", "receive_artifacts", "send_artifacts"]
 
@@ -105,7 +105,7 @@ def send_artifacts(  # noqa: PLR0913  the last is for attempts, of which several
         _require_newest(writer, base, folder)
         known = before if base is before.index else Sent(base)
         try:
-            with side_by_side() as transfers:
+            with transfer_pool() as transfers:
                 return _Sending(store, folder, known, writer).send(directory, excludes, transfers)
         except AlreadyExists:
             continue  # another writer published this number: start again from its index
@@ -133,7 +133,7 @@ class _Sending:
         self._there: dict[str, int] = {}
         self._written: dict[str, int] = {}
 
-    def send(self, directory: Path, excludes: Sequence[str], transfers: Mapper) -> Sent:
+    def send(self, directory: Path, excludes: Sequence[str], transfers: ParallelMap) -> Sent:
         now_ns = time.time_ns()
         local = sorted(_scan(directory, "", excludes), key=lambda each: each.path)
         if any(self._unchanged(each) is None for each in local):
@@ -262,7 +262,7 @@ def receive_artifacts(store: ObjectStore, folder: str, directory: Path, excludes
             return _receive_plain(store, folder, directory, excludes)
         try:
             wanted = [file for file in index.files if not is_excluded(file.path, excludes)]
-            with side_by_side() as transfers:
+            with transfer_pool() as transfers:
                 for _ in transfers(lambda file: _receive(store, folder, directory, file), wanted):
                     pass
         except ObjectNotFound as gone:

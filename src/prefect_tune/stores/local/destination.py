@@ -18,11 +18,11 @@ from prefect_tune.stores.local.directories import Seal, seal_of
 from prefect_tune.stores.local.file_lock import FileLock, Share
 from prefect_tune.stores.local.node_cache import Fetch, node_folder
 
-__all__ = ["Filling", "Occupied", "fill"]
+__all__ = ["DestinationInUse", "DirectoryCopy", "fill"]
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class DirectoryCopy:
     """The content wanted in a directory.
 
     `bytes_named` names fixed bytes. `source_named` names a source that may change: what another process
@@ -36,7 +36,7 @@ class Filling:
     """Whether a directory holds exactly these bytes."""
 
 
-class Occupied(InvalidInput):
+class DestinationInUse(InvalidInput):
     """The directory has other content: remove it, or choose another directory."""
 
 
@@ -50,7 +50,7 @@ class _Note(BaseModel):
     building: str = ""
 
 
-def fill(destination: Path, filling: Filling, deadline: Deadline) -> None:
+def fill(destination: Path, filling: DirectoryCopy, deadline: Deadline) -> None:
     """Put `filling` into `destination` by one rename; fetch nothing if it has that content already.
 
     Raises:
@@ -68,7 +68,9 @@ def fill(destination: Path, filling: Filling, deadline: Deadline) -> None:
         _remove_rubbish(destination, note)
         if _is_taken(destination):
             if not _is_as_wanted(destination, filling, note, asked_at_seconds):
-                raise Occupied(f"{destination}: not empty, and not this checkpoint: remove it, or choose another")
+                raise DestinationInUse(
+                    f"{destination}: not empty, and not this checkpoint: remove it, or choose another"
+                )
         else:
             destination.parent.mkdir(parents=True, exist_ok=True)
             _write(lock.path, _Note(building=f".{destination.name}."))
@@ -93,7 +95,7 @@ def _require_fillable(destination: Path) -> None:
         raise InvalidInput(f"{destination}: a mount point cannot be replaced by a rename: choose a folder below it")
 
 
-def _is_as_wanted(destination: Path, filling: Filling, note: _Note, asked_at_seconds: float) -> bool:
+def _is_as_wanted(destination: Path, filling: DirectoryCopy, note: _Note, asked_at_seconds: float) -> bool:
     if note.seal == seal_of(destination):
         if note.bytes_named == filling.bytes_named:
             return True
@@ -102,7 +104,7 @@ def _is_as_wanted(destination: Path, filling: Filling, note: _Note, asked_at_sec
     return filling.verifies(destination)
 
 
-def _note(destination: Path, filling: Filling) -> _Note:
+def _note(destination: Path, filling: DirectoryCopy) -> _Note:
     seal: Seal = seal_of(destination)
     return _Note(
         bytes_named=filling.bytes_named,

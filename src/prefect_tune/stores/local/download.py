@@ -13,7 +13,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Obje
 from prefect_tune.core.recovery.restore import restore
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.stores.local.directories import fresh_directory
-from prefect_tune.stores.local.staging import DirectorySink, side_by_side
+from prefect_tune.stores.local.staging import DirectorySink, transfer_pool
 
 __all__ = [
     "METADATA_FILE",
@@ -36,7 +36,7 @@ def fetch_committed(store: ObjectStore, manifest: Manifest, destination: Path) -
     Raises:
         CheckpointCorrupt: bytes are missing or altered; `destination` is not created.
     """
-    with side_by_side() as transfers, DirectorySink(manifest, destination) as sink:
+    with transfer_pool() as transfers, DirectorySink(manifest, destination) as sink:
         restore(store, manifest, sink, side_by_side=transfers)
 
 
@@ -116,7 +116,7 @@ def fetch_plain(store: ObjectStore, folder: str, destination: Path, *, without: 
         StoreUnavailable: a file was shorter than listed, or the directory changed: fetch again.
     """
     tree = plain_tree(store, folder, without=without)
-    with fresh_directory(destination) as building, side_by_side() as transfers:
+    with fresh_directory(destination) as building, transfer_pool() as transfers:
         _lay_out(tree, building)
         for _ in transfers(lambda run: _copy_run(store, folder, building, run), _runs(tree)):
             pass

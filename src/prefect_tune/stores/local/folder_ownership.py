@@ -34,7 +34,7 @@ def why_not_own(root: Path, folders: Sequence[str]) -> str:
     """
     try:
         with ExitStack() as opened:
-            place = _Place(opened)
+            place = _OpenFolder(opened)
             place.enter(root)
             place.require_private()
             for folder in folders:
@@ -117,7 +117,7 @@ def _has_access_list(reach: str) -> bool:
         raise
 
 
-class _Place:
+class _OpenFolder:
     """An open folder, reached from `/` through folders in which other users cannot replace a name."""
 
     def __init__(self, opened: ExitStack) -> None:

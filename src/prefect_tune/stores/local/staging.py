@@ -15,11 +15,11 @@ from typing import Self, TypeVar
 from uuid import uuid4
 
 from prefect_tune.core.checkpoints.chunking import FileStat, Piece
-from prefect_tune.core.checkpoints.commit import Mapper
+from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 
-__all__ = ["DirectorySink", "StagedFiles", "side_by_side"]
+__all__ = ["DirectorySink", "StagedFiles", "transfer_pool"]
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -27,7 +27,7 @@ TRANSFERS = 8
 
 
 @contextmanager
-def side_by_side(workers: int = TRANSFERS) -> Iterator[Mapper]:
+def transfer_pool(workers: int = TRANSFERS) -> Iterator[ParallelMap]:
     """Yield a `map` that runs up to `workers` calls at once, in threads; the first error cancels the rest.
 
     At most `2 * workers` calls are submitted ahead of the result that is awaited.
@@ -111,16 +111,16 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _LocalFiles:
     files: Mapping[str, _File]
     empty_directories: tuple[str, ...]
 
 
-def _found_in(directory: Path) -> _Found:
+def _found_in(directory: Path) -> _LocalFiles:
     files: dict[str, _File] = {}
     empty: list[str] = []
     _scan(str(directory), "", files, empty)
-    return _Found(dict(sorted(files.items())), tuple(sorted(empty)))
+    return _LocalFiles(dict(sorted(files.items())), tuple(sorted(empty)))
 
 
 def _scan(directory: str, below: str, files: dict[str, _File], empty: list[str]) -> None:

@@ -9,7 +9,7 @@ from prefect_tune.core.checkpoints.chunking import Piece
 from prefect_tune.core.checkpoints.manifest import ChunkRef, Manifest
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.models import digest_of
-from prefect_tune.stores.local.staging import StagedFiles, side_by_side
+from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
 
 __all__ = ["holds_exactly"]
 
@@ -23,7 +23,7 @@ def holds_exactly(manifest: Manifest, directory: Path) -> bool:
             return False
         if set(staged.empty_directories) != set(manifest.empty_directories):
             return False
-        with side_by_side() as readers:
+        with transfer_pool() as readers:
             return all(readers(lambda wanted: _is_chunk(staged, *wanted), _chunks(staged, manifest)))
     except (InvalidInput, StagedFilesChanged):
         return False

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from prefect_tune.core.checkpoints.manifest import Manifest
     from prefect_tune.core.storage.layout import CheckpointKey
     from prefect_tune.core.storage.object_store import ObjectStore
-    from prefect_tune.stores.local.destination import Filling
+    from prefect_tune.stores.local.destination import DirectoryCopy
     from prefect_tune.stores.local.node_cache import NodeCopies
 
-__all__ = ["Change", "LocalPlace", "Opener", "Place", "TargetPlace", "place_of"]
+__all__ = ["Change", "CheckpointLocation", "LocalPlace", "Opener", "TargetPlace", "place_of"]
 
 Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
 
@@ -43,7 +43,7 @@ class Opener(Protocol):
     def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]: ...
 
 
-class Place(Protocol):
+class CheckpointLocation(Protocol):
     """What a `Checkpoint` needs from its location. `token` identifies the `Checkpoint` object and its copies."""
 
     @property
@@ -52,7 +52,7 @@ class Place(Protocol):
     def kind(self) -> str: ...
     def filesystem(self) -> FileSystem: ...
     def lent(self, token: str, deadline: Deadline) -> AbstractContextManager[str]: ...
-    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> Filling: ...
+    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> DirectoryCopy: ...
     def metadata(self, deadline: Deadline) -> dict[str, object]: ...
     def revise_metadata(self, change: Change, deadline: Deadline) -> None: ...
 
@@ -155,13 +155,13 @@ class LocalPlace:
         self._require_there()
         yield self.path
 
-    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> Filling:  # noqa: ARG002  as above
-        from prefect_tune.stores.local.destination import Filling
+    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> DirectoryCopy:  # noqa: ARG002  as above
+        from prefect_tune.stores.local.destination import DirectoryCopy
         from prefect_tune.stores.local.directories import copy_directory, seal_of
 
         self._require_there()
         here = f"{self.path} as {seal_of(Path(self.path))}"
-        return Filling(here, here, partial(copy_directory, Path(self.path)), verifies=_never)
+        return DirectoryCopy(here, here, partial(copy_directory, Path(self.path)), verifies=_never)
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
         from prefect_tune.stores.local.download import METADATA_FILE, read_metadata
@@ -232,8 +232,8 @@ class TargetPlace:
                 path = copy.enter_context(_copies().reading(key, fetch, deadline))
             yield str(path)
 
-    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> Filling:
-        from prefect_tune.stores.local.destination import Filling
+    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> DirectoryCopy:
+        from prefect_tune.stores.local.destination import DirectoryCopy
         from prefect_tune.stores.local.verify_directory import holds_exactly
 
         with self._opened(deadline) as (_, manifest):
@@ -248,7 +248,7 @@ class TargetPlace:
                 else:
                     direct(destination)
 
-        return Filling(key, self.name, fetch, partial(holds_exactly, manifest) if manifest else _never)
+        return DirectoryCopy(key, self.name, fetch, partial(holds_exactly, manifest) if manifest else _never)
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:
         from prefect_tune.core.checkpoints.metadata import newest_metadata

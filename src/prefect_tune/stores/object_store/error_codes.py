@@ -2,7 +2,7 @@
 
 A row stands for a code that a write, a read, a listing or a deletion can return. A code that several vendors share
 has one row, with the statuses of all of them. A code without a row is judged by its HTTP status alone (see
-`object_faults`); codes for which that gives the same meaning and advice have no row.
+`obstore_errors`); codes for which that gives the same meaning and advice have no row.
 
 A code is `passing` if its vendor says that the request may be repeated, or if the request was cut, altered or stalled
 on the way. It is `refused` if a person has to change something.
