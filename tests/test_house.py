@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tools.house import FILE_LINES, Source, exemptions, function_lines, main, nesting, violations
+from tools.house import (
+    FILE_LINES,
+    FOLDER_FILES,
+    Source,
+    exemptions,
+    full_folders,
+    function_lines,
+    main,
+    nesting,
+    shared_class_names,
+    violations,
+)
 
 
 def source(text: str) -> Source:
@@ -24,6 +35,19 @@ def test_a_house_with_one_long_file_does_not(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "src" / "long.py").write_text("x = 1\n" * (FILE_LINES + 1))
     assert main(tmp_path) == 1
     assert "src/long.py:1: 401 lines" in capsys.readouterr().out
+
+
+def test_a_folder_with_one_file_too_many_is_a_violation() -> None:
+    files = [Source(Path(f"src/{number}.py"), "", ast.parse("")) for number in range(FOLDER_FILES + 1)]
+    assert list(full_folders(files[1:])) == []
+    assert list(full_folders(files)) == ["src: 16 files, at most 15"]
+
+
+def test_two_classes_of_one_name_are_a_violation_and_methods_of_one_name_are_not() -> None:
+    text = "class Same:\n    def same(self): ..."
+    one, other = (Source(Path(f"src/{name}.py"), text, ast.parse(text)) for name in "ab")
+    assert list(shared_class_names([one])) == []
+    assert list(shared_class_names([one, other])) == ["src/b.py:1: class Same has the name of one in src/a.py"]
 
 
 def test_a_docstring_adds_no_lines_to_its_function() -> None:

@@ -10,6 +10,7 @@ import io
 import re
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,13 @@ ROOMS = ("src", "blocks", "tasks", "flows", "tools")  # the numbers hold here ..
 BESIDE = ("tests", "benchmarks")  # ... and here only the longest file, and a reason for each exemption
 FILE_LINES = 400
 FILE_LINES_BESIDE = 500
+FOLDER_FILES = 15
 FUNCTION_LINES = 50
 FUNCTION_LINES_MEDIAN = 10
 NESTING = 3
+
+SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
+PACKAGE = ("src", "blocks", "tasks", "flows")
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _NESTS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match)
@@ -137,6 +142,23 @@ def unexplained(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line}: an exemption without its reason on the line"
 
 
+def full_folders(sources: Sequence[Source]) -> Iterator[str]:
+    """Every folder with more files than one sees at a glance."""
+    for folder, count in sorted(Counter(source.path.parent for source in sources).items()):
+        if count > FOLDER_FILES:
+            yield f"{folder}: {count} files, at most {FOLDER_FILES}"
+
+
+def shared_class_names(sources: Sequence[Source]) -> Iterator[str]:
+    """Every name of a class that another module uses for another class."""
+    first: dict[str, Path] = {}
+    classes = ((source.path, node) for source in sources for node in source.tree.body if isinstance(node, ast.ClassDef))
+    for path, node in classes:
+        if node.name in first and node.name not in SAME_BY_RIGHT:
+            yield f"{path}:{node.lineno}: class {node.name} has the name of one in {first[node.name]}"
+        first[node.name] = path
+
+
 def main(root: Path) -> int:
     """Print violations and figures; return the exit code."""
     inside, beside = read_sources(root, ROOMS), read_sources(root, BESIDE)
@@ -147,6 +169,8 @@ def main(root: Path) -> int:
         for source in beside
         if source.line_count > FILE_LINES_BESIDE
     ]
+    package = [source for source in inside if source.path.parts[0] in PACKAGE]
+    found += [*full_folders(package), *shared_class_names(package)]
     lengths = [function_lines(each) for source in inside for each in source.functions()]
     middle = median(lengths or [0])
     if middle > FUNCTION_LINES_MEDIAN:
