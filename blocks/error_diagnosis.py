@@ -46,11 +46,11 @@ _CAUSES: Mapping[str, str] = {
         r"|error sending request|No route to host|Network is unreachable|Unable to connect"
     ): "unreachable: nothing answers at the endpoint; correct its address, or start the server",
     r"status code: (429|5\d\d)": "failing: the service answers, but with errors; look at its log, or try again",
-    r"root itself is not there": "missing: the folder does not exist; mount its file system, or create it",
+    r"the root .*does not exist": "missing: the folder does not exist; mount its file system, or create it",
     r"this file system (has no|cannot|does not)": (
         "unsuitable: this file system lacks what a store needs; use a local disk, NFS, S3, GCS or Azure"
     ),
-    r"where a folder should": "in the way: a file stands where the folder should be",
+    r"expected a folder, found": "in the way: a file stands where the folder should be",
 }
 _FORBIDDEN = re.compile(
     r"AccessDenied|Access Denied|AuthorizationFailure|AuthorizationPermissionMismatch|403 Forbidden|Forbidden"

@@ -72,7 +72,7 @@ _TRIAL = "trial"
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The state of a trial when its flow run ends."""
+    """The state of a `trial` of an `experiment` when its flow run ends."""
 
     experiment: str
     trial: str

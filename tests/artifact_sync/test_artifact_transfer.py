@@ -288,7 +288,7 @@ def test_an_index_that_comes_too_late_does_not_count(local: Path) -> None:
     sent = send_artifacts(store, REMOTE, local, (), Sent())
     assert sent.index
     publish_index(store, REMOTE, sent.index.model_copy(update={"number": 7}))
-    with pytest.raises(AlreadyExists, match="too late"):
+    with pytest.raises(AlreadyExists, match="another writer has written index"):
         publish_index(store, REMOTE, sent.index.model_copy(update={"number": 5}))
 
 

@@ -110,7 +110,7 @@ class TestInstalled:
     @pytest.mark.parametrize(
         ("options", "complaint"),
         [
-            ({"names": ["new best"]}, "there is no 'new best'"),
+            ({"names": ["new best"]}, "found 'new best'"),
             ({"notify": "slack-webhook/nowhere"}, "no such block"),
             ({"run": "nothing/at-all"}, "no such deployment"),
             ({"parameters": {"a": 1}}, "run='flow/deployment'"),

@@ -298,7 +298,7 @@ def test_a_signed_journal_is_resumed_by_name_alone_with_all_that_it_chooses(untr
     assert count(pt.resume("e", target=keyed(untrusted), num_samples=3, stop={"step": 4})) == 3  # it was signed again
     assert count(pt.resume("e", target=keyed(untrusted), fork="copy", num_samples=4)) == 4
     assert count(pt.resume("copy", target=keyed(untrusted), num_samples=5)) == 5
-    assert "signature of its settings is not" in refused(keyed(untrusted, SecretStr("another key of somebody")))
+    assert "does not match the target's signing_key" in refused(keyed(untrusted, SecretStr("another key of somebody")))
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -344,7 +344,7 @@ def test_a_file_and_a_mount_point_are_refused(checkpoint: pt.Checkpoint, tmp_pat
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InvalidInput, match="found a file"):
         checkpoint.to_directory(tmp_path / "file")
-    with pytest.raises(InvalidInput, match="mounted"):
+    with pytest.raises(InvalidInput, match="a mount point cannot be replaced"):
         checkpoint.to_directory("/proc")
 
 

@@ -90,7 +90,7 @@ def test_an_object_is_no_folder_and_a_folder_no_object(store: PosixStore) -> Non
     assert store.list("object") == []
     with pytest.raises(ObjectNotFound):
         store.read("folder")
-    with pytest.raises(StoreRefused, match="folder should"):
+    with pytest.raises(StoreRefused, match="expected a folder"):
         store.put("object/below", b"1")
     for write in (store.create, store.put):
         with pytest.raises((StoreRefused, AlreadyExists)):
@@ -99,7 +99,7 @@ def test_an_object_is_no_folder_and_a_folder_no_object(store: PosixStore) -> Non
 
 
 def test_the_hidden_folder_cannot_be_addressed(store: PosixStore) -> None:
-    with pytest.raises(InvalidInput, match="not published"):
+    with pytest.raises(InvalidInput, match="unpublished"):
         store.put(".tmp/a", b"")
 
 
