@@ -153,9 +153,8 @@ def _with_quarantined(bucket: Bucket, spoil: Callable[[Experiment], Experiment])
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(
-    request: pytest.FixtureRequest, bucket: Bucket, lost: int
-) -> None:
+def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(request: pytest.FixtureRequest, lost: int) -> None:
+    bucket = BUCKETS[request.node.name] = Bucket()
     plan = TrialSpec(
         target=BucketTarget(name=request.node.name),
         trial=TrialKey(experiment="e", trial="t"),
