@@ -43,10 +43,11 @@ def kill_the_first_worker(witness: Path, killed: list[int]) -> None:
 def test_a_worker_that_is_killed_costs_one_attempt_and_nothing_else(
     runner: Callable[[], TaskRunner], local_target: LocalTarget, tmp_path: Path
 ) -> None:
+    search = tune.with_options(task_runner=runner())  # first: where the runner is not installed, no thread is left
     witness, killed = tmp_path / "witness", list[int]()
     killer = threading.Thread(target=kill_the_first_worker, args=(witness, killed))
     killer.start()
-    results = tune.with_options(task_runner=runner())(
+    results = search(
         "tests.trainables.digits_table:DigitsTable",
         {"row": grid_search(_ROWS), "witness": str(witness), "step_seconds": 0.2},
         target=local_target,

@@ -138,7 +138,7 @@ def test_an_automation_brings_a_killed_run_back_until_nothing_comes_of_it(ui: Ui
             eventually("the next start", lambda: hopeless.epoch() == epoch, timedelta(seconds=200))  # noqa: B023  called here
             hopeless.kill()
         eventually("the cap", lambda: ui.state(hopeless.run).is_failed(), timedelta(seconds=200))
-        assert "started again 5 times in a row" in str(ui.state(hopeless.run).message)
+        assert "restarted 5 times in a row" in str(ui.state(hopeless.run).message)
         ui.retry(hopeless.run)
         eventually("a person's retry", lambda: hopeless.epoch() == 7, timedelta(seconds=200))
         ui.cancel(hopeless.run)
