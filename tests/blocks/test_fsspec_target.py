@@ -63,6 +63,8 @@ def _served(rclone: str, protocol: str, folder: Path) -> Iterator[int]:
 class TestServers:
     @pytest.fixture
     def port(self, rclone: str, protocol: str, tmp_path: Path) -> Iterator[int]:
+        if protocol == "sftp":
+            pytest.importorskip("paramiko", reason="fsspec speaks SFTP through it")
         with _served(rclone, protocol, tmp_path) as port:
             yield port
 
