@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer  # type: ignore[import-untyped]  # it has no types of its own
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # nor has this
 
@@ -30,6 +31,9 @@ os.environ |= {
 }
 # What a shell starts in the background ignores Ctrl-C, and so does all that it starts: some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A slow machine fails no test: Hypothesis judges what is right, not what is fast.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 _TOGETHER = frozenset(
@@ -67,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         if "prefect_server" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(900))
     items.sort(key=_patience, reverse=True)
 
 

@@ -98,7 +98,7 @@ def test_no_page_has_code_that_no_test_here_runs(page: Path) -> None:
     assert {block.language for block in blocks_of(page)} <= TESTED.get(page, set()) | untested
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_readme_and_the_first_page_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").symlink_to(ROOT / "prefect.yaml")
     runs = [each for page in (START, README) for each in blocks_of(page) if each.language in ("python", "bash")]

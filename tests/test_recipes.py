@@ -32,7 +32,7 @@ def blocks(page: Path, *languages: str) -> list[Block]:
     return [block for block in blocks_of(page) if block.language in languages]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_recipes_for_object_stores_and_dask_work_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     stores, dask = RECIPES / "object-stores.md", RECIPES / "dask.md"
     with moto_server() as url:
@@ -47,7 +47,7 @@ def test_the_recipes_for_object_stores_and_dask_work_from_top_to_bottom(prefect_
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_recipe_for_ray_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     pytest.importorskip("prefect_ray")  # pip install 'prefect-tune[ray]': a hundred megabytes
     done = run_blocks(blocks(RECIPES / "ray.md", "python"), tmp_path, {"PREFECT_API_URL": prefect_server})

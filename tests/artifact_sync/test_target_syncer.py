@@ -30,6 +30,8 @@ def test_what_changes_while_a_sync_runs_is_uploaded_before_wait_returns(
     syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path
 ) -> None:
     bucket.gate.clear()
+    for other in FILES.keys() - {"log.txt"}:
+        (local / other).unlink()  # so that the first write is of the old log
     syncer.sync_up(str(local), REMOTE)
     _until(lambda: bucket.writers > 0)
     (local / "log.txt").write_bytes(b"newest")

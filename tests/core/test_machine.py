@@ -334,7 +334,6 @@ class Trial(RuleBasedStateMachine):
 CI = settings(
     max_examples=200,
     stateful_step_count=20,
-    deadline=None,
     database=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

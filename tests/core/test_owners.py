@@ -40,7 +40,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("checkpoints", "acts"), PAIRS)
 def test_two_owners_in_every_order_break_no_promise(
     checkpoints: int, acts: Sequence[Act], record_property: Record

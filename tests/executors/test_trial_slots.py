@@ -152,7 +152,7 @@ def test_trials_are_found_by_their_tags(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_dask_gives_trials_what_its_workers_declare(tmp_path: Path) -> None:
     runner = pytest.importorskip("prefect_dask").DaskTaskRunner(
         cluster_kwargs={"n_workers": 1, "threads_per_worker": 3, "resources": {"GPU": 1}, "dashboard_address": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 
 from prefect_tune.blocks import StorageTarget
@@ -46,22 +47,29 @@ class FarMachines:
         self.started: list[tuple[str, int, int | None]] = []
         self.orders: list[AttemptRequest] = []
         self.is_withdrawn = False
-        self._ends: dict[str, threading.Event] = {}
+        self._ends: dict[str, tuple[threading.Event, Future[threading.Thread]]] = {}
 
     def __call__(self, plan: TrialSpec, orders: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
         del line
         trial = plan.trial.trial
         self.started.append((trial, attempt, orders.milestone))
         self.orders.append(orders)
-        self._ends[trial] = threading.Event()
-        return self._ends[trial].wait
+        over, waiting = self._ends[trial] = threading.Event(), Future()
+
+        def wait() -> None:
+            waiting.set_result(threading.current_thread())
+            over.wait()
+
+        return wait
 
     def withdraw(self) -> None:
         self.is_withdrawn = True
 
     def end(self, trial: str) -> None:
-        """Have the present attempt of a trial be over."""
-        self._ends[trial].set()
+        """End the present attempt of a trial; return when the executor's thread has seen it."""
+        over, waiting = self._ends[trial]
+        over.set()
+        waiting.result().join()
 
 
 class FarAttempt:

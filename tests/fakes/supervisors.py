@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -57,7 +57,8 @@ class Watched:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the kernel has ended it with the one before
+                os.kill(pid, signal.SIGKILL)
 
     def living(self) -> set[int]:
         """Of the trial and what it has started."""

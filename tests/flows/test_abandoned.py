@@ -94,7 +94,7 @@ def test_a_trials_journal_that_cannot_be_read_at_once_is_read_again(
 
 @pytest.mark.deep
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_an_answer(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:

@@ -318,7 +318,7 @@ def test_the_source_is_the_same_by_name_and_by_object() -> None:
 # ------------------------------------------------------------------------------------------------- two at once
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_of_two_searches_of_one_experiment_one_owns_it_and_the_other_ends_saying_so(
     drivers: Drivers, local_target: LocalTarget
 ) -> None:

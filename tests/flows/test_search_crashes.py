@@ -203,7 +203,7 @@ def _require_same_after(search: _Search, deaths: int, seed: int) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", ["stopping", "promotion"])
 def test_wherever_it_dies_between_two_writes_a_search_ends_with_the_same_table(
     variant: str, drivers: Drivers, local_target: StorageTarget, tmp_path: Path

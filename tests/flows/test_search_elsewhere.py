@@ -49,7 +49,7 @@ class _Search:
 
 
 @pytest.mark.usefixtures("prefect_server", "worker")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_trials_that_outlive_their_search_are_found_by_the_next_one_and_not_run_twice(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ def kill_the_first_worker(witness: Path, killed: list[int]) -> None:
 
 @pytest.mark.deep
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("runner", [dask, ray], ids=["Dask", "Ray"])
 def test_a_worker_that_is_killed_costs_one_attempt_and_nothing_else(
     runner: Callable[[], TaskRunner], local_target: LocalTarget, tmp_path: Path

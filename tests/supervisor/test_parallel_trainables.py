@@ -173,7 +173,7 @@ def require_nothing_of(ours: Family, ends: str, opened: Opened, folder: Path, wa
     until(lambda: not left_in_shared_memory(pids, folder), what=lambda: str(left_in_shared_memory(pids, folder)))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ends", ["by itself", "killed", "asked to stop"])
 @pytest.mark.parametrize(
     "opens",
@@ -191,7 +191,7 @@ def test_processes_of_a_trainable_end_with_the_trial_by_whatever_way_they_were_s
 
 
 @pytest.mark.integrations
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ends", ["by itself", "killed", "asked to stop"])
 @pytest.mark.parametrize("opens", [searches, trains_alone])
 def test_workers_of_a_data_loader_end_with_the_trial(

@@ -117,7 +117,7 @@ def is_a_tree(files: Mapping[str, bytes]) -> bool:
     return not any(other.startswith(f"{name}/") for name in files for other in files)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     saves=st.lists(st.dictionaries(NAMES, CONTENT, max_size=5).filter(is_a_tree), min_size=1, max_size=4),
     chunk=st.integers(1, 10),

@@ -56,7 +56,6 @@ def segment_paths(store: MemoryStore) -> list[str]:
 # ------------------------------------------------------------------------------------------------ how many
 
 
-@settings(deadline=None)
 @given(number=st.integers(1, 10**10 - 1))
 def test_no_number_of_entries_takes_more_than_eighteen_objects(number: int) -> None:
     ends = boundaries(number)
@@ -64,7 +63,6 @@ def test_no_number_of_entries_takes_more_than_eighteen_objects(number: int) -> N
     assert [begin_of(end) for end in ends] == [0, *ends][:-1]
 
 
-@settings(deadline=None)
 @given(digits=st.sampled_from(BASES), number=st.integers(1, 500))
 def test_the_way_is_over_the_segments_that_are_there_when_all_were_written(digits: int, number: int) -> None:
     with base(digits):
@@ -112,7 +110,7 @@ def histories(draw: st.DrawFn) -> tuple[int, list[list[str]], list[bool]]:
     return draw(st.sampled_from([2, 3, 4])), moves, kept
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(histories())
 def test_what_is_loaded_is_the_fold_of_all_entries_whichever_segments_are_missing(
     history: tuple[int, list[list[str]], list[bool]],
@@ -131,7 +129,7 @@ def test_what_is_loaded_is_the_fold_of_all_entries_whichever_segments_are_missin
             assert found.trials._changed == state.trials._changed  # so that the next segment holds enough
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(digits=st.sampled_from([2, 3]), entries=st.integers(2, 30), data=st.data())
 def test_segments_may_come_in_any_order_late_twice_or_never(digits: int, entries: int, data: st.DataObject) -> None:
     store, states = MemoryStore(), []

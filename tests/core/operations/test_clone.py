@@ -173,7 +173,7 @@ ESSENTIAL = [
 ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("story", ESSENTIAL)
 def test_killed_at_every_operation_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
@@ -182,7 +182,7 @@ def test_killed_at_every_operation_it_breaks_no_promise(story: str, record_prope
     assert explored.broken == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("story", ["a trial clones", "the source deletes what a clone needed"])
 def test_with_each_write_late_or_lost_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
@@ -236,7 +236,7 @@ def test_in_every_order_of_their_writes_they_break_no_promise(meeting: str, reco
     assert explored.broken == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_in_drawn_orders_of_everything_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
@@ -328,7 +328,7 @@ MUTANTS: Mapping[str, Mutant] = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> None:
     mutant = MUTANTS[name]

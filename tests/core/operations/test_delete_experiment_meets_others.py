@@ -315,7 +315,7 @@ MUTANTS: Mapping[str, Mutant] = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> None:
     mutant = MUTANTS[name]

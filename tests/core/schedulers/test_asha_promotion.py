@@ -104,7 +104,7 @@ def reference(losses: list[list[int]], factor: int) -> Iterator[tuple[int, int]]
         rungs[job[1]].append((losses[job[0]][job[1]], job[0]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=1, max_size=40), st.integers(2, 4))
 def test_jobs_are_those_of_the_papers_algorithm(losses: list[list[int]], factor: int) -> None:
     steps = [factor**rung for rung in range(4)]

@@ -64,7 +64,7 @@ def test_at_max_t_everybody_stops_however_good() -> None:
     assert asked.schedule.milestone("a", 9) == 10
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 6), max_size=40), st.sampled_from([2, 2.5, 3, 4]))
 def test_who_stops_is_whom_rays_rule_stops(losses: list[int], factor: float) -> None:
     asked = Asked(ASHA(max_t=9, reduction_factor=factor))

@@ -116,7 +116,7 @@ def test_a_function_that_returns_what_json_cannot_say_is_refused_by_its_place() 
         explored({"inner": {"x": lambda config: {len(config)}}}, {})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 1 << 30), st.text(max_size=5))
 def test_the_same_purpose_gives_the_same_configuration(seed: int, purpose: str) -> None:
     mutations = as_mutations({"a": pt.uniform(0, 9), "b": [1, 2, 3]}, "here")

@@ -50,7 +50,7 @@ def full_trainings(world: World, seeds: int, variant: str = "promotion") -> floa
     return sum(len(run.run(UNITS).reached(R)) for run in runs) / seeds
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_with_a_checkpoint_per_unit_preempted_workers_yield_nine_tenths_at_least(record_property) -> None:
     calm, preempted = full_trainings(CALM, 2), full_trainings(PREEMPTED, 2)
     record_property("figure: full trainings in the preemption simulation, fault-free", round(calm, 1))

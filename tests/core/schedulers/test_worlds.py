@@ -53,9 +53,9 @@ def table(seed: int) -> Table:
     return Table([[float(chance.randint(0, 5)) for _ in range(40)] for _ in range(8)])
 
 
-few = settings(max_examples=40, deadline=None)
-fewer = settings(max_examples=8, deadline=None)
-many = settings(max_examples=1_000, deadline=None)
+few = settings(max_examples=40)
+fewer = settings(max_examples=8)
+many = settings(max_examples=1_000)
 
 
 def run(scheduler: Scheduler, world: World, trials: int) -> tuple[Recorded, Outcome]:
@@ -131,7 +131,7 @@ def test_at_every_point_of_a_thousand_histories_one_that_is_told_is_in_the_same_
 
 
 @every_scheduler
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(world=worlds, trials=st.integers(1, 12))
 def test_who_asks_twice_gets_the_same_kind_of_answer_and_changes_nothing(
     scheduler: Scheduler, world: World, trials: int

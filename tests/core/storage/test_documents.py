@@ -56,7 +56,7 @@ def nested(depth: int) -> object:
     return value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(held=SAYABLE)
 @example(10**5000)
 @example(-0.0)

@@ -318,7 +318,7 @@ def test_there_are_as_many_trials_as_samples_and_more_after_more_samples() -> No
     assert longer.run(10) == Experiment(OptunaSearch(None, 5), SPACE).run(5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spaces().filter(lambda space: not has_grid(space)), st.integers(0, 99))
 def test_a_proposal_is_json_of_the_space_and_is_read_back_as_it_was(space: dict[str, Any], seed: int) -> None:
     proposals = OptunaSearch(samplers.TPESampler(n_startup_trials=1), 3).begin(space, LOSS, seed)

@@ -200,7 +200,7 @@ def test_the_first_error_ends_the_rest() -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_fifty_thousand_tiny_files_are_one_blob(tmp_path: Path) -> None:
     for number in range(50_000):
         folder = tmp_path / "source" / f"{number // 1000:02}"
