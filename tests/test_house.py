@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from prefect_tune import cli
+from prefect_tune.cli.shared.app import COMMANDS
 from tools.house import (
     FILE_LINES,
     FOLDER_FILES,
@@ -117,3 +119,16 @@ def test_an_exemption_needs_its_reason_on_the_line(comment: str, *, has_reason: 
 
 def test_what_only_looks_like_an_exemption_is_none() -> None:
     assert list(exemptions('x = "# noqa"  # a string\n')) == []
+
+
+_ELSEWHERE = {"resume": "run"}  # it shares nearly all options of `run`
+
+
+def test_each_command_is_in_the_module_of_its_name() -> None:
+    homes = {each.name or each.callback.__name__: each.callback.__module__ for each in cli.app.registered_commands}
+    homes |= {
+        str(group.name): each.callback.__module__
+        for group in cli.app.registered_groups
+        for each in group.typer_instance.registered_commands
+    }
+    assert homes == {name: f"prefect_tune.cli.{_ELSEWHERE.get(name, name)}" for name in COMMANDS}

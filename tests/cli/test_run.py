@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.cli.option_parsing import space_from
+from prefect_tune.cli.shared.option_parsing import space_from
 from tests.fakes.command_line import Done, Run
 from tests.fakes.experiments import write_search
 from tests.fakes.processes import free_port

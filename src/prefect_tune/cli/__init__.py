@@ -1,11 +1,13 @@
-"""The command line `prefect-tune`. A command imports heavy modules only when it runs."""
+"""The command line `prefect-tune`. Each command is in the module of its name; it imports heavy modules when it runs."""
 
 from __future__ import annotations
 
-from prefect_tune.cli import blocks, checkpoints, deploy, gc, ls, maintain, report, run, stop
-from prefect_tune.cli.app import app, main
+from importlib import import_module
+
+from prefect_tune.cli.shared.app import COMMANDS, app, main
 
 __all__ = ["app", "main"]
 
-# Each module adds its commands to `app`.
-_ = (blocks, run, stop, deploy, ls, checkpoints, report, gc, maintain)
+for _command in COMMANDS:
+    if _command != "resume":  # it is in the module of `run`
+        import_module(f"{__name__}.{_command}")  # it adds itself to `app`

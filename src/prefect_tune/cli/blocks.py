@@ -1,37 +1,17 @@
-"""The commands `blocks register`, `blocks check` and `demo`."""
+"""The commands `blocks register` and `blocks check`."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.app import START, AsJson, Target, app
-
-__all__ = ["blocks"]
+from prefect_tune.cli.shared.app import START, AsJson, Target, app
 
 blocks = typer.Typer(help="The blocks that describe storage targets.", no_args_is_help=True)
 app.add_typer(blocks, name="blocks", rich_help_panel=START)
-
-
-@app.command(rich_help_panel=START)
-def demo(
-    target: Annotated[str | None, typer.Option(help="Target of the demo. Default: a temporary folder.")] = None,
-    steps: Annotated[int, typer.Option(min=4, help="Training steps of each run.")] = 24,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the files it writes.")] = False,
-) -> None:
-    """Train, kill the run in the middle of an upload, resume it, and compare the results bit for bit."""
-    from rich.console import Console
-
-    from prefect_tune.demo.run_demo import DemoOptions, run_demo
-
-    os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a demo
-    if not run_demo(DemoOptions(target=target, steps=steps, keep=keep), Console(highlight=False)):
-        raise typer.Exit(1)
 
 
 @blocks.command("register")

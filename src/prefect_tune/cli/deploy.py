@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.app import SEARCH, AsJson, WrongUsage, app, asks
-from prefect_tune.cli.option_parsing import object_from, values_from
+from prefect_tune.cli.shared.app import SEARCH, AsJson, WrongUsage, app, asks
+from prefect_tune.cli.shared.option_parsing import object_from, values_from
 from prefect_tune.core.errors import TuneError
 
 if TYPE_CHECKING:
     from prefect_tune.deploy.apply_deployments import Deployed
     from prefect_tune.deploy.deployment_specs import DeploymentSchedule, DeploymentSpec
-
-__all__: list[str] = []
 
 
 class _Collision(StrEnum):

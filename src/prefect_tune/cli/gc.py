@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
-from prefect_tune.cli.open_target import chosen_trials, opened
+from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.shared.open_target import chosen_trials, opened
 from prefect_tune.terminal.formatting import columns, plain, shown
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial_transitions import Trial
     from prefect_tune.core.operations.trial_gc import Collected
     from prefect_tune.core.storage.object_store import ObjectStore
-
-__all__: list[str] = []
 
 
 @app.command(rich_help_panel=BYTES)

@@ -1,4 +1,4 @@
-"""The commands `ls` and `show`: the status of experiments and trials."""
+"""The command `ls`: the experiments on a target."""
 
 from __future__ import annotations
 
@@ -7,41 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, TrialName, app
-from prefect_tune.cli.open_target import chosen_trials, looked_at, opened, written_at
+from prefect_tune.cli.shared.app import LOOK, AsJson, Target, app
+from prefect_tune.cli.shared.open_target import looked_at, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
-from prefect_tune.core.experiment.summary import (
-    best_first,
-    best_of,
-    counted,
-    is_search,
-    named,
-    objective_in,
-    shown_settings,
-)
-from prefect_tune.core.models import first_line, metric_in
-from prefect_tune.terminal.formatting import (
-    columns,
-    facts_table,
-    plain,
-    said,
-    said_counts,
-    said_time,
-    shown,
-)
-from prefect_tune.terminal.trials_table import trials_table
+from prefect_tune.core.experiment.summary import best_of, counted, is_search, named, objective_in
+from prefect_tune.core.models import metric_in
+from prefect_tune.terminal.formatting import columns, plain, said, said_counts, said_time, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from prefect_tune.core.experiment.experiment import Experiment
-    from prefect_tune.core.experiment.trial_transitions import Trial
     from prefect_tune.core.storage.object_store import ObjectStore
-
-__all__ = ["show_search"]
-
-_TRIALS_SHOWN = 50
-_ERRORS_SHOWN = 5
 
 
 @app.command("ls", rich_help_panel=LOOK)
@@ -55,25 +32,6 @@ def list_experiments(target: Target, as_json: AsJson = False) -> None:
         shown(_experiments_table(rows))
     else:
         print(f"{target}: no experiments")
-
-
-@app.command(rich_help_panel=LOOK)
-def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
-    """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
-    with opened(target, experiment) as (_, state):
-        pass
-    if is_search(state) and trial is None:
-        show_search(state, as_json=as_json)
-        return
-    about = {"experiment": state.name, "epoch": state.epoch, "owner": str(state.owner or "")}
-    found = [about | _facts(each) for each in chosen_trials(state, trial)] or [about]
-    if as_json:
-        print(json.dumps(found[0], indent=2))
-    else:
-        shown(facts_table(found[0]))
-
-
-# ------------------------------------------------------------------------------------------ many experiments
 
 
 @dataclass(frozen=True)
@@ -125,68 +83,3 @@ def _experiments_table(rows: Sequence[_Listed]) -> Table:
         cells = (row.experiment, row.kind, trials, best, said_time(row.written_at)[:16])
         table.add_row(*plain(cells), style="red" if row.damage else "")
     return table
-
-
-# -------------------------------------------------------------------------------------------- one experiment
-
-
-def show_search(state: Experiment, *, as_json: bool) -> None:
-    """Print a search: its settings, and its trials, the best one first."""
-    objective = objective_in(state.settings)
-    trials = best_first(list(state.trials.values()), objective)
-    about = {
-        "experiment": state.name,
-        "metric": list(objective.metrics) if objective else None,
-        "mode": list(objective.modes) if objective else None,
-        "trials_by_status": counted(state),
-        "epoch": state.epoch,
-        "owner": str(state.owner or ""),
-    }
-    if as_json:
-        told = about | {"settings": shown_settings(state.settings), "trials": [_facts(each) for each in trials]}
-        print(json.dumps(told, indent=2))
-        return
-    metrics = objective.metrics if objective else ()
-    shown(facts_table(_head(state, about)), "", trials_table(trials[:_TRIALS_SHOWN], metrics))
-    if len(trials) > _TRIALS_SHOWN:
-        shown(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
-    _show_errors(trials)
-
-
-def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object]:
-    """The lines above the table of trials."""
-    objective = objective_in(state.settings)
-    by = zip(objective.metrics, objective.modes, strict=True) if objective else ()
-    return {
-        "experiment": state.name,
-        **({"by": ", ".join(f"{mode} {name}" for name, mode in by)} if objective else {}),
-        "trials": said_counts(counted(state)),
-        "owner": about["owner"],
-    }
-
-
-def _show_errors(trials: Sequence[Trial]) -> None:
-    errored = [each for each in trials if each.status == "errored"]
-    if errored:
-        table = columns("errored", "because")
-        for each in errored[:_ERRORS_SHOWN]:
-            table.add_row(*plain((each.trial, first_line(each.reason))))
-        shown("", table)
-    if len(errored) > _ERRORS_SHOWN:
-        shown(f"and {len(errored) - _ERRORS_SHOWN} more errored; --json prints all")
-
-
-def _facts(trial: Trial) -> dict[str, object]:
-    return {
-        "trial": trial.trial,
-        "status": str(trial.status),
-        "reason": trial.reason,
-        "step": trial.step,
-        "metrics": dict(trial.metrics),
-        "checkpoints": [each.step for each in trial.checkpoints],
-        "quarantined": len(trial.quarantined),
-        "attempts": trial.attempt,
-        "wasted_steps": trial.wasted_steps,
-        "trained_seconds": trial.trained_seconds,
-        "config": dict(trial.config),
-    }

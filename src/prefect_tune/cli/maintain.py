@@ -9,10 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from prefect_tune.cli.app import BYTES, AsJson, Target, app
+from prefect_tune.cli.shared.app import BYTES, AsJson, Target, app
 from prefect_tune.core.errors import DamageFound
-
-__all__: list[str] = []
 
 _NEW_DAMAGE = 4
 

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.app import LOOK, AsJson, ExperimentName, Target, app
-from prefect_tune.cli.open_target import opened, place_at
+from prefect_tune.cli.shared.app import LOOK, AsJson, ExperimentName, Target, app
+from prefect_tune.cli.shared.open_target import opened, place_at
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import objective_in
 
 if TYPE_CHECKING:
     from prefect_tune.reporting.report_data import ReportData
-
-__all__: list[str] = []
 
 _FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
 _FORMS_OF_JSON = {".json": "JSON", "": "JSON"}

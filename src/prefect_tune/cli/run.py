@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, WrongUsage, app, asks
-from prefect_tune.cli.option_parsing import numbers_from, space_from, spelling_from, stop_from, values_from
+from prefect_tune.cli.shared.app import SEARCH, AsJson, ExperimentName, Target, WrongUsage, app, asks
+from prefect_tune.cli.shared.option_parsing import numbers_from, space_from, spelling_from, stop_from, values_from
 from prefect_tune.core.errors import InvalidInput, TuneError
 
 if TYPE_CHECKING:
     from prefect_tune.results.results import Results
-
-__all__: list[str] = []
 
 _SOME_ERRORED = 3
 _INTERRUPTED = 130
@@ -262,7 +260,7 @@ def _again(target: str, experiment: str, trainable: str | None) -> str:
 
 def _searched(search: Callable[[], Results], again: str, *, as_json: bool) -> None:
     """Search, print the results, and exit with 3 if trials errored. `again` is the command that resumes."""
-    from prefect_tune.cli.ls import show_search
+    from prefect_tune.cli.show import show_search
 
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file in this folder

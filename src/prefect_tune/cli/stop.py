@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.app import SEARCH, AsJson, ExperimentName, Target, TrialName, app
-
-__all__: list[str] = []
+from prefect_tune.cli.shared.app import SEARCH, AsJson, ExperimentName, Target, TrialName, app
 
 
 @app.command(rich_help_panel=SEARCH)

@@ -13,6 +13,7 @@ from prefect_tune.terminal.formatting import visible
 
 __all__ = [
     "BYTES",
+    "COMMANDS",
     "LOOK",
     "SEARCH",
     "START",
@@ -28,17 +29,18 @@ __all__ = [
 
 _WRONG_USAGE = 2
 START, SEARCH, LOOK, BYTES = "To begin with", "Search", "Look", "Bytes"
-_ORDER = (
+COMMANDS = (
     *("demo", "blocks", "run", "resume", "stop", "deploy", "ls", "show", "report"),
     *("checkpoints", "verify", "export", "gc", "maintain"),
 )
+"""The modules of the commands, in the order in which the help lists them."""
 
 
 class _InOrder(TyperGroup):
-    """Lists the commands in the order of `_ORDER`, not in the order of import."""
+    """Lists groups such as `blocks` in their place among the commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # the class of `ctx` depends on typer's version
-        return sorted(super().list_commands(ctx), key=lambda name: _ORDER.index(name) if name in _ORDER else 99)
+        return sorted(super().list_commands(ctx), key=COMMANDS.index)
 
 
 app = typer.Typer(
@@ -73,9 +75,6 @@ def main() -> None:
     """Run the command line; print a `TuneError` as one message, without a traceback."""
     try:
         app()
-    except WrongUsage as error:
-        print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
-        sys.exit(_WRONG_USAGE)
     except TuneError as error:
         print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(_WRONG_USAGE if isinstance(error, WrongUsage) else 1)

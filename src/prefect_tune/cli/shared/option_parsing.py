@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.cli.app import WrongUsage
+from prefect_tune.cli.shared.app import WrongUsage
 
 __all__ = ["numbers_from", "object_from", "space_from", "spelling_from", "stop_from", "values_from"]
 

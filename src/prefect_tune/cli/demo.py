@@ -1,0 +1,26 @@
+"""The command `demo`: train, kill, resume, and compare."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from prefect_tune.cli.shared.app import START, app
+
+
+@app.command(rich_help_panel=START)
+def demo(
+    target: Annotated[str | None, typer.Option(help="Target of the demo. Default: a temporary folder.")] = None,
+    steps: Annotated[int, typer.Option(min=4, help="Training steps of each run.")] = 24,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the files it writes.")] = False,
+) -> None:
+    """Train, kill the run in the middle of an upload, resume it, and compare the results bit for bit."""
+    from rich.console import Console
+
+    from prefect_tune.demo.run_demo import DemoOptions, run_demo
+
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a demo
+    if not run_demo(DemoOptions(target=target, steps=steps, keep=keep), Console(highlight=False)):
+        raise typer.Exit(1)

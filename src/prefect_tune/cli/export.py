@@ -1,0 +1,65 @@
+"""The command `export`: write a checkpoint to a plain directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, app
+from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trials_today
+from prefect_tune.cli.shared.open_target import chosen_trials, opened
+from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
+from prefect_tune.core.experiment.summary import best_of, is_search
+
+if TYPE_CHECKING:
+    from prefect_tune.core.experiment.experiment import Experiment
+    from prefect_tune.core.experiment.trial_transitions import Trial
+    from prefect_tune.core.storage.layout import CheckpointKey
+
+
+@app.command(rich_help_panel=BYTES)
+def export(
+    target: Target,
+    experiment: ExperimentName,
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint. Default: the newest.", show_default=False)] = None,
+    trial: Annotated[str | None, typer.Option(help="Trial. Default: the best one.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint to DIRECTORY, which must be new or empty: its files, as the trainable saved them."""
+    from prefect_tune.blocks import resolve_target
+
+    with opened(target, experiment) as (store, state):
+        (whose,) = trials_today(store, state, [_whose(state, trial)])
+        key = _chosen(state, whose, step)
+    resolve_target(target).checkpoint(key).to_directory(directory)
+    if as_json:
+        print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
+        return
+    named = f"{whose.trial}{' (errored)' * (whose.status == 'errored')} " if is_search(state) else ""
+    print(f"{named}step {key.step}: in {directory}")
+
+
+def _whose(state: Experiment, trial: str | None) -> Trial:
+    trials = chosen_trials(state, trial)
+    best = best_of(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
+    if best is None:
+        raise InvalidInput(
+            f"experiment {state.name!r}: its {len(trials)} trials have no best one; name a trial: --trial"
+        )
+    return best
+
+
+def _chosen(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
+    live = live_checkpoints(state, trial)
+    fitting = [key for key in live if step in (None, key.step)]
+    if not fitting:
+        steps = ", ".join(str(key.step) for key in live) or "none"
+        wanted = "" if step is None else f" of step {step}"
+        whose = f"experiment {state.name!r}" + (f", trial {trial.trial!r}" if is_search(state) else "")
+        errored = ", which has errored" * (trial.status == "errored")
+        raise CheckpointNotFound(f"{whose}{errored}: there is no checkpoint{wanted}; there are: {steps}")
+    return fitting[-1]

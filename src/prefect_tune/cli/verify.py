@@ -1,0 +1,118 @@
+"""The command `verify`: read live checkpoints byte by byte, or release a quarantined one that is whole."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trial_key, trials_today
+from prefect_tune.cli.shared.open_target import chosen_trials, opened
+from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
+from prefect_tune.core.experiment.summary import is_search
+
+if TYPE_CHECKING:
+    from prefect_tune.core.experiment.experiment import Experiment
+    from prefect_tune.core.experiment.trial_transitions import Trial
+    from prefect_tune.core.storage.layout import CheckpointKey
+    from prefect_tune.core.storage.object_store import ObjectStore
+
+
+@app.command(rich_help_panel=BYTES)
+def verify(
+    target: Target,
+    experiment: ExperimentName,
+    trial: TrialName = None,
+    release: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", help="Reinstate a quarantined checkpoint if it is whole.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every live checkpoint, and verify every byte."""
+    found: list[_Verified] = []
+    with opened(target, experiment) as (store, state):
+        trials = trials_today(store, state, chosen_trials(state, trial))
+        checks = _verified(store, state, trials) if release is None else _released(store, state, trials, release)
+        for each in checks:
+            found.append(each)
+            if not as_json:
+                named = f"{each.trial} {each}" if is_search(state) else str(each)
+                print(named, file=sys.stderr if each.damage else sys.stdout)
+    if as_json:
+        print(json.dumps([asdict(each) for each in found], indent=2))
+    elif not found:
+        print(f"{experiment}: no checkpoint is live, so there is nothing to verify")
+    if any(each.damage for each in found):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """The result of verifying one checkpoint."""
+
+    trial: str
+    step: int
+    size_bytes: int = 0
+    file_count: int = 0
+    damage: str | None = None
+
+    def __str__(self) -> str:
+        from prefect_tune.core.models import plural, shown_size
+
+        if self.damage:
+            return f"step {self.step}: DAMAGED: {self.damage}"
+        return f"step {self.step}: {shown_size(self.size_bytes)} in {plural(self.file_count, 'file', 'files')}, whole"
+
+
+def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:
+    from prefect_tune.core.operations.scrub import inspect_one
+    from prefect_tune.stores.local.staging import transfer_pool
+
+    with transfer_pool() as transfers:
+        for key in (key for trial in trials for key in live_checkpoints(state, trial)):
+            for each in inspect_one(store, key, side_by_side=transfers):
+                yield _Verified(key.trial.trial, key.step, each.size_bytes, each.file_count, each.damage)
+
+
+def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int) -> Iterator[_Verified]:
+    """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
+    from prefect_tune.core.experiment.trial_transitions import is_aside
+    from prefect_tune.core.operations.quarantine import reinstate
+    from prefect_tune.core.operations.scrub import read_one
+    from prefect_tune.core.recovery.stale_reads import current_trial
+    from prefect_tune.stores.local.staging import transfer_pool
+    from prefect_tune.supervisor.run_identity import new_write_id
+
+    key = _aside(state, trials, step)
+    with transfer_pool() as transfers:
+        found = read_one(store, key, side_by_side=transfers)
+        if found.damage is None:
+            is_there = bool(reinstate(store, key.trial, [key], new_write_id(), side_by_side=transfers))
+        else:
+            is_there = is_aside(current_trial(store, key.trial, side_by_side=transfers), key)
+        if not is_there:
+            raise CheckpointNotFound(f"{key.folder}: the trial retired it meanwhile, so it cannot be released")
+    yield _Verified(key.trial.trial, step, found.size_bytes, found.file_count, found.damage)
+
+
+def _aside(state: Experiment, trials: Sequence[Trial], step: int) -> CheckpointKey:
+    found = [
+        trial_key(state, trial).checkpoint_key(each.checkpoint)
+        for trial in trials
+        for each in trial.aside
+        if each.checkpoint.step == step
+    ]
+    if not found:
+        steps = {each.checkpoint.step for trial in trials for each in trial.aside}
+        there = ", ".join(map(str, sorted(steps))) or "none"
+        raise CheckpointNotFound(f"experiment {state.name!r}: step {step} is not quarantined; there are: {there}")
+    if len({key.trial for key in found}) > 1:
+        names = ", ".join(key.trial.trial for key in found)
+        raise InvalidInput(f"experiment {state.name!r}: trials {names} have step {step} quarantined; name one: --trial")
+    return found[-1]
