@@ -48,7 +48,7 @@ from prefect_tune.core.journal import journal
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.stop_requests import StopRequest, ask, read_request
 from prefect_tune.core.messages.trial_replies import answer, read_answer
-from prefect_tune.core.notifications.callback_state import newest_state
+from prefect_tune.core.notifications.callback_delivery import newest_state
 from prefect_tune.core.operations.maintenance_state import last_round
 from prefect_tune.core.operations.quarantine import reinstate
 from prefect_tune.core.recovery.restore import read_manifest

@@ -246,6 +246,19 @@ def test_a_hook_that_hangs_is_left_behind_and_told_in_the_next_run(target: Local
     assert hooks(next_one) == ["setup", *WHOLE, "end"]
 
 
+def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefect_tune.monitoring.callback_runner._MOST_WAITING", 3)
+    slow, state = Diary(), state_at(target)
+    listener = Callbacks([slow], target, pt.SearchInfo("e", target.uri, None), LOG)
+    for _ in range(5):
+        listener.happened(Started(trial="trial", attempt=9, from_step=0), state)
+    listener.start(state)
+    listener.end(state, PATIENCE)
+    assert hooks(slow) == ["setup", *WHOLE, "end"]
+
+
 def test_one_that_cannot_be_set_up_is_told_nothing_and_says_why(
     target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:

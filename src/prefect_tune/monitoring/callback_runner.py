@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,40 +18,40 @@ from prefect.logging import get_logger
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
-from prefect_tune.core.errors import AlreadyExists, InvalidInput, TuneError
+from prefect_tune.core.errors import AlreadyExists, CommitUnknown, InvalidInput, TuneError
 from prefect_tune.core.events.experiment_events import (
     AttemptEnded,
     Committed,
     Event,
     Finished,
     GaveUp,
-    OneTrialsEvent,
     Reported,
     Started,
 )
-from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment import Entry, Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.models import valid_name
-from prefect_tune.core.notifications.callback_state import CallbackState
-from prefect_tune.core.notifications.delivery_cursor import DeliveryTracker
-from prefect_tune.monitoring.callback_queue import (
-    BoundedQueue,
-    DroppedItems,
-    EndItem,
-    EntryItem,
-    EventItem,
-    QueueItem,
-    ReportItem,
+from prefect_tune.core.notifications.callback_delivery import (
+    CallbackState,
+    Delivered,
+    DeliveryTracker,
+    keep_state,
+    newest_state,
 )
-from prefect_tune.monitoring.callback_store import CallbackStore
 from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.retry_policy import with_retries
 from prefect_tune.runtime.trial_process import load_trainable
-from prefect_tune.supervisor import search_link
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.search_link import StepReported
 
 __all__ = ["CallbackThread", "Callbacks", "callbacks_for"]
 
+_TIMEOUT = timedelta(minutes=5)
 _KEEP_PERIOD = timedelta(seconds=10)
+_MOST_WAITING = 20_000
 _TRACES = 3
 _MILESTONES = frozenset(10**exponent for exponent in range(1, 12))
 
@@ -84,57 +87,83 @@ def _warn_of_unheard(kind: type[Callback]) -> None:
             get_logger("prefect_tune").warning("callback %s: %s is not a hook: %s", kind.__name__, name, hint)
 
 
-class CallbackThread:
-    """Calls one callback's hooks in a thread of its own. The listener's methods only queue, and return at once."""
+@dataclass(frozen=True, slots=True)
+class _Item:
+    experiment: Experiment
+    """Its state after this item."""
+    news: Event | StepReported | None = None
+    """None: the journal holds everything before this item."""
+    is_gap: bool = False
+    """Whether items before this one were dropped, since the queue was full: the journal has them."""
+    is_last: bool = False
 
-    def __init__(self, callback: Callback, desk: CallbackStore, log: Log, inbox: BoundedQueue | None = None) -> None:
+
+class CallbackThread:
+    """Calls one callback's hooks in a thread of its own. The listener's methods only queue, and return at once.
+
+    Delivery position and state are stored on the target; what the callback has not received is read from the journal.
+    """
+
+    def __init__(self, callback: Callback, name: str, target: StorageTarget, search: SearchInfo, log: Log) -> None:
         self._callback = callback
-        self._desk = desk
+        self._name = name
+        self._target = target
+        self._search = search
         self._log = log
-        self._inbox = inbox or BoundedQueue()
-        self._telling = DeliveryTracker()
+        self._items: queue.Queue[_Item] = queue.Queue(_MOST_WAITING)
+        self._tracker = DeliveryTracker()
+        self._state_number = 0  # of the newest stored state
         self._is_behind = True  # what happened before this run is in the journal
         self._has_news = False
         self._is_owner = True
         self._errors = 0
         self._kept_at = time.monotonic()
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name=desk.name, daemon=True)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name=name, daemon=True)
 
     def start(self, experiment: Experiment) -> None:
         """Start the thread; it first delivers what the journal holds up to this state."""
-        self._inbox.put(EntryItem(experiment))
+        self._put(_Item(experiment))
         self._thread.start()
 
     def happened(self, event: Event, experiment: Experiment) -> None:
-        self._inbox.put(EventItem(event, experiment))
+        self._put(_Item(experiment, event))
 
-    def told(self, told: search_link.StepReported, experiment: Experiment) -> None:
-        self._inbox.put(ReportItem(told.trial, told.report, experiment))
+    def told(self, told: StepReported, experiment: Experiment) -> None:
+        self._put(_Item(experiment, told))
 
     def wrote(self, experiment: Experiment) -> None:
-        self._inbox.put(EntryItem(experiment))
+        self._put(_Item(experiment))
 
     def end(self, experiment: Experiment) -> None:
         """Queue the end: the thread delivers what is left, calls `on_experiment_end`, and ends."""
-        self._inbox.put(EndItem(experiment))
+        self._put(_Item(experiment, is_last=True))
 
     def join(self, until: float) -> None:
         """Wait for the thread until `until`, a time of `time.monotonic`; log a warning if it is still busy then."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._log.warning("callback %s did not finish in time: the next run delivers the rest", self._desk.name)
+            self._log.warning("callback %s did not finish in time: the next run delivers the rest", self._name)
+
+    def _put(self, item: _Item) -> None:
+        """Queue an item without waiting; drop all items of a full queue."""
+        if self._items.full():
+            with suppress(queue.Empty):
+                while True:
+                    self._items.get_nowait()
+            self._items.put_nowait(_Item(item.experiment, is_gap=True))
+        self._items.put_nowait(item)
 
     # -------------------------------------------------------------------------------------- the thread's own
 
     def _run(self) -> None:
         if not self._is_set_up():
             return
-        while True:
-            item = self._inbox.take(_KEEP_PERIOD)
-            if item is not None:
+        is_over = False
+        while not is_over:
+            with suppress(queue.Empty):
+                item = self._items.get(timeout=_KEEP_PERIOD.total_seconds())
                 self._take(item)
-            if isinstance(item, EndItem):
-                break
+                is_over = item.is_last
             if time.monotonic() - self._kept_at >= _KEEP_PERIOD.total_seconds():
                 self._keep()
         self._call(lambda: self._callback.on_experiment_end(item.experiment.trials))
@@ -142,59 +171,60 @@ class CallbackThread:
 
     def _is_set_up(self) -> bool:
         try:
-            self._callback.setup(self._desk.search)
-            if (kept := self._desk.newest()) is not None:
-                self._telling = DeliveryTracker(kept.heard if self._takes_up(kept) else None)
+            self._callback.setup(self._search)
+            if (kept := with_retries(self._newest_state)) is not None:
+                self._state_number = kept.number
+                is_restored = kept.state is None or self._callback.set_state(kept.state) is not False
+                self._tracker = DeliveryTracker(kept.heard if is_restored else None)
         except BaseException:  # noqa: BLE001  a callback's error must not end the search
-            self._log.exception("callback %s: setup failed; this run does not call its hooks", self._desk.name)
+            self._log.exception("callback %s: setup failed; this run does not call its hooks", self._name)
             return False
         return True
 
-    def _takes_up(self, kept: CallbackState) -> bool:
-        return kept.state is None or self._callback.set_state(kept.state) is not False
+    def _newest_state(self) -> CallbackState | None:
+        with self._target.open(timeout=_TIMEOUT) as store:
+            return newest_state(store, self._search.experiment, self._name)
 
-    def _take(self, item: QueueItem) -> None:
-        match item:
-            case DroppedItems():
-                self._is_behind = True
-            case EntryItem(experiment=experiment) | EndItem(experiment=experiment):
-                self._written(experiment)
-            case EventItem(event=event, experiment=experiment) if not self._is_behind:
-                self._tell(self._telling.news(event), experiment)
-            case ReportItem() if not self._is_behind:
-                self._tell_report(item)
-            case _:
-                pass  # catching up will read it from the journal
+    def _take(self, item: _Item) -> None:
+        news = item.news
+        if item.is_gap:
+            self._is_behind = True
+        elif news is None:
+            self._written(item.experiment)
+        elif self._is_behind:
+            pass  # catching up reads it from the journal
+        elif not isinstance(news, StepReported):
+            self._deliver(self._tracker.news(news), item.experiment)
+        elif self._tracker.report(news.trial, news.report):
+            self._deliver([Reported(trial=news.trial, report=news.report)], item.experiment)
 
     def _written(self, experiment: Experiment) -> None:
         if self._is_behind:
             self._is_behind = not self._caught_up(experiment)
         else:
-            self._telling.written(experiment.number)
+            self._tracker.written(experiment.number)
 
     def _caught_up(self, experiment: Experiment) -> bool:
         """Deliver the journal entries that this callback has not received; return whether the journal was read."""
         try:
-            entries = self._desk.entries(self._telling.number)
+            entries = with_retries(self._missed_entries)
         except TuneError as error:
-            self._log.warning("callback %s: missed events will be delivered later: %s", self._desk.name, error)
+            self._log.warning("callback %s: missed events will be delivered later: %s", self._name, error)
             return False
         for entry in entries:
             if entry.number <= experiment.number:
-                self._tell(self._telling.replay(entry), experiment)
+                self._deliver(self._tracker.replay(entry), experiment)
         return True
 
-    def _tell(self, news: Iterable[OneTrialsEvent], experiment: Experiment) -> None:
+    def _missed_entries(self) -> Sequence[Entry]:
+        with self._target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
+            return entries_beyond(store, self._search.experiment, self._tracker.number, side_by_side=transfers)
+
+    def _deliver(self, news: Iterable[Delivered], experiment: Experiment) -> None:
         for event in news:
             self._has_news = True
             for hook in hooks_for(self._callback, event, experiment.trial(event.trial)):
                 self._call(hook)
-
-    def _tell_report(self, told: ReportItem) -> None:
-        if self._telling.report(told.trial, told.report):
-            self._has_news = True
-            trial = told.experiment.trial(told.trial)
-            self._call(lambda: self._callback.on_trial_result(trial, told.report))
 
     def _call(self, hook: Callable[[], object]) -> None:
         try:
@@ -206,9 +236,9 @@ class CallbackThread:
         """Log a failure of the callback: the first three with a traceback, then only each power of ten."""
         self._errors += 1
         if self._errors <= _TRACES:
-            self._log.error("callback %s failed", self._desk.name, exc_info=error)
+            self._log.error("callback %s failed", self._name, exc_info=error)
         elif self._errors in _MILESTONES:
-            self._log.error("callback %s has failed %d times: %r", self._desk.name, self._errors, error)
+            self._log.error("callback %s has failed %d times: %r", self._name, self._errors, error)
 
     def _keep(self) -> None:
         """Store the delivery position and the callback's state, if something was delivered since the last time."""
@@ -216,16 +246,27 @@ class CallbackThread:
         if not (self._has_news and self._is_owner):
             return
         try:
-            self._desk.keep(self._telling.heard, self._callback.get_state())
+            self._store(self._callback.get_state())
             self._has_news = False
         except AlreadyExists:
             self._is_owner = False
-            self._log.warning("callback %s: another run stores its state now; this run no longer does", self._desk.name)
+            self._log.warning("callback %s: another run stores its state now; this run no longer does", self._name)
         except BaseException as error:  # noqa: BLE001  as in `_call`; the next period tries again
             self._complain(error)
 
+    def _store(self, state: Mapping[str, object] | None) -> None:
+        number, write_id = self._state_number + 1, new_write_id().write_id
+        kept = CallbackState(number=number, write_id=write_id, heard=self._tracker.position, state=state)
+        try:
+            with self._target.open(timeout=_TIMEOUT) as store:
+                keep_state(store, self._search.experiment, self._name, kept)
+        except CommitUnknown:
+            self._state_number = number  # it may be taken: the next call uses the next one
+            raise
+        self._state_number = number
 
-def hooks_for(callback: Callback, event: OneTrialsEvent, trial: Trial) -> Iterator[Callable[[], object]]:
+
+def hooks_for(callback: Callback, event: Delivered, trial: Trial) -> Iterator[Callable[[], object]]:
     """Yield the hook calls of a trial's event, in order."""
     match event:
         case Started():
@@ -243,8 +284,6 @@ def hooks_for(callback: Callback, event: OneTrialsEvent, trial: Trial) -> Iterat
             yield lambda: callback.on_trial_complete(trial, event)
         case GaveUp():
             yield lambda: callback.on_trial_error(trial, event)
-        case _:
-            pass
 
 
 class Callbacks(ObserverGroup):
@@ -253,8 +292,7 @@ class Callbacks(ObserverGroup):
     def __init__(self, callbacks: Sequence[Callback], target: StorageTarget, search: SearchInfo, log: Log) -> None:
         names = _distinct([each.name for each in callbacks])
         self._threads = [
-            CallbackThread(callback, CallbackStore(target, search, name), log)
-            for callback, name in zip(callbacks, names, strict=True)
+            CallbackThread(callback, name, target, search, log) for callback, name in zip(callbacks, names, strict=True)
         ]
         super().__init__(self._threads)
 
@@ -273,6 +311,7 @@ class Callbacks(ObserverGroup):
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
+    """Number names that occur again: `name`, `name-2`, `name-3`."""
     seen: Counter[str] = Counter()
     found = []
     for name in names:

@@ -46,47 +46,46 @@ class HealthThresholds:
 
 
 @dataclass
-class _Rhythm:
-    """The last time, and the longest interval so far, of a repeated action."""
-
-    last: float
-    longest: float | None = None
-    is_told: bool = False
-
-    def beat(self, now: float) -> None:
-        gap = now - self.last
-        self.longest = gap if self.longest is None else max(self.longest, gap)
-        self.last, self.is_told = now, False
-
-
-@dataclass
-class _Debt:
-    """The time since which something waits to be journaled; None if nothing does."""
+class _Wait:
+    """Since when something is awaited, and how long it took at most; each wait is overdue once."""
 
     since: float | None = None
-    is_told: bool = False
+    """None: nothing is awaited."""
+    longest: float | None = None
+    is_reported: bool = False
 
     def begin(self, now: float) -> None:
         if self.since is None:
-            self.since, self.is_told = now, False
+            self.since, self.is_reported = now, False
 
-    def settle(self) -> None:
+    def end(self) -> None:
         self.since = None
 
+    def renew(self, now: float) -> None:
+        """End a wait, note how long it was, and begin the next one."""
+        if self.since is not None:
+            self.longest = max(self.longest or 0.0, now - self.since)
+        self.since, self.is_reported = now, False
+
     def overdue(self, now: float, limit: float) -> float | None:
-        """Return the waiting time in seconds if it exceeds `limit`, once for each wait; else None."""
-        if self.since is None or self.is_told or now - self.since <= limit:
+        """Return the waiting time in seconds if it exceeds `limit`; else None."""
+        if self.since is None or self.is_reported or now - self.since <= limit:
             return None
-        self.is_told = True
+        self.is_reported = True
         return round(now - self.since, 1)
 
 
 @dataclass
 class _AttemptHealth:
-    reports: _Rhythm
-    saves: _Rhythm | None = None
-    unwritten: _Debt = field(default_factory=_Debt)
+    reports: _Wait
+    saves: _Wait = field(default_factory=_Wait)
+    unwritten: _Wait = field(default_factory=_Wait)
     journaled: int = 0
+
+    @property
+    def may_lag(self) -> bool:
+        """Whether the trial has reported since its last save, and the time between saves is known."""
+        return self.saves.longest is not None and (self.reports.since or 0.0) > (self.saves.since or 0.0)
 
 
 @dataclass
@@ -102,12 +101,12 @@ class HealthMonitor:
 
     def __post_init__(self) -> None:
         self._attempts: dict[str, _AttemptHealth] = {}
-        self._unwritten = _Debt()
+        self._unwritten = _Wait()
         self._nearly_spent: set[Spent] = set()
 
     def started(self, trial: str, step: int, now: float) -> None:
         """Record that an attempt begins after `step`."""
-        self._attempts[trial] = _AttemptHealth(_Rhythm(now), journaled=step)
+        self._attempts[trial] = _AttemptHealth(_Wait(now), journaled=step)
 
     def ended(self, trial: str) -> None:
         """Record that an attempt is over."""
@@ -116,7 +115,7 @@ class HealthMonitor:
     def reported(self, trial: str, step: int, now: float) -> None:
         """Record the report of a step."""
         if (attempt := self._attempts.get(trial)) is not None:
-            attempt.reports.beat(now)
+            attempt.reports.renew(now)
             if step > attempt.journaled:
                 attempt.unwritten.begin(now)
 
@@ -124,16 +123,12 @@ class HealthMonitor:
         """Record that a trial's steps up to this one are in its journal."""
         if (attempt := self._attempts.get(trial)) is not None:
             attempt.journaled = step
-            attempt.unwritten.settle()
+            attempt.unwritten.end()
 
     def committed(self, trial: str, now: float) -> None:
         """Record a commit; from the second one on, the interval is known."""
-        if (attempt := self._attempts.get(trial)) is None:
-            return
-        if attempt.saves is None:
-            attempt.saves = _Rhythm(now)
-        else:
-            attempt.saves.beat(now)
+        if (attempt := self._attempts.get(trial)) is not None:
+            attempt.saves.renew(now)
 
     def happened(self, now: float) -> None:
         """Record that events wait for the experiment's journal."""
@@ -141,39 +136,28 @@ class HealthMonitor:
 
     def wrote(self) -> None:
         """Record that the experiment's journal has them."""
-        self._unwritten.settle()
+        self._unwritten.end()
 
     def look(self, now: float, trained_seconds: float = 0.0, ended_trials: int = 0) -> Iterator[LifecycleEvent]:
         """Yield the warnings that are due by now and were not emitted before."""
         for trial, attempt in self._attempts.items():
-            yield from self._silence(trial, attempt.reports, now)
-            yield from self._unsaved(trial, attempt, now)
-            yield from self._late(attempt.unwritten, trial, now)
-        yield from self._late(self._unwritten, None, now)
+            reports, saves, unwritten = attempt.reports, attempt.saves, attempt.unwritten
+            if (silent := reports.overdue(now, self.patience.limit(reports.longest))) is not None:
+                yield TrialStale(trial=trial, silent_seconds=silent)
+            if attempt.may_lag and (late := saves.overdue(now, self.patience.limit(saves.longest))) is not None:
+                yield SyncLagged(what="checkpoint", seconds=late, trial=trial)
+            if (late := unwritten.overdue(now, self.patience.for_the_journal)) is not None:
+                yield SyncLagged(what="journal", seconds=late, trial=trial)
+        if (late := self._unwritten.overdue(now, self.patience.for_the_journal)) is not None:
+            yield SyncLagged(what="journal", seconds=late, trial=None)
+        yield from self._nearly_spent_budgets(now, trained_seconds, ended_trials)
+
+    def _nearly_spent_budgets(self, now: float, trained_seconds: float, ended_trials: int) -> Iterator[LifecycleEvent]:
         spent = {"time": now - self.began, "training-time": trained_seconds, "trials": float(ended_trials)}
         for budget in self.budgets:
             if budget.what not in self._nearly_spent and budget.is_nearly(spent[budget.what]):
                 self._nearly_spent.add(budget.what)
                 yield BudgetNearlySpent(what=budget.what, spent=round(spent[budget.what], 1), budget=budget.most)
-
-    def _silence(self, trial: str, reports: _Rhythm, now: float) -> Iterator[LifecycleEvent]:
-        silent = now - reports.last
-        if not reports.is_told and silent > self.patience.limit(reports.longest):
-            reports.is_told = True
-            yield TrialStale(trial=trial, silent_seconds=round(silent, 1))
-
-    def _unsaved(self, trial: str, attempt: _AttemptHealth, now: float) -> Iterator[LifecycleEvent]:
-        """Warn of overdue saves; only of a trial that has reported since its last save."""
-        saves = attempt.saves
-        if saves is None or saves.is_told or saves.longest is None or attempt.reports.last <= saves.last:
-            return
-        if now - saves.last > self.patience.limit(saves.longest):
-            saves.is_told = True
-            yield SyncLagged(what="checkpoint", seconds=round(now - saves.last, 1), trial=trial)
-
-    def _late(self, debt: _Debt, trial: str | None, now: float) -> Iterator[LifecycleEvent]:
-        if (seconds := debt.overdue(now, self.patience.for_the_journal)) is not None:
-            yield SyncLagged(what="journal", seconds=seconds, trial=trial)
 
 
 @dataclass

@@ -16,7 +16,8 @@
 <experiment>/trials/<trial>/artifacts/index/0000000001.json
 <experiment>/trials/<trial>/artifacts/files/<digest>-<number>/<name>
 
-The page says what each object is. `result_files` and `callback_state` build the paths of results and callback states.
+The page says what each object is. The paths of results are built in `result_files`, those of callback states in
+`callback_delivery`.
 """
 
 from __future__ import annotations

@@ -10,14 +10,13 @@ from prefect_tune.core.events.experiment_events import (
     Cause,
     Event,
     Finished,
-    OneTrialsEvent,
     Paused,
     Reported,
     Started,
 )
 from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.delivery_cursor import DeliveryTracker
+from prefect_tune.core.notifications.callback_delivery import Delivered, DeliveryTracker
 
 BEGUN = Started(trial="a", attempt=1, from_step=0)
 
@@ -26,7 +25,7 @@ def said(step: int) -> StepReport:
     return StepReport(step=step, metrics={"loss": 1 / step})
 
 
-def steps(news: Sequence[OneTrialsEvent]) -> list[int]:
+def steps(news: Sequence[Delivered]) -> list[int]:
     return [each.report.step for each in news if isinstance(each, Reported)]
 
 
@@ -74,7 +73,7 @@ def test_who_comes_back_is_told_what_it_has_missed_and_no_more() -> None:
     heard_first = entry(1, absorbed(1, BEGUN, Reported(trial="a", report=said(1))), paused)
     assert steps(list(first.replay(heard_first))) == [1]
     assert first.report("a", said(2))
-    kept = first.heard
+    kept = first.position
     assert kept.number == 1
 
     second = DeliveryTracker(kept)
@@ -88,4 +87,4 @@ def test_what_is_kept_does_not_grow_with_what_the_journal_has() -> None:
     telling = DeliveryTracker()
     events = [absorbed(1, BEGUN, Reported(trial="a", report=said(1)), Finished(trial="a", reason="enough"))]
     assert len(list(telling.replay(entry(1, *events)))) == 3
-    assert telling.heard.marks == {}
+    assert telling.position.marks == {}
