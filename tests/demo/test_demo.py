@@ -18,15 +18,13 @@ from prefect_tune.core.models import Digest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Listed
 from prefect_tune.demo import run_demo as story
-from prefect_tune.demo.assertions import Findings, Killed, claims
+from prefect_tune.demo.claims import Findings, Killed, claims
 from prefect_tune.demo.model import Digits
-from prefect_tune.demo.process import act_process
-from prefect_tune.demo.render import Track, cells
 from prefect_tune.demo.run_demo import DemoOptions, run_demo
-from prefect_tune.demo.screen import DemoScreen
+from prefect_tune.demo.screen import DemoScreen, Track, cells
 from prefect_tune.demo.server import temporary_server, without_prefect
-from prefect_tune.demo.target_probe import TrialListing
-from prefect_tune.demo.worker import ActRequest
+from prefect_tune.demo.target_probe import TargetProbe, TrialListing
+from prefect_tune.demo.training_process import TrainingParameters, training_process
 
 CONFIG: dict[str, object] = {"width": 32, "batch": 64, "rate": 0.001, "seed": 1}
 KILLED = Killed(
@@ -108,26 +106,30 @@ def stage(tmp_path: Path, at_end: ExitStack) -> story._Stage:
     return story._Stage(DemoOptions(), screen, target, target.uri, "demo", iter(()), "a server", at_end)
 
 
+def be_killed(stage: story._Stage) -> tuple[TargetProbe, Killed]:
+    return story._be_killed(stage, stage.screen.tracks[1])
+
+
 def test_a_kill_that_came_too_late_is_tried_again_on_another_experiment(tmp_path: Path, kills: list[Killed]) -> None:
     kills += [LATE, KILLED]
     with ExitStack() as at_end:
-        watch, killed = story._be_killed(stage(tmp_path, at_end))
-        assert (watch.trial.experiment, killed) == ("demo-killed-2", KILLED)
+        probe, killed = be_killed(stage(tmp_path, at_end))
+        assert (probe.trial.experiment, killed) == ("demo-killed-2", KILLED)
 
 
 def test_kills_that_only_ever_come_too_late_are_no_success(tmp_path: Path, kills: list[Killed]) -> None:
     kills += [LATE, LATE, LATE]
     with ExitStack() as at_end, pytest.raises(TuneError, match="came too late"):
-        story._be_killed(stage(tmp_path, at_end))
+        be_killed(stage(tmp_path, at_end))
 
 
-@pytest.mark.parametrize(("steps", "save_every", "doomed"), [(24, 6, 18), (4, 1, 3), (27, 6, 24), (101, 25, 100)])
+@pytest.mark.parametrize(("steps", "save_every", "interrupted"), [(24, 6, 18), (4, 1, 3), (27, 6, 24), (101, 25, 100)])
 def test_the_last_checkpoint_but_one_is_the_one_whose_upload_is_hit(
-    tmp_path: Path, steps: int, save_every: int, doomed: int
+    tmp_path: Path, steps: int, save_every: int, interrupted: int
 ) -> None:
     with ExitStack() as at_end:
         long = replace(stage(tmp_path, at_end), options=DemoOptions(steps=steps))
-    assert (long.save_every, long.doomed_step) == (save_every, doomed)
+    assert (long.save_every, long.interrupted_step) == (save_every, interrupted)
 
 
 def test_blobs_of_a_save_without_a_manifest_are_in_flight_and_reused_ones_are_not() -> None:
@@ -198,9 +200,9 @@ def test_a_target_that_cannot_be_used_is_said_before_anything_is_trained(
 
 
 def test_a_run_that_fails_is_told_with_its_last_words() -> None:
-    with act_process({"PYTHONHOME": "/nowhere"}) as process:
+    with training_process({"PYTHONHOME": "/nowhere"}) as process:
         process.wait()
-        process.begin(ActRequest(target="t", experiment="e", steps=4, save_every=1, width=8))
+        process.begin(TrainingParameters(target="t", experiment="e", steps=4, save_every=1, width=8))
         with pytest.raises(TuneError, match="/nowhere"):
             process.require_success()
 

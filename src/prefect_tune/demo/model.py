@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-from prefect_tune.demo.worker import WEIGHTS_FILE
+from prefect_tune.demo.training_process import WEIGHTS_FILE
 from prefect_tune.runtime.trainable import Trainable
 
 __all__ = ["Digits"]

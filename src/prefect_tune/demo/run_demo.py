@@ -19,12 +19,10 @@ from rich.text import Text
 
 from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.models import shown_size
-from prefect_tune.demo.assertions import Findings, Killed, claims
-from prefect_tune.demo.process import ActProcess, act_process
-from prefect_tune.demo.render import verdict
-from prefect_tune.demo.screen import DemoScreen
-from prefect_tune.demo.server import temporary_server, without_prefect
-from prefect_tune.demo.worker import ActRequest
+from prefect_tune.demo.claims import Findings, Killed, claims
+from prefect_tune.demo.screen import DemoScreen, Track, verdict
+from prefect_tune.demo.server import temporary_server
+from prefect_tune.demo.training_process import TrainingParameters, TrainingProcess, training_process
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DemoOptions", "run_demo"]
 
-_UNDISTURBED, _KILLED, _RESUMED = range(3)
 _TRIES = 3
 # Sums are rounded in an order that depends on the number of threads: one, so that bits can be compared.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -77,53 +74,6 @@ def run_demo(options: DemoOptions, console: Console) -> bool:
     return all(claim.held for claim in shown)
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """What the runs of the demo share."""
-
-    options: DemoOptions
-    screen: DemoScreen
-    target: StorageTarget
-    place: str
-    name: str
-    processes: Iterator[ActProcess]
-    server: str
-    at_end: ExitStack
-
-    @property
-    def save_every(self) -> int:
-        return self.options.steps // 4
-
-    @property
-    def doomed_step(self) -> int:
-        """The step of the last checkpoint but one, during whose upload the run is killed."""
-        return (self.options.steps - 1) // self.save_every * self.save_every
-
-    def request(self, experiment: str) -> ActRequest:
-        return ActRequest(
-            target=self.place,
-            experiment=experiment,
-            steps=self.options.steps,
-            save_every=self.save_every,
-            width=self.options.width,
-        )
-
-    def begin(self, watch: TargetProbe) -> ActProcess:
-        """Run the flow on the experiment that is watched, in a process of its own."""
-        process = next(self.processes)
-        process.begin(self.request(watch.trial.experiment))
-        return process
-
-    def watch(self, experiment: str) -> TargetProbe:
-        """Watch an experiment of the demo, and remove it at the end."""
-        from prefect_tune.demo.target_probe import watch
-
-        found = self.at_end.enter_context(watch(self.target, f"{self.name}-{experiment}"))
-        if not self.options.keep:
-            self.at_end.callback(found.remove)
-        return found
-
-
 @contextmanager
 def _directory(options: DemoOptions) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="prefect-tune-demo-"))
@@ -134,37 +84,95 @@ def _directory(options: DemoOptions) -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """What the runs of the demo share."""
+
+    options: DemoOptions
+    screen: DemoScreen
+    target: StorageTarget
+    place: str
+    """The target as it was named."""
+    name: str
+    processes: Iterator[TrainingProcess]
+    server: str
+    at_end: ExitStack
+
+    @property
+    def save_every(self) -> int:
+        return self.options.steps // 4
+
+    @property
+    def interrupted_step(self) -> int:
+        """The step of the last checkpoint but one, during whose upload the run is killed."""
+        return (self.options.steps - 1) // self.save_every * self.save_every
+
+    def begin(self, probe: TargetProbe) -> TrainingProcess:
+        """Run the flow on an experiment, in a process of its own."""
+        process = next(self.processes)
+        process.begin(
+            TrainingParameters(
+                target=self.place,
+                experiment=probe.trial.experiment,
+                steps=self.options.steps,
+                save_every=self.save_every,
+                width=self.options.width,
+            )
+        )
+        return process
+
+    def probe(self, experiment: str) -> TargetProbe:
+        """Open an experiment of the demo for reading, and remove it at the end."""
+        from prefect_tune.demo.target_probe import watch
+
+        found = self.at_end.enter_context(watch(self.target, f"{self.name}-{experiment}"))
+        if not self.options.keep:
+            self.at_end.callback(found.remove)
+        return found
+
+    def follow(self, track: Track, probe: TargetProbe, process: TrainingProcess) -> Iterator[TrialListing]:
+        """Show what is on the target, and yield it, for as long as the process runs."""
+        while process.is_running:
+            with suppress(StoreUnavailable):  # try again at the next look
+                listing = probe.look()
+                track.trained(process.step, listing.newest_step)
+                self.screen.status = _status(process, listing)
+                yield listing
+
+
+def _status(process: TrainingProcess, listing: TrialListing) -> str:
+    if listing.in_flight:
+        return f"uploading a checkpoint: {shown_size(listing.in_flight_bytes)} have arrived"
+    return f"training, accuracy {process.accuracy:.1%}" if process.step else "the run is starting"
+
+
 # -------------------------------------------------------------------------------------------------- set-up
 
 
 def _set_up(options: DemoOptions, directory: Path, screen: DemoScreen, at_end: ExitStack) -> _Stage:
     """Start a server unless the user has one, and check meanwhile that the target can be used."""
     place = options.target or (directory / "target").as_uri()
-    name = f"demo-{uuid4().hex[:6]}"
-    screen.say(f"looking at {place}")
-    if "PREFECT_API_URL" in os.environ:
-        environment, server = {**os.environ, **_ONE_THREAD}, "with the Prefect server of PREFECT_API_URL"
-        processes = _processes(environment, at_end)
-        target = _usable(place)
-    else:
-        screen.say("a Prefect server is starting, with an empty database")
+    screen.status = f"looking at {place}"
+    own, environment, server = None, dict(os.environ), "with the Prefect server of PREFECT_API_URL"
+    if "PREFECT_API_URL" not in os.environ:
+        screen.status = "a Prefect server is starting, with an empty database"
         own = at_end.enter_context(temporary_server(directory / "prefect"))
-        environment = {**without_prefect(os.environ), **own.environment, **_ONE_THREAD}
-        server = "a Prefect server of its own"
-        processes = _processes(environment, at_end)
-        target = _usable(place)
+        environment, server = dict(own.environment), "a Prefect server of its own"
+    processes = _processes({**environment, **_ONE_THREAD}, at_end)
+    target = _usable(place)
+    if own is not None:
         own.wait_until_ready()
-    return _Stage(options, screen, target, place, name, processes, server, at_end)
+    return _Stage(options, screen, target, place, f"demo-{uuid4().hex[:6]}", processes, server, at_end)
 
 
-def _processes(environment: Mapping[str, str], at_end: ExitStack) -> Iterator[ActProcess]:
+def _processes(environment: Mapping[str, str], at_end: ExitStack) -> Iterator[TrainingProcess]:
     """Start three processes now, so that each has imported everything when its turn comes; more on demand."""
-    ready = [at_end.enter_context(act_process(environment)) for _ in range(3)]
+    ready = [at_end.enter_context(training_process(environment)) for _ in range(3)]
 
-    def endless() -> Iterator[ActProcess]:
+    def endless() -> Iterator[TrainingProcess]:
         yield from ready
         while True:
-            yield at_end.enter_context(act_process(environment))
+            yield at_end.enter_context(training_process(environment))
 
     return endless()
 
@@ -179,87 +187,70 @@ def _usable(place: str) -> StorageTarget:
     return target
 
 
-# ---------------------------------------------------------------------------------------------------- acts
+# ---------------------------------------------------------------------------------------------------- runs
 
 
 def _perform(stage: _Stage) -> Findings:
-    undisturbed = stage.watch("undisturbed")
-    with stage.screen.act(_UNDISTURBED):
-        _train_to_the_end(stage, _UNDISTURBED, undisturbed)
-    watch, killed = _be_killed(stage)
-    with stage.screen.act(_RESUMED):
-        stage.screen.change(_RESUMED, came_back_at=killed.newest_step)
-        _train_to_the_end(stage, _RESUMED, watch)
-    stage.screen.say("reading the last checkpoints back, and comparing")
-    return _compare(undisturbed, watch, killed)
+    undisturbed_track, killed_track, resumed_track = stage.screen.tracks
+    undisturbed = stage.probe("undisturbed")
+    _train_to_the_end(stage, undisturbed_track, undisturbed)
+    probe, killed = _be_killed(stage, killed_track)
+    resumed_track.came_back_at = killed.newest_step
+    _train_to_the_end(stage, resumed_track, probe)
+    stage.screen.status = "reading the last checkpoints back, and comparing"
+    return _compare(undisturbed, probe, killed)
 
 
-def _train_to_the_end(stage: _Stage, act: int, watch: TargetProbe) -> None:
-    process = stage.begin(watch)
-    for _ in _follow(stage, act, watch, process):
-        time.sleep(0.05)
-    process.require_success()
-    sight = watch.look()
-    stage.screen.trained(act, process.step, sight.newest_step)
-    stage.screen.change(act, outcome=f"accuracy {process.accuracy:.1%}")
+def _train_to_the_end(stage: _Stage, track: Track, probe: TargetProbe) -> None:
+    with track.timed():
+        process = stage.begin(probe)
+        for _ in stage.follow(track, probe, process):
+            time.sleep(0.05)
+        process.require_success()
+        track.trained(process.step, probe.look().newest_step)
+        track.outcome = f"accuracy {process.accuracy:.1%}"
 
 
-def _be_killed(stage: _Stage) -> tuple[TargetProbe, Killed]:
+def _be_killed(stage: _Stage, track: Track) -> tuple[TargetProbe, Killed]:
     """Run until a kill hits the middle of an upload; after a kill that came too late, try a new experiment."""
     for attempt in range(_TRIES):
-        watch = stage.watch(f"killed-{attempt + 1}")
-        with stage.screen.act(_KILLED):
-            killed = _train_until_killed(stage, watch)
+        probe = stage.probe(f"killed-{attempt + 1}")
+        with track.timed():
+            killed = _train_until_killed(stage, track, probe)
         if killed.newest_step < killed.step and killed.arrived:
-            return watch, killed
-        stage.screen.change(_KILLED, step=0, committed=frozenset(), killed_at=None, outcome="too late: once more")
+            return probe, killed
+        track.forget("too late: once more")
     raise TuneError(
         f"{_TRIES} kills came too late: the upload of a checkpoint was over before the first of its blobs was seen "
         f"at {stage.place}. Try again on a quieter machine"
     )
 
 
-def _train_until_killed(stage: _Stage, watch: TargetProbe) -> Killed:
-    step = stage.doomed_step
-    process = stage.begin(watch)
-    for sight in _follow(stage, _KILLED, watch, process):
-        if sight.newest_step >= step - stage.save_every and _quarter_there(watch, sight):
+def _train_until_killed(stage: _Stage, track: Track, probe: TargetProbe) -> Killed:
+    step = stage.interrupted_step
+    process = stage.begin(probe)
+    for listing in stage.follow(track, probe, process):
+        if listing.newest_step >= step - stage.save_every and _quarter_there(probe, listing):
             process.kill()
             break
         time.sleep(0.05 if process.step < step - 1 else 0.001)
     code = process.wait()
-    sight = watch.look()
-    stage.screen.trained(_KILLED, process.step, sight.newest_step)
-    stage.screen.change(_KILLED, killed_at=process.step, outcome="SIGKILL mid-upload")
+    listing = probe.look()
+    track.trained(process.step, listing.newest_step)
+    track.killed_at, track.outcome = process.step, "SIGKILL mid-upload"
     return Killed(
         exit_code=code,
         step=step,
         trained_until=process.step,
-        newest_step=sight.newest_step,
-        arrived={blob.path: blob.size_bytes for blob in sight.in_flight},
-        torn_files=watch.torn_files(),
+        newest_step=listing.newest_step,
+        arrived={blob.path: blob.size_bytes for blob in listing.in_flight},
+        torn_files=probe.torn_files(),
     )
 
 
-def _quarter_there(watch: TargetProbe, sight: TrialListing) -> bool:
-    """Say whether a quarter of a checkpoint as large as the one before has arrived."""
-    return bool(sight.in_flight) and 4 * sight.in_flight_bytes >= watch.manifest(sight.committed[-1]).size_bytes
-
-
-def _follow(stage: _Stage, act: int, watch: TargetProbe, process: ActProcess) -> Iterator[TrialListing]:
-    """Yield what is on the target, for as long as the process runs."""
-    while process.is_running:
-        with suppress(StoreUnavailable):  # try again at the next look
-            sight = watch.look()
-            stage.screen.trained(act, process.step, sight.newest_step)
-            stage.screen.say(_status(process, sight))
-            yield sight
-
-
-def _status(process: ActProcess, sight: TrialListing) -> str:
-    if sight.in_flight:
-        return f"uploading a checkpoint: {shown_size(sight.in_flight_bytes)} have arrived"
-    return f"training, accuracy {process.accuracy:.1%}" if process.step else "the run is starting"
+def _quarter_there(probe: TargetProbe, listing: TrialListing) -> bool:
+    """Return whether a quarter of a checkpoint as large as the one before has arrived."""
+    return bool(listing.in_flight) and 4 * listing.in_flight_bytes >= probe.manifest(listing.committed[-1]).size_bytes
 
 
 def _compare(undisturbed: TargetProbe, resumed: TargetProbe, killed: Killed) -> Findings:

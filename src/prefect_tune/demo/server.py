@@ -18,13 +18,10 @@ __all__ = ["TemporaryServer", "temporary_server", "without_prefect"]
 class TemporaryServer:
     """A server that has been started, and may not be ready yet."""
 
-    home: Path
     server: PrefectServer
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a process needs to use this server, in place of every `PREFECT_` variable of its own."""
-        return {"PREFECT_API_URL": self.server.url, **_private(self.home)}
+    log: Path
+    environment: Mapping[str, str]
+    """What a process needs to use this server, and no Prefect setting of the user's."""
 
     def wait_until_ready(self) -> None:
         """Return once it answers.
@@ -33,7 +30,7 @@ class TemporaryServer:
             TuneError: it ended, or did not answer for three minutes; its last output is in the message.
         """
         if not self.server.answers():
-            said = (self.home / "server.log").read_text(errors="replace")[-2000:]
+            said = self.log.read_text(errors="replace")[-2000:]
             raise TuneError(f"the demo's Prefect server at {self.server.url} did not start; its last output:\n{said}")
 
 
@@ -41,10 +38,17 @@ class TemporaryServer:
 def temporary_server(home: Path) -> Iterator[TemporaryServer]:
     """Start a server with everything it writes below `home`; end it with the block, or with this process."""
     home.mkdir()
+    environment = {
+        **without_prefect(os.environ),
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
     with (home / "server.log").open("wb") as log:
-        server = start_prefect_server({**without_prefect(os.environ), **_private(home), "PREFECT_UI_ENABLED": "0"}, log)
+        server = start_prefect_server({**environment, "PREFECT_UI_ENABLED": "0"}, log)
     try:
-        yield TemporaryServer(home, server)
+        yield TemporaryServer(server, home / "server.log", {**environment, "PREFECT_API_URL": server.url})
     finally:
         server.end()
 
@@ -54,12 +58,3 @@ def without_prefect(environment: Mapping[str, str]) -> dict[str, str]:
     spared = ",".join(filter(None, (environment.get("NO_PROXY"), "127.0.0.1,localhost")))
     kept = {name: value for name, value in environment.items() if not name.startswith("PREFECT_")}
     return {**kept, "NO_PROXY": spared, "no_proxy": spared}
-
-
-def _private(home: Path) -> dict[str, str]:
-    return {
-        "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-    }

@@ -14,8 +14,7 @@ from typing import Self
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.events.experiment_events import Started
-from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import history, load
+from prefect_tune.core.journal.journal import history
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
@@ -67,10 +66,6 @@ class TargetProbe:
     def look(self) -> TrialListing:
         """List the trial."""
         return TrialListing.of(self.trial, list(self._store.list(self.trial.folder)))
-
-    def state(self) -> Trial:
-        """Return the trial's state from the journal."""
-        return load(self._store, self.trial.experiment, side_by_side=map).trial(self.trial.trial)
 
     def starts(self) -> list[int]:
         """Return the step from which each attempt started."""
