@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trial_key, trials_today
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import is_search
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.models import shown_size
+from prefect_tune.core.recovery.restore import read_manifest
+from prefect_tune.core.recovery.stale_reads import is_live_now
+from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.terminal.formatting import columns, plain, said, said_time, shown
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from prefect_tune.core.experiment.experiment import Experiment
-    from prefect_tune.core.experiment.trial_transitions import Trial
-    from prefect_tune.core.storage.layout import CheckpointKey
-    from prefect_tune.core.storage.object_store import ObjectStore
 
 
 @app.command(rich_help_panel=BYTES)
@@ -37,8 +37,6 @@ def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = N
 
 def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[CheckpointKey, str]]:
     """Return every checkpoint with "live" or "quarantined", oldest first; quarantined ones are listed on the target."""
-    from prefect_tune.core.storage.layout import CheckpointKey
-
     live = [(key, "live") for key in live_checkpoints(state, trial)]
     if not trial.quarantined:
         return live
@@ -64,8 +62,6 @@ class _Row:
 
 
 def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
-    from prefect_tune.core.recovery.restore import read_manifest
-
     trial = key.trial.trial
     try:
         manifest = read_manifest(store, key)
@@ -86,16 +82,12 @@ def _row(store: ObjectStore, key: CheckpointKey, standing: str) -> _Row:
 
 def _standing_of_unreadable(store: ObjectStore, key: CheckpointKey, standing: str) -> str:
     """Return "damaged", or "retired" if a running trial retired it after the journal was read."""
-    from prefect_tune.core.recovery.stale_reads import is_live_now
-
     if standing != "live":
         return standing
     return "damaged" if is_live_now(store, key, side_by_side=map) else "retired"
 
 
 def _table(rows: Sequence[_Row], of_search: bool) -> Table:
-    from prefect_tune.core.models import shown_size
-
     whose = ("trial",) if of_search else ()
     table = columns(*whose, "step", "when", "size", "metrics", "standing")
     for row in rows:

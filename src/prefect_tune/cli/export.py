@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,12 +12,10 @@ from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, a
 from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trials_today
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, is_search
-
-if TYPE_CHECKING:
-    from prefect_tune.core.experiment.experiment import Experiment
-    from prefect_tune.core.experiment.trial_transitions import Trial
-    from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.experiment.trial_transitions import Trial
+from prefect_tune.core.storage.layout import CheckpointKey
 
 
 @app.command(rich_help_panel=BYTES)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from prefect_tune.cli.shared.app import LOOK, AsJson, Target, app
 from prefect_tune.cli.shared.open_target import looked_at, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_of, counted, is_search, named, objective_in
+from prefect_tune.core.journal.journal import load
 from prefect_tune.core.models import metric_in
+from prefect_tune.core.storage.experiment_listing import experiment_names
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.terminal.formatting import columns, plain, said, said_counts, said_time, shown
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from prefect_tune.core.experiment.experiment import Experiment
-    from prefect_tune.core.storage.object_store import ObjectStore
 
 
 @app.command("ls", rich_help_panel=LOOK)
@@ -49,10 +49,6 @@ class _Listed:
 
 
 def _experiments(store: ObjectStore) -> Iterator[_Listed]:
-    from prefect_tune.core.journal.journal import load
-    from prefect_tune.core.storage.experiment_listing import experiment_names
-    from prefect_tune.stores.local.staging import transfer_pool
-
     with transfer_pool() as transfers:
         for name in experiment_names(store):
             try:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,14 @@ from prefect_tune.cli.shared.app import LOOK, AsJson, ExperimentName, Target, ap
 from prefect_tune.cli.shared.open_target import opened, place_at
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import objective_in
-
-if TYPE_CHECKING:
-    from prefect_tune.reporting.report_data import ReportData
+from prefect_tune.core.journal.journal import history
+from prefect_tune.reporting.history import moment, told
+from prefect_tune.reporting.page import page_of
+from prefect_tune.reporting.render_html import as_html as html
+from prefect_tune.reporting.render_markdown import as_markdown
+from prefect_tune.reporting.report_data import ReportData, material
+from prefect_tune.reporting.report_summary import facts_of
+from prefect_tune.stores.local.staging import transfer_pool
 
 _FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
 _FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
@@ -62,10 +67,6 @@ def _form_of(output: Path | None, *, as_json: bool) -> str:
 
 def _written(found: ReportData, *, as_json: bool, as_html: bool) -> str:
     from prefect_tune.monitoring.live_report import link_to
-    from prefect_tune.reporting.page import page_of
-    from prefect_tune.reporting.render_html import as_html as html
-    from prefect_tune.reporting.render_markdown import as_markdown
-    from prefect_tune.reporting.report_summary import facts_of
 
     if as_json:
         return json.dumps(asdict(facts_of(found, link_to)), indent=2, default=str) + "\n"
@@ -74,11 +75,6 @@ def _written(found: ReportData, *, as_json: bool, as_html: bool) -> str:
 
 
 def _material(target: str, experiment: str) -> ReportData:
-    from prefect_tune.core.journal.journal import history
-    from prefect_tune.reporting.history import moment, told
-    from prefect_tune.reporting.report_data import material
-    from prefect_tune.stores.local.staging import transfer_pool
-
     with opened(target, experiment) as (store, state), transfer_pool() as transfers:
         entries = history(store, experiment, side_by_side=transfers)
     objective = objective_in(state.settings)

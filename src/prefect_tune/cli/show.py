@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from prefect_tune.cli.shared.app import LOOK, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import first_line
 from prefect_tune.terminal.formatting import columns, facts_table, plain, said_counts, shown
 from prefect_tune.terminal.trials_table import trials_table
-
-if TYPE_CHECKING:
-    from prefect_tune.core.experiment.experiment import Experiment
-    from prefect_tune.core.experiment.trial_transitions import Trial
 
 __all__ = ["show_search"]
 

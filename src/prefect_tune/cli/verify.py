@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,13 +14,16 @@ from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, T
 from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trial_key, trials_today
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import is_search
-
-if TYPE_CHECKING:
-    from prefect_tune.core.experiment.experiment import Experiment
-    from prefect_tune.core.experiment.trial_transitions import Trial
-    from prefect_tune.core.storage.layout import CheckpointKey
-    from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.core.experiment.trial_transitions import Trial, is_aside
+from prefect_tune.core.models import plural, shown_size
+from prefect_tune.core.operations.quarantine import reinstate
+from prefect_tune.core.operations.scrub import inspect_one, read_one
+from prefect_tune.core.recovery.stale_reads import current_trial
+from prefect_tune.core.storage.layout import CheckpointKey
+from prefect_tune.core.storage.object_store import ObjectStore
+from prefect_tune.stores.local.staging import transfer_pool
 
 
 @app.command(rich_help_panel=BYTES)
@@ -63,17 +66,12 @@ class _Verified:
     damage: str | None = None
 
     def __str__(self) -> str:
-        from prefect_tune.core.models import plural, shown_size
-
         if self.damage:
             return f"step {self.step}: DAMAGED: {self.damage}"
         return f"step {self.step}: {shown_size(self.size_bytes)} in {plural(self.file_count, 'file', 'files')}, whole"
 
 
 def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[_Verified]:
-    from prefect_tune.core.operations.scrub import inspect_one
-    from prefect_tune.stores.local.staging import transfer_pool
-
     with transfer_pool() as transfers:
         for key in (key for trial in trials for key in live_checkpoints(state, trial)):
             for each in inspect_one(store, key, side_by_side=transfers):
@@ -82,11 +80,6 @@ def _verified(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) ->
 
 def _released(store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int) -> Iterator[_Verified]:
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is whole."""
-    from prefect_tune.core.experiment.trial_transitions import is_aside
-    from prefect_tune.core.operations.quarantine import reinstate
-    from prefect_tune.core.operations.scrub import read_one
-    from prefect_tune.core.recovery.stale_reads import current_trial
-    from prefect_tune.stores.local.staging import transfer_pool
     from prefect_tune.supervisor.run_identity import new_write_id
 
     key = _aside(state, trials, step)

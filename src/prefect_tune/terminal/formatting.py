@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 __all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_span", "said_time", "shown", "visible"]
 
@@ -29,8 +28,6 @@ def _spelled(found: re.Match[str]) -> str:
 
 def shown(*parts: Table | str) -> None:
     """Print tables and lines to stdout; lines are not parsed as markup."""
-    from rich.console import Console
-
     console = Console(highlight=False)
     for part in parts:
         console.print(visible(part) if isinstance(part, str) else part, markup=False)
@@ -38,23 +35,16 @@ def shown(*parts: Table | str) -> None:
 
 def columns(*names: str) -> Table:
     """Return an empty table without borders."""
-    from rich.table import Table
-
     return Table(*names, box=None, header_style="dim", pad_edge=False)
 
 
 def plain(cells: Iterable[str]) -> Iterator[Text]:
     """Return cells as plain text: names chosen by users are not parsed as markup."""
-    from rich.text import Text
-
     return (Text(visible(cell)) for cell in cells)
 
 
 def facts_table(facts: Mapping[str, object]) -> Table:
     """Return a table with a row for each name and value."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(Text(visible(name), style="dim"), Text(visible(said(value))))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import flat, metric_in
 from prefect_tune.terminal.formatting import columns, plain, said, visible
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from prefect_tune.core.experiment.trial_transitions import Trial
 
 __all__ = ["cells_of", "config_cells", "trials_table"]
 
@@ -21,9 +20,6 @@ _WIDEST_CELL = 24
 
 def trials_table(trials: Sequence[Trial], metrics: Sequence[str]) -> Table:
     """Return a table with a row per trial: its metrics, and as many of the differing parameters as fit."""
-    from rich.console import Console
-    from rich.text import Text
-
     names, rows = cells_of(trials, metrics, Console().width)
     table = columns()
     for name in names:

@@ -1,16 +1,16 @@
-"""Summarize an experiment: trials by status, the best trial, settings for display. Imports heavy modules lazily."""
+"""Summarize an experiment: trials by status, the best trial, settings for display."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-if TYPE_CHECKING:
-    from prefect_tune.core.experiment.experiment import Experiment
-    from prefect_tune.core.experiment.trial_transitions import Trial
-    from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.ranking import ranked
+from prefect_tune.core.experiment.trial_transitions import Status, Trial
+from prefect_tune.core.search.objective import Mode, Objective, objective_of
 
 __all__ = ["best_first", "best_of", "counted", "is_search", "named", "objective_in", "shown_settings"]
 
@@ -27,16 +27,12 @@ def is_search(state: Experiment) -> bool:
 
 def counted(state: Experiment) -> Mapping[str, int]:
     """Return the number of trials by status, in the order of `Status`."""
-    from prefect_tune.core.experiment.trial_transitions import Status
-
     found = Counter(each.status for each in state.trials.values())
     return {str(status): found[status] for status in Status if found[status]}
 
 
 def objective_in(settings: Mapping[str, object]) -> Objective | None:
     """Return the objective in these settings; None where they name no metric."""
-    from prefect_tune.core.search.objective import Mode, objective_of
-
     metric = cast("str | list[str] | None", settings.get("metric"))
     return objective_of(metric, cast("Mode | list[Mode]", settings.get("mode", "min")))
 
@@ -59,8 +55,6 @@ def _masked(value: object) -> object:
 
 def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Return the trials by their last reports, best first; trials that cannot be compared come last."""
-    from prefect_tune.core.experiment.ranking import ranked
-
     compared = {each.trial: each for each, _ in ranked(trials, objective)}
     return [*compared.values(), *(each for each in trials if each.trial not in compared)]
 
@@ -70,8 +64,6 @@ def best_of(state: Experiment) -> Trial | None:
 
     The last report counts even if the trial errored, as for `Results.best`; `named` marks that.
     """
-    from prefect_tune.core.experiment.ranking import ranked
-
     return next((each for each, _ in ranked(state.trials.values(), objective_in(state.settings))), None)
 
 
