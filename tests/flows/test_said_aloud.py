@@ -14,7 +14,7 @@ from prefect_tune.core.events.experiment_events import Absorbed, Cause, Describe
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.monitoring.metric_check import MetricLookout
+from prefect_tune.monitoring.subscribers import MetricCheck
 from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space, settings_today
 from prefect_tune.parameters.search_request import SearchRequest
@@ -121,8 +121,8 @@ def told(**metrics: object) -> StepReported:
     return StepReported("00000", StepReport(step=1, metrics=metrics), asks=False)
 
 
-def health() -> MetricLookout:
-    return MetricLookout(Objective(metrics=("los",), modes=("min",)), LOG)
+def health() -> MetricCheck:
+    return MetricCheck(Objective(metrics=("los",), modes=("min",)), LOG)
 
 
 def test_a_metric_that_the_first_report_lacks_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from prefect_tune.core.experiment.experiment import after_event, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.results.ranking_error import why_none
+from prefect_tune.results.results import why_none
 from tests.fakes.experiments import write_search
 
 LOSS = Objective(metrics=("loss",), modes=("min",))

@@ -10,24 +10,25 @@ from datetime import timedelta
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.events.experiment_events import Event
+from prefect_tune.core.events.experiment_events import Absorbed, Event, Reported
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.learning_curves import Curves
+from prefect_tune.core.models import StepReport, metric_in
+from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.callback_runner import Callbacks
 from prefect_tune.monitoring.event_builder import EventContext
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
 from prefect_tune.monitoring.listener import ObserverGroup, SearchObserver
 from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.metric_check import MetricLookout
 from prefect_tune.monitoring.progress import progress
 from prefect_tune.retry_policy import skip_prefect_introspection
-from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.progress_state import SearchEstimate
 
-__all__ = ["Subscribers"]
+__all__ = ["MetricCheck", "Subscribers"]
 
 _PATIENCE = timedelta(seconds=30)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
@@ -63,7 +64,7 @@ class Subscribers:
         """
         callbacks = Callbacks(self._callbacks, self._target, self._search, log)
         keeper = _CurveKeeper(journal_writer.experiment)
-        health = [MetricLookout(self._search.objective, log)] if self._search.objective else []
+        checks = [MetricCheck(self._search.objective, log)] if self._search.objective else []
         callbacks.start(journal_writer.experiment)
         try:
             with (
@@ -71,7 +72,7 @@ class Subscribers:
                 emitting_events(EventEmitter(self._news, journal_writer.experiment, log), stop) as emitter,
                 progress(journal_writer.experiment, self._outlook, log, in_terminal=self._in_terminal) as seen,
             ):
-                yield ObserverGroup([keeper, callbacks, emitter, seen, reporter, *health])
+                yield ObserverGroup([keeper, callbacks, emitter, seen, reporter, *checks])
                 reporter.conclude()  # it draws the last page while the other subscribers end
                 if not stop.is_set():
                     self._publish(journal_writer.experiment, keeper.curves, log)
@@ -104,8 +105,42 @@ class _CurveKeeper:
             if self.curves.told > _MOST_REPORTS:
                 self.curves = None  # to bound the memory; publishing reads them from the journal
 
-    def told(self, told: search_link.StepReported, experiment: Experiment) -> None:
+    def told(self, told: StepReported, experiment: Experiment) -> None:
         del told, experiment
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment
+
+
+class MetricCheck:
+    """Warns when the first report of a run lacks the metric that trials are compared by."""
+
+    def __init__(self, objective: Objective, log: Log) -> None:
+        self._objective = objective
+        self._log = log
+        self._is_done = False
+
+    def happened(self, event: Event, experiment: Experiment) -> None:
+        """Check the reports of a remote trial: they arrive in `Absorbed`, with an entry of its journal."""
+        del experiment
+        if isinstance(event, Absorbed):
+            for each in (each for each in event.events if isinstance(each, Reported)):
+                self._check(each.trial, each.report)
+
+    def told(self, told: StepReported, experiment: Experiment) -> None:
+        del experiment
+        self._check(told.trial, told.report)
+
+    def wrote(self, experiment: Experiment) -> None:
+        del experiment
+
+    def _check(self, trial: str, report: StepReport) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        for name in self._objective.metrics:
+            value = metric_in(report.metrics, name)
+            if isinstance(value, str):
+                self._log.warning("trial %s reported the metric %r as text, not as a number: %r", trial, name, value)
+            elif value is None:
+                self._log.warning("trial %s reported %s, without the metric %r", trial, sorted(report.metrics), name)

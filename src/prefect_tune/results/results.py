@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -29,11 +29,10 @@ from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
 from prefect_tune.core.journal.journal import history, load
 from prefect_tune.core.journal.trial_journal import trial_today
-from prefect_tune.core.models import StepReport
+from prefect_tune.core.models import StepReport, first_line, metric_in
 from prefect_tune.core.search.objective import Mode, Objective, objective_of
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.result_files import Rows
-from prefect_tune.results.ranking_error import why_none
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.tasks.publish_results import read_reports
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-__all__ = ["Results", "load_results"]
+__all__ = ["Results", "load_results", "why_none"]
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -252,3 +251,35 @@ class Results:
         statuses = Counter(str(each.status) for each in self.trials.values())
         counts = ", ".join(f"{count} {status}" for status, count in statuses.items())
         return f"Results(experiment={self.experiment.name!r}, trials: {counts or 'none'})"
+
+
+# ----------------------------------------------------------------------------------- why there is no best one
+
+Curves = Mapping[str, Sequence[Mapping[str, object]]]
+
+
+def why_none(trials: Collection[Trial], objective: Objective, scope: str, curves: Callable[[], Curves]) -> str:
+    """Return why none of the trials can be ranked by `scope`.
+
+    Args:
+        curves: reads all reports of all trials; called only if their last reports do not explain it.
+    """
+    errored = [each.trial for each in trials if each.status is Status.ERRORED]
+    names = sorted({name for each in trials for name in each.metrics})
+    if said := _as_text(trials, objective):
+        return said
+    if scope == "last" and names and any(scored(curve, objective, "best") for curve in curves().values()):
+        return f"the last reports have {names}; scope='best' looks at all reports"
+    if errored and len(errored) == len(trials):
+        first = next(iter(trials))
+        return f"all {len(trials)} errored, the first because {first_line(first.reason)}; see results.errors"
+    return f"their reports have {names}" if names else "nothing was reported"
+
+
+def _as_text(trials: Collection[Trial], objective: Objective) -> str:
+    for each in trials:
+        found = {name: metric_in(each.metrics, name) for name in objective.metrics}
+        texts = {name: value for name, value in found.items() if isinstance(value, str)}
+        if texts:
+            return f"trial {each.trial} reported {list(texts)} as text: {', '.join(map(repr, texts.values()))}"
+    return ""
