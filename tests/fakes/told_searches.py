@@ -54,7 +54,7 @@ class Telling:
 
     def __post_init__(self) -> None:
         self.state: Experiment = nothing_yet(self.name)
-        self.chronicle = ExperimentHistory(self.metrics)
+        self.history = ExperimentHistory(self.metrics)
         self.opens()
         if self.settings:
             self.tell(Described(settings=self.settings))
@@ -64,7 +64,7 @@ class Telling:
         for event in events:
             self.number += 1
             self.state = after_event(self.state, event, self.number)
-            self.chronicle.tell_event(event, self.now)
+            self.history.add_event(event, self.now)
 
     def opens(self, name: str = "clever-otter", after: float = 0.0) -> None:
         owner = Owner(name=name, host="gpu-1", pid=7, flow_run=f"run-{self.state.epoch + 1}")
@@ -94,7 +94,7 @@ class Telling:
         self.tell(Decided(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision))
 
     def material(self, expected: int | None = None) -> ReportData:
-        return material(self.state, self.chronicle.story, uri=URI, now=self.now, expected=expected)
+        return material(self.state, self.history.view, uri=URI, now=self.now, expected=expected)
 
 
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> Telling:

@@ -11,8 +11,8 @@ import pytest
 
 from prefect_tune.core.events.experiment_events import Absorbed, AttemptEnded, Cause, Opened, Owner, Reported, Started
 from prefect_tune.core.models import StepReport
+from prefect_tune.reporting.axes import fitted
 from prefect_tune.reporting.report_data import DRAWN, ReportData
-from prefect_tune.reporting.scales import fitted
 from prefect_tune.reporting.svg import GREY
 from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
 from prefect_tune.reporting.trial_charts import (
@@ -65,9 +65,9 @@ def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> Non
 
 def test_of_many_trials_no_more_curves_are_drawn_than_can_be_seen() -> None:
     material = asha(200).material()
-    assert len(material.story.curves) == DRAWN
+    assert len(material.history.curves) == DRAWN
     best = material.best[0].trial
-    assert best in material.story.curves
+    assert best in material.history.curves
     assert best in said(learning_curves(material))
 
 
@@ -104,7 +104,7 @@ def test_the_front_holds_whom_nobody_beats() -> None:
 
 def test_a_population_has_its_lineage_and_no_rungs() -> None:
     material = population(8, 6).material()
-    clones = material.story.clones
+    clones = material.history.clones
     svg = lineage_chart(material)
     assert clones
     assert marks(svg, "dots") == len(clones)
@@ -146,11 +146,11 @@ def test_only_what_spans_orders_of_magnitude_evenly_is_drawn_by_them(values: lis
 
 
 def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_found() -> None:
-    story = single(60, kills=(23,)).material().story
-    stints, reigns = story.stints, story.reigns
-    assert stints[0].ended == reigns[0].last
-    assert stints[0].end == "lost"
-    assert (stints[1].attempt, stints[1].from_step) == (2, 20)
+    history = single(60, kills=(23,)).material().history
+    attempts, ownerships = history.attempts, history.ownerships
+    assert attempts[0].ended == ownerships[0].last
+    assert attempts[0].end == "lost"
+    assert (attempts[1].attempt, attempts[1].from_step) == (2, 20)
 
 
 def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_written() -> None:
@@ -166,9 +166,9 @@ def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_wri
     lost = AttemptEnded(trial="0", cause=Cause.MACHINE, message="its owner died")
     again = Opened(experiment=told.name, trial="0", epoch=2, owner=owner)
     told.tell(Absorbed(trial="0", number=4, events=(again, lost), at=told.now.isoformat()), after=1)
-    story = told.material().story
-    assert story.stints[0].ended == datetime.fromisoformat(at)
-    assert story.reigns[0].last == datetime.fromisoformat(at)
+    history = told.material().history
+    assert history.attempts[0].ended == datetime.fromisoformat(at)
+    assert history.ownerships[0].last == datetime.fromisoformat(at)
 
 
 def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once() -> None:
@@ -179,7 +179,7 @@ def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once()
 @pytest.mark.parametrize("chart", CHARTS)
 def test_nothing_is_drawn_of_nothing(chart: Chart) -> None:
     nothing = Telling()
-    nothing.chronicle = type(nothing.chronicle)(("loss",))
+    nothing.history = type(nothing.history)(("loss",))
     assert chart(nothing.material()) is None
 
 

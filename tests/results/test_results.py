@@ -81,7 +81,7 @@ def test_the_report_draws_a_nested_metric() -> None:
         told.trains(name, 2, {"eval": {"loss": loss}})
     shown = told.material()
     assert shown.ranking[0].trial == "b"
-    assert list(shown.story.curves["b"]["eval/loss"]) == [(1, 1.0), (2, 0.125)]
+    assert list(shown.history.curves["b"]["eval/loss"]) == [(1, 1.0), (2, 0.125)]
 
 
 def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from prefect_tune.cli.shared.open_target import opened, place_at
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.journal.journal import history
-from prefect_tune.reporting.history import moment, told
+from prefect_tune.reporting.history import history_of, moment
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_html import as_html as html
 from prefect_tune.reporting.render_markdown import as_markdown
@@ -78,6 +78,7 @@ def _material(target: str, experiment: str) -> ReportData:
     with opened(target, experiment) as (store, state), transfer_pool() as transfers:
         entries = history(store, experiment, side_by_side=transfers)
     objective = objective_in(state.settings)
-    chronicle = told((each for each in entries if each.number <= state.number), objective.metrics if objective else ())
+    metrics = objective.metrics if objective else ()
+    found = history_of((each for each in entries if each.number <= state.number), metrics)
     now = max((moment(each.at) for each in entries), default=datetime.now(UTC))
-    return material(state, chronicle.story, uri=place_at(target).uri, now=now)
+    return material(state, found.view, uri=place_at(target).uri, now=now)

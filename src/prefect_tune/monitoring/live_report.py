@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.models import StepReport
 from prefect_tune.monitoring.artifact_publisher import ArtifactContent, ArtifactPublisher, artifact_key
-from prefect_tune.reporting.history import ExperimentHistory, HistoryView, told
+from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
 from prefect_tune.reporting.report_data import material
@@ -52,11 +52,11 @@ class Reporter:
         self._begun_at = experiment.number
         self._metrics = _metrics_of(experiment)
         self._early: list[tuple[Event | search_link.StepReported, datetime]] | None = None
-        self._chronicle = self._fresh(experiment)
+        self._history = self._fresh(experiment)
         if experiment.trials or experiment.extensions:
             self._early = []  # until the entries of earlier runs are read
         self._followed: dict[str, ArtifactContent] = {}
-        self._publisher = ArtifactPublisher(self._sheets, log)
+        self._publisher = ArtifactPublisher(self._artifacts, log)
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         self._note(event, experiment)
@@ -89,34 +89,34 @@ class Reporter:
             if self._early is not None and len(self._early) < _MOST_EARLY:
                 self._early.append((news, now))
             else:
-                _tell(self._chronicle, news, now)
+                _add(self._history, news, now)
         self._publisher.stir()
 
     # --------------------------------------------------------------------------------- in the publisher's thread
 
-    def _sheets(self) -> Sequence[ArtifactContent]:
+    def _artifacts(self) -> Sequence[ArtifactContent]:
         if self._early is not None:
             self._catch_up()
         with self._guard:
             experiment = self._experiment
         now = datetime.now(UTC)
         uri, expected = self._target.uri, self._outlook.trial_count
-        page = page_of(material(experiment, self._story, uri=uri, now=now, expected=expected), link_to)
+        page = page_of(material(experiment, self._view, uri=uri, now=now, expected=expected), link_to)
         key, said = artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(key, "markdown", as_markdown(page), said)
         return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]
 
-    def _story(self, trials: Collection[str]) -> HistoryView:
+    def _view(self, trials: Collection[str]) -> HistoryView:
         with self._guard:
-            return self._chronicle.story(trials)
+            return self._history.view(trials)
 
     def _catch_up(self) -> None:
         """Read the entries of earlier runs, then add the events since this run began."""
         before = self._before()
         with self._guard:
-            self._chronicle = before or self._fresh(self._experiment, is_whole=False)
+            self._history = before or self._fresh(self._experiment, is_whole=False)
             for news, at in self._early or ():
-                _tell(self._chronicle, news, at)
+                _add(self._history, news, at)
             self._early = None
 
     def _before(self) -> ExperimentHistory | None:
@@ -128,13 +128,13 @@ class Reporter:
         except TuneError as error:
             self._log.warning("the report covers only this run, since earlier entries could not be read: %s", error)
             return None
-        return told((each for each in entries if each.number <= self._begun_at), self._metrics)
+        return history_of((each for each in entries if each.number <= self._begun_at), self._metrics)
 
     def _fresh(self, experiment: Experiment, *, is_whole: bool = True) -> ExperimentHistory:
-        chronicle = ExperimentHistory(self._metrics, is_whole=is_whole)
+        history = ExperimentHistory(self._metrics, is_whole=is_whole)
         if experiment.owner is not None:
-            chronicle.owner_is(experiment.owner, experiment.epoch, datetime.now(UTC))
-        return chronicle
+            history.set_owner(experiment.owner, experiment.epoch, datetime.now(UTC))
+        return history
 
     # ------------------------------------------------------------------------------------------------- progress
 
@@ -143,7 +143,7 @@ class Reporter:
         expected = self._outlook.trial_count
         if expected is None or not experiment.trials:
             return
-        newest = self._story(()).newest
+        newest = self._view(()).newest
         done = share_of_trials(experiment.trials.values(), newest, self._outlook)
         over = sum(each.status in (Status.FINISHED, Status.ERRORED) for each in experiment.trials.values())
         said = f"Experiment {experiment.name}: {over} of {expected} trials done"
@@ -157,18 +157,18 @@ class Reporter:
         """Yield the progress of running trials, and a last one of trials that ended since the last update."""
         if self._outlook.step_count is None or self._outlook.trial_count == 1:
             return
-        story = self._story(())
-        running = [name for name in story.newest if experiment.trial(name).status is Status.RUNNING]
-        runs = {each.trial: each.owner for each in story.stints}
+        history = self._view(())
+        running = [name for name in history.newest if experiment.trial(name).status is Status.RUNNING]
+        runs = {each.trial: each.owner for each in history.attempts}
         followed = [*self._followed, *(name for name in running if name not in self._followed)][:_TRIALS]
         for name in followed:
-            sheet = self._sheet_of(experiment, name, (story.newest, runs.get(name)))
-            yield sheet
-            self._followed[name] = sheet
+            artifact = self._progress_of_trial(experiment, name, (history.newest, runs.get(name)))
+            yield artifact
+            self._followed[name] = artifact
         for name in [each for each in self._followed if each not in running]:
             del self._followed[name]
 
-    def _sheet_of(
+    def _progress_of_trial(
         self, experiment: Experiment, name: str, known: tuple[Mapping[str, StepReport], Owner | None]
     ) -> ArtifactContent:
         newest, owner = known
@@ -196,11 +196,11 @@ def _metrics_of(experiment: Experiment) -> Sequence[str]:
     return objective.metrics if objective else ()
 
 
-def _tell(chronicle: ExperimentHistory, news: Event | search_link.StepReported, at: datetime) -> None:
+def _add(history: ExperimentHistory, news: Event | search_link.StepReported, at: datetime) -> None:
     if isinstance(news, search_link.StepReported):
-        chronicle.tell_report(news.trial, news.report)
+        history.add_report(news.trial, news.report)
     else:
-        chronicle.tell_event(news, at)
+        history.add_event(news, at)
 
 
 def _said(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> str:

@@ -38,8 +38,8 @@ __all__ = [
     "ExperimentHistory",
     "HistoryView",
     "OwnershipPeriod",
+    "history_of",
     "moment",
-    "told",
 ]
 
 _METRICS = 4
@@ -118,8 +118,8 @@ class HistoryView:
     metrics: tuple[str, ...] = ()
     curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
     """Points by trial and metric, thinned out."""
-    stints: Sequence[AttemptPeriod] = ()
-    reigns: Sequence[OwnershipPeriod] = ()
+    attempts: Sequence[AttemptPeriod] = ()
+    ownerships: Sequence[OwnershipPeriod] = ()
     clones: Sequence[Clone] = ()
     costs: Costs = Costs()
     newest: Mapping[str, StepReport] = field(default_factory=dict)
@@ -139,73 +139,73 @@ class ExperimentHistory:
         self._metrics = tuple(metrics)
         self._is_whole = is_whole
         self._curves: dict[str, dict[str, Series]] = {}
-        self._stints: list[AttemptPeriod] = []
+        self._attempts: list[AttemptPeriod] = []
         self._open: dict[str, int] = {}  # the index of each trial's open attempt in the list
-        self._due: dict[str, datetime] = {}  # when the trial got a slot
+        self._slot_since: dict[str, datetime] = {}  # when the trial got a slot
         self._owners: dict[str, Owner] = {}
-        self._heard: dict[str, datetime] = {}  # when
-        self._over_since: dict[str, datetime] = {}  # attempts that ended without an entry of their own
-        self._reigns: list[OwnershipPeriod] = []
+        self._last_entry_at: dict[str, datetime] = {}  # when
+        self._ended_at: dict[str, datetime] = {}  # attempts that ended without an entry of their own
+        self._ownerships: list[OwnershipPeriod] = []
         self._clones: list[Clone] = []
         self._steps: dict[str, int] = {}  # the last step of each trial
         self._newest: dict[str, StepReport] = {}  # of running attempts
         self._costs = Costs()
 
-    def tell(self, entry: Entry) -> None:
+    def add_entry(self, entry: Entry) -> None:
         """Take in the next entry."""
         at = moment(entry.at)
         for event in entry.events:
-            self.tell_event(event, at)
+            self.add_event(event, at)
 
-    def tell_event(self, event: Event, at: datetime) -> None:
+    def add_event(self, event: Event, at: datetime) -> None:
         """Take in the next event, journaled at `at` or about to be."""
         if isinstance(event, Opened) and event.trial is None:
-            self._reigns.append(OwnershipPeriod(event.epoch, event.owner, at, at))
-            self._cut([trial for trial in self._open if trial not in self._owners])
+            self._ownerships.append(OwnershipPeriod(event.epoch, event.owner, at, at))
+            self._cut_short([trial for trial in self._open if trial not in self._owners])
         elif isinstance(event, Absorbed):
             at = moment(event.at) if event.at else at
             for each in event.events:
-                self._tell(each, event.trial, at)
+                self._add(each, event.trial, at)
         else:
-            self._tell(event, getattr(event, "trial", None), at)
+            self._add(event, getattr(event, "trial", None), at)
             self._count(event)
-        self._hear_of_owner(at)
+        self._extend_ownership(at)
 
     def _count(self, event: Event) -> None:
         """Count what the current owner adds to the experiment."""
-        if not self._reigns:
+        if not self._ownerships:
             return
-        newest = self._reigns[-1]
+        newest = self._ownerships[-1]
         if isinstance(event, TrialAdded):
-            self._reigns[-1] = replace(newest, trials=newest.trials + 1)
+            self._ownerships[-1] = replace(newest, trials=newest.trials + 1)
         elif isinstance(event, Extended):
-            self._reigns[-1] = replace(newest, samples=newest.samples + event.samples)
+            self._ownerships[-1] = replace(newest, samples=newest.samples + event.samples)
 
-    def _hear_of_owner(self, at: datetime) -> None:
+    def _extend_ownership(self, at: datetime) -> None:
         """Extend the time of the run that owned the experiment at `at`, which may be an earlier one."""
-        for place in range(len(self._reigns) - 1, -1, -1):
-            reign = self._reigns[place]
-            if at >= reign.began:
-                self._reigns[place] = replace(reign, last=max(reign.last, at))
+        for place in range(len(self._ownerships) - 1, -1, -1):
+            ownership = self._ownerships[place]
+            if at >= ownership.began:
+                self._ownerships[place] = replace(ownership, last=max(ownership.last, at))
                 return
 
-    def _cut(self, trials: Iterable[str]) -> None:
+    def _cut_short(self, trials: Iterable[str]) -> None:
         """Note for trials that another owner takes over that their open attempts ended at their last entry."""
         for trial in trials:
             if trial in self._open:
-                self._over_since[trial] = self._heard[trial]
+                self._ended_at[trial] = self._last_entry_at[trial]
 
-    def tell_report(self, trial: str, report: StepReport) -> None:
+    def add_report(self, trial: str, report: StepReport) -> None:
         """Take in a step's report before the journal has it."""
         if trial in self._open:
             self._report(trial, report)
 
-    def owner_is(self, owner: Owner, epoch: int, at: datetime) -> None:
-        """Record the owner, if the entry with the change of owner was not passed to `tell`."""
-        if not self._reigns or self._reigns[-1].epoch != epoch:
-            self._reigns.append(OwnershipPeriod(epoch, owner, at, at))
+    def set_owner(self, owner: Owner, epoch: int, at: datetime) -> None:
+        """Record the owner, if the entry with the change of owner was not passed to `add_entry`."""
+        if not self._ownerships or self._ownerships[-1].epoch != epoch:
+            self._ownerships.append(OwnershipPeriod(epoch, owner, at, at))
 
-    def story(self, trials: Collection[str]) -> HistoryView:
+    def view(self, trials: Collection[str]) -> HistoryView:
         """Return the history, with the curves of these trials."""
         drawn = {trial: self._curves[trial] for trial in trials if trial in self._curves}
         return HistoryView(
@@ -214,11 +214,11 @@ class ExperimentHistory:
                 trial: {name: each.points() for name, each in curves.items() if name in self._metrics}
                 for trial, curves in drawn.items()
             },
-            stints=tuple(
+            attempts=tuple(
                 each if each.ended else replace(each, step=self._steps.get(each.trial, each.step))
-                for each in self._stints
+                for each in self._attempts
             ),
-            reigns=tuple(self._reigns),
+            ownerships=tuple(self._ownerships),
             clones=tuple(self._clones),
             costs=self._costs,
             newest=dict(self._newest),
@@ -227,14 +227,14 @@ class ExperimentHistory:
 
     # -------------------------------------------------------------------------------------------- one event
 
-    def _tell(self, event: object, trial: str | None, at: datetime) -> None:
+    def _add(self, event: object, trial: str | None, at: datetime) -> None:
         match event:
             case Opened(owner=owner) if trial is not None:
                 self._owners[trial] = owner
-                self._cut([trial])
+                self._cut_short([trial])
                 return
             case TrialAdded() | Resumed() | Requeued():
-                self._due.setdefault(event.trial, at)
+                self._slot_since.setdefault(event.trial, at)
             case Started():
                 self._started(event, at)
             case Reported():
@@ -250,18 +250,18 @@ class ExperimentHistory:
             case _:
                 return
         if trial is not None:
-            self._heard[trial] = at
+            self._last_entry_at[trial] = at
 
     def _started(self, event: Started, at: datetime) -> None:
         """Begin an attempt when its trial got the slot, which is earlier than its entry."""
         trial = event.trial
         self._ended(trial, AttemptEnd.LOST, at)
-        owner = self._owners.get(trial) or (self._reigns[-1].owner if self._reigns else None)
-        began = self._due.pop(trial, at)
-        if self._reigns and began < self._reigns[-1].began:
+        owner = self._owners.get(trial) or (self._ownerships[-1].owner if self._ownerships else None)
+        began = self._slot_since.pop(trial, at)
+        if self._ownerships and began < self._ownerships[-1].began:
             began = at  # the slot belonged to an attempt of an earlier owner
-        self._open[trial] = len(self._stints)
-        self._stints.append(AttemptPeriod(trial, event.attempt, began, event.from_step, event.from_step, owner))
+        self._open[trial] = len(self._attempts)
+        self._attempts.append(AttemptPeriod(trial, event.attempt, began, event.from_step, event.from_step, owner))
         for series in self._curves.get(trial, {}).values():
             series.cut(event.from_step)
         self._steps[trial] = event.from_step
@@ -308,9 +308,9 @@ class ExperimentHistory:
         self._newest.pop(trial, None)
         if place is None:
             return
-        stint = self._stints[place]
-        ended = max(stint.began, self._over_since.pop(trial, at))
-        self._stints[place] = replace(stint, step=self._steps.get(trial, stint.step), ended=ended, end=end)
+        attempt = self._attempts[place]
+        ended = max(attempt.began, self._ended_at.pop(trial, at))
+        self._attempts[place] = replace(attempt, step=self._steps.get(trial, attempt.step), ended=ended, end=end)
 
 
 def moment(at: str) -> datetime:
@@ -332,9 +332,9 @@ def _end_of(event: Finished | Paused | GaveUp) -> AttemptEnd:
             return AttemptEnd.FAILED
 
 
-def told(entries: Iterable[Entry], metrics: Sequence[str] = ()) -> ExperimentHistory:
+def history_of(entries: Iterable[Entry], metrics: Sequence[str] = ()) -> ExperimentHistory:
     """Return the history of these entries, which are in the journal's order."""
-    chronicle = ExperimentHistory(metrics)
+    history = ExperimentHistory(metrics)
     for entry in entries:
-        chronicle.tell(entry)
-    return chronicle
+        history.add_entry(entry)
+    return history

@@ -10,10 +10,10 @@ from shlex import quote
 from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
+from prefect_tune.reporting.axes import format_number
 from prefect_tune.reporting.document import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.report_data import ReportData
 from prefect_tune.reporting.report_summary import Facts, Links, TrialFacts, facts_of
-from prefect_tune.reporting.scales import said_number
 from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
 from prefect_tune.reporting.trial_charts import (
     front_chart,
@@ -264,7 +264,7 @@ def _time(iso: str) -> str:
 
 
 def _value(value: object) -> str:
-    return said_number(value) if isinstance(value, float) else said(value)
+    return format_number(value) if isinstance(value, float) else said(value)
 
 
 def _clipped(text: str, most: int = _WIDEST) -> str:

@@ -24,8 +24,8 @@ DRAWN = 60
 _MOST_PARAMETERS = 200
 
 
-class Tells(Protocol):
-    """A history's `story`, or a function that calls it in another thread."""
+class HistorySource(Protocol):
+    """A history's `view`, or a function that calls it in another thread."""
 
     def __call__(self, trials: Collection[str], /) -> HistoryView: ...
 
@@ -38,7 +38,7 @@ class ReportData:
     uri: str
     now: datetime
     objective: Objective | None
-    story: HistoryView
+    history: HistoryView
     trials: Sequence[Trial]
     """The trials in the order in which they were added, with their newest reports."""
     losses: Mapping[str, Losses]
@@ -78,14 +78,14 @@ class ReportData:
 
 
 def material(
-    experiment: Experiment, tells: Tells, *, uri: str, now: datetime, expected: int | None = None
+    experiment: Experiment, view_of: HistorySource, *, uri: str, now: datetime, expected: int | None = None
 ) -> ReportData:
     """Return the data for a report of the experiment."""
     objective = objective_in(experiment.settings)
-    story = tells(_drawn(experiment, objective))
-    trials = [with_report(each, story.newest.get(each.trial)) for each in experiment.trials.values()]
+    history = view_of(_drawn(experiment, objective))
+    trials = [with_report(each, history.newest.get(each.trial)) for each in experiment.trials.values()]
     losses = {each.trial: losses for each, losses in ranked(trials, objective)}
-    return ReportData(experiment, uri, now, objective, story, trials, losses, expected, _cells(trials))
+    return ReportData(experiment, uri, now, objective, history, trials, losses, expected, _cells(trials))
 
 
 def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:

@@ -118,8 +118,8 @@ class Facts:
 
 def facts_of(material: ReportData, links: Links) -> Facts:
     """Return the facts of an experiment."""
-    state, story, objective = material.experiment, material.story, material.objective
-    owners = {each.trial: each.owner for each in story.stints}
+    state, history, objective = material.experiment, material.history, material.objective
+    owners = {each.trial: each.owner for each in history.attempts}
     say = _Says(state.name, owners, links)
     ranked = [*material.ranking, *(each for each in material.trials if each.trial not in material.losses)]
     errors = [each for each in material.trials if each.status is Status.ERRORED]
@@ -129,7 +129,7 @@ def facts_of(material: ReportData, links: Links) -> Facts:
         kind="search" if is_search(state) else "training",
         metric=objective.metrics if objective else (),
         mode=objective.modes if objective else (),
-        began_at=_at(story.reigns[0].began.isoformat()) if story.reigns else "",
+        began_at=_at(history.ownerships[0].began.isoformat()) if history.ownerships else "",
         told_at=_at(material.now.isoformat()),
         trials_by_status=counted(state),
         trial_count=len(material.trials),
@@ -138,11 +138,11 @@ def facts_of(material: ReportData, links: Links) -> Facts:
         trials=[say.trial(each) for each in ranked[:_TRIALS]],
         errors=[say.trial(each) for each in errors[:_ERRORS]],
         importance=material.importances,
-        runs=_runs(story.reigns[-_RUNS:], story.stints, links),
+        runs=_runs(history.ownerships[-_RUNS:], history.attempts, links),
         cost=_cost(material),
         settings=shown_settings(state.settings),
         ended_because=state.ends,
-        is_whole=story.is_whole,
+        is_whole=history.is_whole,
     )
 
 
@@ -171,26 +171,26 @@ class _Says:
         )
 
 
-def _runs(reigns: Sequence[OwnershipPeriod], stints: Sequence[AttemptPeriod], links: Links) -> Sequence[Run]:
+def _runs(ownerships: Sequence[OwnershipPeriod], attempts: Sequence[AttemptPeriod], links: Links) -> Sequence[Run]:
     runs = []
-    for index, reign in enumerate(reigns):
-        until = reigns[index + 1].began if index + 1 < len(reigns) else None
-        begun = sum(1 for each in stints if reign.began <= each.began and (until is None or each.began < until))
-        times = _at(reign.began.isoformat()), _at(reign.last.isoformat())
-        added = reign.trials, reign.samples
-        runs.append(Run(reign.epoch, str(reign.owner), *times, begun, *added, links(reign.owner)))
+    for index, ownership in enumerate(ownerships):
+        until = ownerships[index + 1].began if index + 1 < len(ownerships) else None
+        begun = sum(1 for each in attempts if ownership.began <= each.began and (until is None or each.began < until))
+        times = _at(ownership.began.isoformat()), _at(ownership.last.isoformat())
+        added = ownership.trials, ownership.samples
+        runs.append(Run(ownership.epoch, str(ownership.owner), *times, begun, *added, links(ownership.owner)))
     return runs
 
 
 def _cost(material: ReportData) -> Cost:
-    trials, costs, stints = material.trials, material.story.costs, material.story.stints
+    trials, costs, attempts = material.trials, material.history.costs, material.history.attempts
     trained, steps = sum(each.trained_seconds for each in trials), sum(each.step for each in trials)
     wasted = sum(each.wasted_steps for each in trials)
     return Cost(
         trained_seconds=trained,
         attempts=sum(each.attempt for each in trials),
-        attempts_lost=sum(each.end is AttemptEnd.LOST for each in stints),
-        attempts_failed=sum(each.end is AttemptEnd.FAILED for each in stints),
+        attempts_lost=sum(each.end is AttemptEnd.LOST for each in attempts),
+        attempts_failed=sum(each.end is AttemptEnd.FAILED for each in attempts),
         wasted_steps=wasted,
         wasted_seconds=trained / steps * wasted if steps else 0.0,
         checkpoints_committed=costs.commits,

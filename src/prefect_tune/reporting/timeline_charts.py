@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 
-from prefect_tune.reporting.axes import END, GRID, MIDDLE, SMALL
+from prefect_tune.reporting.axes import END, GRID, MIDDLE, SMALL, Frame, draw_y_axis, fitted
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, Clone, OwnershipPeriod
 from prefect_tune.reporting.report_data import ReportData
-from prefect_tune.reporting.scales import fitted
 from prefect_tune.reporting.svg import BLUE, GREEN, GREY, INKS, ORANGE, RED, Drawing, Pen, Point
 from prefect_tune.terminal.formatting import said_span
 
@@ -50,31 +49,31 @@ class _Clock:
 
 def timeline(material: ReportData) -> str | None:
     """Draw the owners of the experiment and, below them, all attempts; None if no attempt has started."""
-    story, now = material.story, material.now
-    if not story.reigns:
+    history, now = material.history, material.now
+    if not history.ownerships:
         return None
-    stints = [each if each.ended else replace(each, ended=_still(each, material)) for each in story.stints]
-    clock = _clock(story.reigns, stints, now)
-    is_crowded = len(stints) > _BARS
-    lanes = [] if is_crowded else _lanes(stints)
+    attempts = [each if each.ended else replace(each, ended=_still(each, material)) for each in history.attempts]
+    clock = _clock(history.ownerships, attempts, now)
+    is_crowded = len(attempts) > _BARS
+    lanes = [] if is_crowded else _lanes(attempts)
     body = 120.0 if is_crowded else max(1, len(lanes)) * _row(lanes)
     drawing = Drawing(WIDTH, 44 + body + 44)
-    _draw_reigns(drawing, clock, story.reigns)
+    _draw_ownerships(drawing, clock, history.ownerships)
     if is_crowded:
-        _draw_load(drawing, clock, stints, (44, 44 + body))
+        _draw_load(drawing, clock, attempts, (44, 44 + body))
     else:
         _draw_lanes(drawing, clock, lanes)
     _draw_clock(drawing, clock, 44 + body + 6)
     return drawing.svg()
 
 
-def _still(stint: AttemptPeriod, material: ReportData) -> datetime:
+def _still(attempt: AttemptPeriod, material: ReportData) -> datetime:
     """Return the end to draw for an attempt without one: the last journal entry of its owner."""
-    return max(stint.began, material.story.reigns[-1].last)
+    return max(attempt.began, material.history.ownerships[-1].last)
 
 
-def _clock(reigns: Sequence[OwnershipPeriod], stints: Sequence[AttemptPeriod], now: datetime) -> _Clock:
-    spans = [(each.began, each.last) for each in reigns] + [(each.began, each.ended or now) for each in stints]
+def _clock(ownerships: Sequence[OwnershipPeriod], attempts: Sequence[AttemptPeriod], now: datetime) -> _Clock:
+    spans = [(each.began, each.last) for each in ownerships] + [(each.began, each.ended or now) for each in attempts]
     begin = min(start for start, _ in spans)
     merged = _merged([((start - begin).total_seconds(), (end - begin).total_seconds()) for start, end in spans])
     busy = sum(end - start for start, end in merged) or 1.0
@@ -104,27 +103,27 @@ def _merged(spans: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float
     return found
 
 
-def _draw_reigns(drawing: Drawing, clock: _Clock, reigns: Sequence[OwnershipPeriod]) -> None:
+def _draw_ownerships(drawing: Drawing, clock: _Clock, ownerships: Sequence[OwnershipPeriod]) -> None:
     drawing.text((_LEFT - 8, 27), "runs", f"{SMALL} {END}")
-    for reign in reigns:
-        left, right = clock.at(reign.began), clock.at(reign.last)
-        said = f"run {reign.epoch}: {reign.owner}"
+    for ownership in ownerships:
+        left, right = clock.at(ownership.began), clock.at(ownership.last)
+        said = f"run {ownership.epoch}: {ownership.owner}"
         drawing.bar((left, 14), (max(2.0, right - left - 1), 19), Pen(GREY), title=said)
-        name = reign.owner.name if right - left > 7 * len(reign.owner.name) + 30 else ""
-        label = f"{reign.epoch} {name}".strip()
+        name = ownership.owner.name if right - left > 7 * len(ownership.owner.name) + 30 else ""
+        label = f"{ownership.epoch} {name}".strip()
         if right - left > 7 * len(label):
             drawing.text((left + 6, 27.5), label, f'{SMALL} font-weight="600"', "#fff")
 
 
-def _lanes(stints: Sequence[AttemptPeriod]) -> Sequence[tuple[str, Sequence[AttemptPeriod]]]:
+def _lanes(attempts: Sequence[AttemptPeriod]) -> Sequence[tuple[str, Sequence[AttemptPeriod]]]:
     """Return a row per trial; for many trials a row per slot, with trials one after the other."""
     of_trials: dict[str, list[AttemptPeriod]] = {}
-    for each in stints:
+    for each in attempts:
         of_trials.setdefault(each.trial, []).append(each)
     if len(of_trials) <= _ROWS:
         return sorted(of_trials.items())
     slots: list[list[AttemptPeriod]] = []
-    for each in sorted(stints, key=lambda stint: stint.began):
+    for each in sorted(attempts, key=lambda attempt: attempt.began):
         free = next((slot for slot in slots if (slot[-1].ended or each.began) <= each.began), None)
         if free is None:
             slots.append([each])
@@ -139,44 +138,42 @@ def _row(lanes: Sequence[object]) -> float:
 
 def _draw_lanes(drawing: Drawing, clock: _Clock, lanes: Sequence[tuple[str, Sequence[AttemptPeriod]]]) -> None:
     row = _row(lanes)
-    for index, (name, stints) in enumerate(lanes):
+    for index, (name, attempts) in enumerate(lanes):
         y = 44 + index * row
         if row >= 11:
             drawing.text((_LEFT - 8, y + row / 2 + 2), name[-13:], f'font-size="10" {END}')
-        for stint in stints:
-            _draw_stint(drawing, clock, stint, (y, row))
+        for attempt in attempts:
+            _draw_attempt(drawing, clock, attempt, (y, row))
 
 
-def _draw_stint(drawing: Drawing, clock: _Clock, stint: AttemptPeriod, y_and_row: tuple[float, float]) -> None:
+def _draw_attempt(drawing: Drawing, clock: _Clock, attempt: AttemptPeriod, y_and_row: tuple[float, float]) -> None:
     y, row = y_and_row
-    left, right = clock.at(stint.began), clock.at(stint.ended or stint.began)
+    left, right = clock.at(attempt.began), clock.at(attempt.ended or attempt.began)
     height = max(1.0, row - 3)
-    end = f": {stint.end}" if stint.end else ""
-    said = f"{stint.trial}, attempt {stint.attempt}, steps {stint.from_step} to {stint.step}{end}"
-    pen = Pen(_INKS.get(stint.end, BLUE) if stint.end else BLUE, 1, 0.75)
+    end = f": {attempt.end}" if attempt.end else ""
+    said = f"{attempt.trial}, attempt {attempt.attempt}, steps {attempt.from_step} to {attempt.step}{end}"
+    pen = Pen(_INKS.get(attempt.end, BLUE) if attempt.end else BLUE, 1, 0.75)
     drawing.bar((left, y), (max(1.5, right - left - 0.8), height), pen, title=said)
-    if stint.end in (AttemptEnd.LOST, AttemptEnd.FAILED):
+    if attempt.end in (AttemptEnd.LOST, AttemptEnd.FAILED):
         drawing.cross((right, y + height / 2), Pen(RED, 2), min(3.5, height / 2))
 
 
 def _draw_load(
-    drawing: Drawing, clock: _Clock, stints: Sequence[AttemptPeriod], top_and_bottom: tuple[float, float]
+    drawing: Drawing, clock: _Clock, attempts: Sequence[AttemptPeriod], top_and_bottom: tuple[float, float]
 ) -> None:
     """For too many attempts to draw each: draw how many ran at once, and where attempts were lost."""
     top, bottom = top_and_bottom
-    left_at = [(clock.at(each.began), clock.at(each.ended or each.began)) for each in stints]
+    left_at = [(clock.at(each.began), clock.at(each.ended or each.began)) for each in attempts]
     columns = [0] * int(_RIGHT - _LEFT + 1)
     for left, right in left_at:
         for column in range(int(left - _LEFT), max(int(left - _LEFT) + 1, int(right - _LEFT))):
             columns[min(column, len(columns) - 1)] += 1
     y = fitted([0, max(columns)], bottom, top + 6, may_be_log=False)
-    for place, said in y.ticks(4):
-        drawing.line([(_LEFT, place), (_RIGHT, place)], GRID)
-        drawing.text((_LEFT - 8, place + 4), said, f"{SMALL} {END}")
+    draw_y_axis(drawing, Frame(_LEFT, top, _RIGHT, bottom), y, 4)
     outline = [(_LEFT + column, y.at(count)) for column, count in enumerate(columns)]
     drawing.area([(_LEFT, bottom), *outline, (_LEFT + len(columns) - 1, bottom)], Pen(BLUE, 1, 0.55))
     lost = [
-        (right, bottom - 4) for (_, right), each in zip(left_at, stints, strict=True) if each.end is AttemptEnd.LOST
+        (right, bottom - 4) for (_, right), each in zip(left_at, attempts, strict=True) if each.end is AttemptEnd.LOST
     ]
     drawing.dots(lost[:_BARS], Pen(RED, 5, 0.8))
 
@@ -198,7 +195,7 @@ def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
 
 def lineage_chart(material: ReportData) -> str | None:
     """Draw each member of a population in the color of its weights' first member; None if no trial was cloned."""
-    clones = [each for each in material.story.clones if each.trial != each.source]
+    clones = [each for each in material.history.clones if each.trial != each.source]
     if not clones:
         return None
     names = _members(material, clones)

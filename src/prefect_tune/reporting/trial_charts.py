@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.schedulers.base import Stop
-from prefect_tune.reporting.axes import END, GRID, MIDDLE, SMALL, Frame, framed
+from prefect_tune.reporting.axes import (
+    END,
+    MIDDLE,
+    SMALL,
+    Frame,
+    Scale,
+    draw_axes,
+    draw_y_axis,
+    fitted,
+    format_number,
+)
 from prefect_tune.reporting.curve_sampling import numbers_in
 from prefect_tune.reporting.report_data import ReportData, spread
-from prefect_tune.reporting.scales import Scale, fitted, said_number
 from prefect_tune.reporting.svg import BLUE, GREY, INKS, ORANGE, Drawing, Pen, Point
 
 __all__ = ["front_chart", "importance_chart", "learning_curves", "parallel_coordinates", "rung_chart"]
@@ -34,7 +43,9 @@ _LABEL = 'font-size="10.5" font-weight="700"'
 
 def learning_curves(material: ReportData) -> str | None:
     """Draw a panel for each metric; None if nothing was reported."""
-    metrics = [name for name in material.story.metrics if any(name in each for each in material.story.curves.values())]
+    metrics = [
+        name for name in material.history.metrics if any(name in each for each in material.history.curves.values())
+    ]
     if not metrics:
         return None
     columns = 1 if len(metrics) == 1 else 2
@@ -48,10 +59,10 @@ def learning_curves(material: ReportData) -> str | None:
 
 
 def _curves(drawing: Drawing, frame: Frame, material: ReportData, metric: str) -> None:
-    curves = {trial: each[metric] for trial, each in material.story.curves.items() if each.get(metric)}
+    curves = {trial: each[metric] for trial, each in material.history.curves.items() if each.get(metric)}
     x = fitted([step for each in curves.values() for step, _ in each], frame.left, frame.right, may_be_log=False)
     y = fitted([value for each in curves.values() for _, value in each], frame.bottom, frame.top, room=0.03)
-    framed(drawing, frame, x, y, ("step", metric))
+    draw_axes(drawing, frame, x, y, ("step", metric))
     lines = {trial: [(x.at(step), y.at(value)) for step, value in each] for trial, each in curves.items()}
     ranked = [each.trial for each in material.ranking if each.trial in lines]
     best = [each.trial for each in material.best if each.trial in lines]
@@ -167,7 +178,7 @@ def _draw_axis(drawing: Drawing, axis: _Axis, x: float, frame: Frame) -> None:
 
 def _label(category: str) -> str:
     try:
-        return said_number(float(category))
+        return format_number(float(category))
     except ValueError:
         return category[:14]
 
@@ -197,14 +208,12 @@ def importance_chart(material: ReportData) -> str | None:
 def rung_chart(material: ReportData) -> str | None:
     """Draw the metrics compared at each of a scheduler's rungs, and which trials continued; None without rungs."""
     rungs = _rungs(material)
-    if material.objective is None or not rungs or len(rungs) > 12 or material.story.clones:
+    if material.objective is None or not rungs or len(rungs) > 12 or material.history.clones:
         return None
     drawing, frame = Drawing(WIDTH, 290), Frame(62, 44, WIDTH - 20, 250)
     metric = material.objective.metrics[0]
     y = fitted([value for rung in rungs.values() for value, _ in rung], frame.bottom, frame.top, room=0.05)
-    for place, said in y.ticks(5):
-        drawing.line([(frame.left, place), (frame.right, place)], GRID)
-        drawing.text((frame.left - 7, place + 4), said, f"{SMALL} {END}")
+    draw_y_axis(drawing, frame, y, 5)
     drawing.text((frame.left - 7, frame.top - 28), metric, f'{SMALL} font-weight="600"')
     width = (frame.right - frame.left) / len(rungs)
     for index, (step, rung) in enumerate(rungs.items()):
@@ -274,7 +283,7 @@ def _draw_front(drawing: Drawing, frame: Frame, material: ReportData, metrics: t
     places = {trial: [values[name] for name in metrics] for trial, values in compared.items()}
     x = fitted([each[0] for each in places.values()], frame.left, frame.right, room=0.03)
     y = fitted([each[1] for each in places.values()], frame.bottom, frame.top, room=0.05)
-    framed(drawing, frame, x, y, metrics)
+    draw_axes(drawing, frame, x, y, metrics)
     points = {trial: (x.at(each[0]), y.at(each[1])) for trial, each in places.items()}
     drawing.dots([point for trial, point in points.items() if trial not in best], Pen(BLUE, 6, 0.45))
     on_front = sorted(points[trial] for trial in best)
