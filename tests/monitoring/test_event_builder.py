@@ -72,7 +72,7 @@ class Story:
 
     def __init__(self, subject: EventContext = SUBJECT, state: Experiment | None = None) -> None:
         self.state = state or nothing_yet("first")
-        self.dispatches = EventBuilder(subject, self.state, 0.0)
+        self.builder = EventBuilder(subject, self.state, 0.0)
         self.told: list[PrefectEvent] = []
         self.now = 0.0
 
@@ -81,12 +81,12 @@ class Story:
         told: list[PrefectEvent] = []
         for event in events:
             before, self.state = self.state, after_event(self.state, event, 1)
-            told += self.dispatches.heard(event, before, self.state, self.now)
+            told += self.builder.events_of(event, before, self.state, self.now)
         self.told += told
         return told
 
     def ends(self, reason: str = "") -> list[PrefectEvent]:
-        return list(self.dispatches.over(None, self.state, reason))
+        return list(self.builder.end_events(None, self.state, reason))
 
 
 def names(notices: list[PrefectEvent]) -> list[str]:
@@ -183,8 +183,8 @@ def test_a_better_model_is_told_at_most_every_half_minute_and_the_last_one_at_th
     story.goes(*begun("00000"), step("00000", 2, 0.5, at=1))
     told = story.goes(step("00000", 3, 0.4, at=2), step("00000", 4, 0.3, at=3))
     assert "experiment.best-improved" not in names(told)
-    assert list(story.dispatches.looked(29.0)) == []
-    better, *_ = story.dispatches.looked(30.0)
+    assert list(story.builder.due_events(29.0)) == []
+    better, *_ = story.builder.due_events(30.0)
     assert better.payload["step"] == 3
     story.goes(step("00000", 5, 0.2, at=4))
     last, *_, finished = story.ends()
@@ -218,19 +218,19 @@ def test_what_a_run_tells_again_since_it_was_killed_is_the_same_event_and_anothe
 def test_what_goes_on_for_too_long_is_told_of() -> None:
     story = Story(EventContext(PLACE, budgets=[Budget("time", 46 * 60.0)], sync_period=timedelta(seconds=60)))
     story.goes(*begun("00000"))
-    assert names(list(story.dispatches.looked(31 * 60.0))) == ["trial.stale"]
-    story.dispatches.health.reported("00000", 1, 32 * 60.0)
-    assert names(list(story.dispatches.looked(36 * 60.0))) == ["experiment.lag"]
+    assert names(list(story.builder.due_events(31 * 60.0))) == ["trial.stale"]
+    story.builder.health.reported("00000", 1, 32 * 60.0)
+    assert names(list(story.builder.due_events(36 * 60.0))) == ["experiment.lag"]
     story.goes(step("00000", 2, 0.5, at=1), entry("00000", 3, Finished(trial="00000", reason="done")))
-    assert names(list(story.dispatches.looked(37 * 60.0))) == ["experiment.budget"]
+    assert names(list(story.builder.due_events(37 * 60.0))) == ["experiment.budget"]
     story.goes(Requeued(trial="00000", reason="more"))
-    assert story.dispatches._ended == 0
+    assert story.builder._ended == 0
 
 
 def test_an_attempt_that_outlived_its_search_is_looked_after() -> None:
     earlier = Story()
     earlier.goes(*begun("00000"))
-    assert names(list(Story(state=earlier.state).dispatches.looked(31 * 60.0))) == ["trial.stale"]
+    assert names(list(Story(state=earlier.state).builder.due_events(31 * 60.0))) == ["trial.stale"]
 
 
 def test_the_budgets_are_those_of_the_run_and_of_its_stoppers() -> None:
@@ -344,7 +344,7 @@ def test_a_search_that_says_more_than_can_be_told_is_not_held_up_by_it(
 
 
 def test_the_herald_looks_while_nothing_happens(monkeypatch: pytest.MonkeyPatch, emitted: list[PrefectEvent]) -> None:
-    monkeypatch.setattr(heralds, "_LOOK_EVERY", timedelta(seconds=0.05))
+    monkeypatch.setattr(heralds, "_CHECK_EVERY", timedelta(seconds=0.05))
     looked = threading.Event()
 
     def emit(notice: PrefectEvent) -> None:

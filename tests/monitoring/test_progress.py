@@ -42,7 +42,7 @@ def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.Log
     seen, report = running()
     report(1)
     assert caplog.messages[0].startswith("e: 1 running after ")
-    seen.is_seen = True
+    seen.is_shown = True
     report(2)
     assert len(caplog.messages) == 1
 
@@ -57,8 +57,8 @@ def test_no_line_comes_before_its_time(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_table_that_breaks_is_told_once_and_the_lines_begin(caplog: pytest.LogCaptureFixture) -> None:
     seen, report = running()
-    seen.is_seen = True
-    seen.broke(OSError("hung up"))
+    seen.is_shown = True
+    seen.fall_back(OSError("hung up"))
     report(1)
     assert caplog.messages[0] == "the live table ends, and the search continues: OSError: hung up"
     assert len(caplog.messages) == 2

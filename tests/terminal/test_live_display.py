@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from prefect_tune.terminal.live_display import LiveDisplay, can_show, standing
+from prefect_tune.terminal.live_display import LiveDisplay, can_show, live_display
 from prefect_tune.terminal.output_capture import OutputCapture
 
 
@@ -88,7 +88,7 @@ def table(width: int, height: int) -> RenderableType:
 
 def test_the_table_stands_there_and_is_gone_afterwards(terminal: Terminal, broken: list[Exception]) -> None:
     terminal.read()
-    with standing(table, broken.append, terminal.stream):
+    with live_display(table, broken.append, terminal.stream):
         wait_for(lambda: "a table of 80 x 24" in terminal.shown)
         assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")  # whoever dies has a cursor
     wait_for(lambda: terminal.shown.endswith("\x1b[2K"))  # its line is erased
@@ -103,7 +103,7 @@ def test_what_is_printed_and_logged_meanwhile_stands_above_it(
     handler = logging.StreamHandler(terminal.stream)
     logging.getLogger("a library").addHandler(handler)
     try:
-        with standing(table, broken.append, terminal.stream):
+        with live_display(table, broken.append, terminal.stream):
             print("printed")
             logging.getLogger("a library").warning("logged")
             wait_for(lambda: "logged\r\n" in terminal.shown)
@@ -125,7 +125,7 @@ def test_handlers_with_a_console_of_their_own_say_only_what_is_a_warning_meanwhi
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
-        with standing(table, broken.append, terminal.stream):
+        with live_display(table, broken.append, terminal.stream):
             logger.info("a task has finished")
             logger.warning("a trial has failed")
             wait_for(lambda: "a trial has failed" in terminal.shown)
@@ -138,7 +138,7 @@ def test_handlers_with_a_console_of_their_own_say_only_what_is_a_warning_meanwhi
 
 
 def test_a_terminal_that_hangs_up_ends_the_table_and_nothing_else(terminal: Terminal, broken: list[Exception]) -> None:
-    with standing(table, broken.append, terminal.stream):
+    with live_display(table, broken.append, terminal.stream):
         terminal.hang_up()
         wait_for(lambda: broken)
     assert isinstance(broken[0], OSError)
@@ -163,7 +163,7 @@ def test_a_table_that_cannot_be_drawn_ends_and_what_is_printed_goes_on(
 
     terminal.read()
     monkeypatch.setattr(sys, "stdout", terminal.stream)
-    with standing(fails, broken.append, terminal.stream):
+    with live_display(fails, broken.append, terminal.stream):
         wait_for(lambda: broken)
         print("still here")
         wait_for(lambda: "still here" in terminal.shown)
@@ -175,7 +175,7 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", terminal.stream)
     began = time.monotonic()
-    with standing(lambda _width, _height: Text("x" * 100_000), broken.append, terminal.stream):
+    with live_display(lambda _width, _height: Text("x" * 100_000), broken.append, terminal.stream):
         time.sleep(0.2)  # its buffer is full by then
         for _ in range(1000):
             print("y" * 1000)
@@ -187,8 +187,8 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(
 def test_of_two_at_once_only_the_first_is_shown(terminal: Terminal, broken: list[Exception]) -> None:
     terminal.read()
     with (
-        standing(table, broken.append, terminal.stream),
-        standing(lambda _width, _height: Text("another"), broken.append, terminal.stream),
+        live_display(table, broken.append, terminal.stream),
+        live_display(lambda _width, _height: Text("another"), broken.append, terminal.stream),
     ):
         wait_for(lambda: "a table" in terminal.shown)
     assert "another" not in terminal.shown
@@ -205,7 +205,7 @@ def test_it_is_drawn_rarely_where_drawing_is_expensive(terminal: Terminal, broke
         return Text("expensive")
 
     terminal.read()
-    with standing(expensive, broken.append, terminal.stream):
+    with live_display(expensive, broken.append, terminal.stream):
         wait_for(lambda: len(drawn) == 2)
     assert drawn[1] - drawn[0] >= 1.9  # a 20th of the time
 
@@ -229,9 +229,9 @@ def test_a_file_a_closed_stream_and_one_without_letters_are_no_place_for_it(term
 
 
 def test_what_stands_in_for_a_terminal_is_one_to_whoever_writes(terminal: Terminal) -> None:
-    aside = OutputCapture(terminal.stream)
-    assert (aside.isatty(), aside.fileno(), aside.encoding) == (True, terminal.stream.fileno(), "utf-8")
-    print("one\ntwo", end="", file=aside, flush=True)
-    assert (aside.take_lines(), aside.take_lines()) == (["one"], ())
-    print(" is whole now", file=aside)
-    assert aside.take_lines() == ["two is whole now"]
+    capture = OutputCapture(terminal.stream)
+    assert (capture.isatty(), capture.fileno(), capture.encoding) == (True, terminal.stream.fileno(), "utf-8")
+    print("one\ntwo", end="", file=capture, flush=True)
+    assert (capture.take_lines(), capture.take_lines()) == (["one"], ())
+    print(" is whole now", file=capture)
+    assert capture.take_lines() == ["two is whole now"]

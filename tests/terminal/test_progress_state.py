@@ -31,23 +31,23 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 
 
 class Search:
-    """Tells a watch what happens, as a driver does."""
+    """Tells a tracker what happens, as a driver does."""
 
     def __init__(self, outlook: SearchEstimate, before: Experiment | None = None) -> None:
         self.experiment = before or nothing_yet("e")
-        self.watch = ProgressTracker(self.experiment, outlook, now=0.0)
+        self.tracker = ProgressTracker(self.experiment, outlook, now=0.0)
 
     def happens(self, *events: Event) -> None:
         for event in events:
             self.experiment = after_event(self.experiment, event, self.experiment.number + 1)
-            self.watch.happened(event, self.experiment, NOON)
+            self.tracker.happened(event, self.experiment, NOON)
 
     def begins(self, *trials: str) -> None:
         for trial in trials:
             self.happens(TrialAdded(trial=trial, config={"lr": 0.1}), Started(trial=trial, attempt=1, from_step=0))
 
     def reports(self, trial: str, step: int, loss: float) -> None:
-        self.watch.told(trial, report(step, loss), self.experiment)
+        self.tracker.reported(trial, report(step, loss), self.experiment)
 
 
 def report(step: int, loss: float) -> StepReport:
@@ -62,18 +62,18 @@ def search() -> Search:
 def test_trials_are_counted_by_state(search: Search) -> None:
     search.begins("0", "1", "2")
     search.happens(Finished(trial="0", reason="enough"), GaveUp(trial="1", cause=Cause.USER, message="no"))
-    sight = search.watch.sight(1.0)
-    assert sight.counts == {Status.FINISHED: 1, Status.ERRORED: 1, Status.RUNNING: 1}
-    assert (sight.trial_count, sight.ended_count) == (3, 2)
+    state = search.tracker.state(1.0)
+    assert state.counts == {Status.FINISHED: 1, Status.ERRORED: 1, Status.RUNNING: 1}
+    assert (state.trial_count, state.ended_count) == (3, 2)
 
 
 def test_the_best_so_far_is_known_as_soon_as_it_is_reported(search: Search) -> None:
     search.begins("0", "1")
     search.reports("0", 1, 0.5)
     search.reports("1", 1, 0.4)
-    assert search.watch.sight(1.0).best.trial == "1"
+    assert search.tracker.state(1.0).best.trial == "1"
     search.reports("0", 2, 0.3)
-    best = search.watch.sight(1.0).best
+    best = search.tracker.state(1.0).best
     assert (best.trial, best.step, best.metrics) == ("0", 2, {"loss": 0.3})
 
 
@@ -82,22 +82,22 @@ def test_a_large_metric_is_the_best_where_that_is_asked_for() -> None:
     search.begins("0", "1")
     search.reports("0", 1, 0.5)
     search.reports("1", 1, 0.4)
-    assert search.watch.sight(1.0).best.trial == "0"
+    assert search.tracker.state(1.0).best.trial == "0"
 
 
 def test_a_report_that_the_journal_tells_again_counts_once(search: Search) -> None:
     search.begins("0")
     search.reports("0", 1, 0.5)
     search.happens(Reported(trial="0", report=report(1, 0.5)), Reported(trial="0", report=report(2, 0.5)))
-    assert search.watch.sight(2.0).reports_per_second == pytest.approx(1.0)
+    assert search.tracker.state(2.0).reports_per_second == pytest.approx(1.0)
 
 
 def test_the_rate_is_that_of_the_last_seconds(search: Search) -> None:
     search.begins("0")
     for step in range(1, 101):
         search.reports("0", step, 0.5)
-    assert search.watch.sight(10.0).reports_per_second == pytest.approx(10.0)
-    assert search.watch.sight(20.0).reports_per_second == pytest.approx(0.0)
+    assert search.tracker.state(10.0).reports_per_second == pytest.approx(10.0)
+    assert search.tracker.state(20.0).reports_per_second == pytest.approx(0.0)
 
 
 def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: Search) -> None:
@@ -107,9 +107,9 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
         AttemptEnded(trial="0", cause=Cause.MACHINE, message="gone\nTraceback"),
         Started(trial="0", attempt=2, from_step=0),
     )
-    (running,) = search.watch.sight(1.0).running
+    (running,) = search.tracker.state(1.0).running
     assert running.step < 5
-    assert [each.text for each in search.watch.sight(1.0).notes] == [
+    assert [each.text for each in search.tracker.state(1.0).notes] == [
         "attempt ended: machine: gone",
         "attempt 2, from step 0",
     ]
@@ -118,24 +118,24 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
 def test_an_attempt_that_ended_without_a_word_is_forgotten_too(search: Search) -> None:
     search.begins("0")
     search.reports("0", 5, 0.5)
-    search.watch.happened(Started(trial="0", attempt=2, from_step=0), search.experiment, NOON)
-    assert search.watch.sight(1.0).best is None
+    search.tracker.happened(Started(trial="0", attempt=2, from_step=0), search.experiment, NOON)
+    assert search.tracker.state(1.0).best is None
 
 
 def test_rungs_tell_how_many_trials_were_judged_where_also_before_this_run(search: Search) -> None:
     search.begins("0", "1")
     for trial, step in (("0", 1), ("1", 1), ("0", 3)):
         search.happens(Decided(trial=trial, report=report(step, 0.5), decision=Continue()))
-    assert search.watch.sight(1.0).rungs == {1: 2, 3: 1}
-    assert Search(SearchEstimate("e"), search.experiment).watch.sight(0.0).rungs == {1: 2, 3: 1}
+    assert search.tracker.state(1.0).rungs == {1: 2, 3: 1}
+    assert Search(SearchEstimate("e"), search.experiment).tracker.state(0.0).rungs == {1: 2, 3: 1}
 
 
 def test_an_end_that_the_trial_and_the_search_tell_is_noted_once(search: Search) -> None:
     search.begins("0")
     ended = Finished(trial="0", reason="enough")
     search.happens(ended)
-    search.watch.happened(Absorbed(trial="0", number=1, events=(ended,)), search.experiment, NOON)
-    assert [(each.trial, each.text, each.is_bad) for each in search.watch.sight(1.0).notes] == [
+    search.tracker.happened(Absorbed(trial="0", number=1, events=(ended,)), search.experiment, NOON)
+    assert [(each.trial, each.text, each.is_bad) for each in search.tracker.state(1.0).notes] == [
         ("0", "finished: enough", False)
     ]
 
@@ -144,7 +144,7 @@ def test_an_exploit_is_noted(search: Search) -> None:
     search.begins("0", "1")
     exploit = Exploit(source="1", config={"lr": 0.2}, reason="it is better")
     search.happens(Decided(trial="0", report=report(1, 0.5), decision=exploit))
-    assert search.watch.sight(1.0).notes[-1].text == "exploits 1"
+    assert search.tracker.state(1.0).notes[-1].text == "exploits 1"
 
 
 @pytest.mark.parametrize(
@@ -160,36 +160,36 @@ def test_what_is_left_is_estimated_from_what_was_done(search: Search, elapsed: f
     search.happens(Finished(trial="0", reason="enough"))
     search.reports("1", 5, 0.5)
     search.reports("2", 5, 0.5)
-    assert search.watch.sight(elapsed).left == (left and timedelta(seconds=left))
+    assert search.tracker.state(elapsed).left == (left and timedelta(seconds=left))
 
 
 def test_what_earlier_runs_did_is_not_taken_for_the_pace_of_this_one(search: Search) -> None:
     search.begins("0", "1")
     search.happens(Finished(trial="0", reason="enough"), Finished(trial="1", reason="enough"))
     resumed = Search(SearchEstimate("e", LOSS, trial_count=4), search.experiment)
-    assert resumed.watch.sight(10.0).left is None
+    assert resumed.tracker.state(10.0).left is None
     resumed.begins("2")
     resumed.happens(Finished(trial="2", reason="enough"))
-    assert resumed.watch.sight(10.0).left == timedelta(seconds=10)
+    assert resumed.tracker.state(10.0).left == timedelta(seconds=10)
 
 
 def test_what_a_failed_attempt_did_and_no_journal_has_is_still_to_be_done(search: Search) -> None:
     search.begins("0")
     search.reports("0", 5, 0.5)
     search.happens(AttemptEnded(trial="0", cause=Cause.MACHINE, message="gone"))
-    assert search.watch.sight(10.0).left is None
+    assert search.tracker.state(10.0).left is None
 
 
 def test_a_paused_trial_is_taken_for_done(search: Search) -> None:
     search.begins("0", "1")
     search.happens(Paused(trial="0", reason="not among the best"), Paused(trial="1", reason="not among the best"))
-    assert search.watch.sight(10.0).left == timedelta(seconds=10)
+    assert search.tracker.state(10.0).left == timedelta(seconds=10)
 
 
 def test_nothing_takes_longer_than_the_time_budget() -> None:
     search = Search(SearchEstimate("e", LOSS, trial_count=100, time=timedelta(seconds=30)))
-    assert search.watch.sight(10.0).left == timedelta(seconds=20)
+    assert search.tracker.state(10.0).left == timedelta(seconds=20)
     search.begins("0")
     search.happens(Finished(trial="0", reason="enough"))
-    assert search.watch.sight(10.0).left == timedelta(seconds=20)
-    assert search.watch.sight(40.0).left == timedelta(0)
+    assert search.tracker.state(10.0).left == timedelta(seconds=20)
+    assert search.tracker.state(40.0).left == timedelta(0)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.terminal.formatting import said_span
-from prefect_tune.terminal.progress_state import Noted, ProgressState, SearchEstimate
+from prefect_tune.terminal.formatting import format_duration
+from prefect_tune.terminal.progress_state import Note, ProgressState, SearchEstimate
 from prefect_tune.terminal.progress_view import frame, line
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -23,7 +23,7 @@ def trial(number: int, status: Status) -> Trial:
     return Trial(trial=f"{number:05d}", config=config, status=status, step=number, metrics={"loss": number / 7})
 
 
-def sight(running: int = 2, others: int = 3, **changes: object) -> ProgressState:
+def state(running: int = 2, others: int = 3, **changes: object) -> ProgressState:
     known = {
         "outlook": SearchEstimate("first", LOSS, trial_count=20),
         "elapsed": timedelta(seconds=200),
@@ -34,7 +34,7 @@ def sight(running: int = 2, others: int = 3, **changes: object) -> ProgressState
         "running": [trial(number, Status.RUNNING) for number in range(10, 10 + running)],
         "others": [trial(number, Status.FINISHED) for number in range(1, 1 + others)],
         "best": trial(1, Status.FINISHED),
-        "notes": [Noted(NOON, "00003", f"finished: step {number} of 27") for number in range(9)],
+        "notes": [Note(NOON, "00003", f"finished: step {number} of 27") for number in range(9)],
     }
     return ProgressState(**{**known, **changes})
 
@@ -47,7 +47,7 @@ def drawn(shown: ProgressState, width: int = 80, height: int = 30) -> list[str]:
 
 
 def test_all_there_is_to_know_is_shown() -> None:
-    lines = drawn(sight())
+    lines = drawn(state())
     assert lines[:6] == [
         "first  3 min 20 s, about 2 h 5 min left  12.3 reports/s",
         "trials  2 running, 3 finished of 20",
@@ -65,37 +65,37 @@ def test_all_there_is_to_know_is_shown() -> None:
 @pytest.mark.parametrize("height", [5, 10, 24, 60])
 @pytest.mark.parametrize(("running", "others"), [(0, 0), (2, 3), (16, 500)])
 def test_it_fits_every_terminal(width: int, height: int, running: int, others: int) -> None:
-    lines = drawn(sight(running, others), width, height)
+    lines = drawn(state(running, others), width, height)
     assert max(map(len, lines)) <= width
     assert len(lines) < max(height, 8)  # a lower terminal sees the first lines
 
 
 def test_of_many_that_run_some_give_way_to_the_best_of_the_others() -> None:
-    lines = drawn(sight(running=100, others=100), height=60)
+    lines = drawn(state(running=100, others=100), height=60)
     assert sum(" running " in text for text in lines[6:]) == 11
     assert sum(" finished " in text for text in lines[6:]) == 5
 
 
 def test_without_a_metric_there_is_no_best_one() -> None:
-    lines = drawn(sight(outlook=SearchEstimate("first")))
+    lines = drawn(state(outlook=SearchEstimate("first")))
     assert not any(text.startswith("best") for text in lines)
     assert "loss" in lines[4].split()
 
 
 def test_many_rungs_are_cut_in_their_middle() -> None:
-    (rungs,) = [text for text in drawn(sight(rungs=dict.fromkeys(range(1, 30), 9)), 200) if "rungs" in text]
+    (rungs,) = [text for text in drawn(state(rungs=dict.fromkeys(range(1, 30), 9)), 200) if "rungs" in text]
     assert rungs.count("at step") == 8
     assert "9 at step 4, …, 9 at step 26" in rungs
 
 
 def test_in_a_log_it_is_one_line() -> None:
-    assert line(sight()) == (
+    assert line(state()) == (
         "first: 2 running, 3 finished of 20 after 3 min 20 s; about 2 h 5 min left; best: trial 00001, loss 0.142857"
     )
 
 
 def test_what_is_over_takes_no_more_time() -> None:
-    assert "left" not in line(sight(running=0))
+    assert "left" not in line(state(running=0))
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_what_is_over_takes_no_more_time() -> None:
     [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "59 min 59 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],
 )
 def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> None:
-    assert said_span(timedelta(seconds=seconds)) == said
+    assert format_duration(timedelta(seconds=seconds)) == said

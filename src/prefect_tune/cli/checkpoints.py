@@ -20,7 +20,7 @@ from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.recovery.stale_reads import is_live_now
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.terminal.formatting import columns, plain, said, said_time, shown
+from prefect_tune.terminal.formatting import borderless_table, format_time, format_value, plain_cells, print_parts
 
 
 @app.command(rich_help_panel=BYTES)
@@ -32,7 +32,7 @@ def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = N
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        shown(_table(rows, is_search(state)))
+        print_parts(_table(rows, is_search(state)))
 
 
 def _keys(store: ObjectStore, state: Experiment, trial: Trial) -> list[tuple[CheckpointKey, str]]:
@@ -89,10 +89,10 @@ def _standing_of_unreadable(store: ObjectStore, key: CheckpointKey, standing: st
 
 def _table(rows: Sequence[_Row], of_search: bool) -> Table:
     whose = ("trial",) if of_search else ()
-    table = columns(*whose, "step", "when", "size", "metrics", "standing")
+    table = borderless_table(*whose, "step", "when", "size", "metrics", "standing")
     for row in rows:
         size = "" if row.size_bytes is None else shown_size(row.size_bytes)
-        cells = (str(row.step), said_time(row.created_at or ""), size, said(row.metrics), row.standing)
+        cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.standing)
         of = (row.trial,) if of_search else ()
-        table.add_row(*plain((*of, *cells)), style="" if row.standing == "live" else "red")
+        table.add_row(*plain_cells((*of, *cells)), style="" if row.standing == "live" else "red")
     return table

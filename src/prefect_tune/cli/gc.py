@@ -11,7 +11,7 @@ import typer
 
 from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
-from prefect_tune.terminal.formatting import columns, plain, shown
+from prefect_tune.terminal.formatting import borderless_table, plain_cells, print_parts
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.experiment import Experiment
@@ -64,21 +64,21 @@ def _found(store: ObjectStore, state: Experiment, trials: Sequence[Trial], *, de
 def _print(found: Sequence[Collected], *, deleted: bool) -> None:
     from prefect_tune.core.models import shown_size
 
-    table = columns("trial", "checkpoints", "blobs", "answers", "size", "")
+    table = borderless_table("trial", "checkpoints", "blobs", "answers", "size", "")
     something = [each for each in found if each != type(each)(each.trial)]
     for each in something:
         steps = ", ".join(f"step {step}" for step in each.checkpoints)
         later = f"{each.undecided_count} may still be needed" if each.undecided_count else ""
         counts = (str(each.orphan_count), str(each.answer_count), shown_size(each.orphan_bytes))
         cells = (each.trial, steps, *counts, each.damage or each.kept or later)
-        table.add_row(*plain(cells), style="red" if each.damage else "")
+        table.add_row(*plain_cells(cells), style="red" if each.damage else "")
     if something:
-        shown(table, "")
+        print_parts(table, "")
     size = shown_size(sum(each.orphan_bytes for each in found))
     objects = sum(each.orphan_count + each.answer_count + len(each.checkpoints) for each in found)
     if not objects:
-        shown(f"nothing to collect in {len(found)} trials")
+        print_parts(f"nothing to collect in {len(found)} trials")
     elif deleted:
-        shown(f"deleted: {objects} objects, {size}")
+        print_parts(f"deleted: {objects} objects, {size}")
     else:
-        shown(f"{objects} objects, {size}; to delete them: --delete")
+        print_parts(f"{objects} objects, {size}; to delete them: --delete")

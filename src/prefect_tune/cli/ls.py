@@ -18,7 +18,14 @@ from prefect_tune.core.models import metric_in
 from prefect_tune.core.storage.experiment_listing import experiment_names
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
-from prefect_tune.terminal.formatting import columns, plain, said, said_counts, said_time, shown
+from prefect_tune.terminal.formatting import (
+    borderless_table,
+    format_counts,
+    format_time,
+    format_value,
+    plain_cells,
+    print_parts,
+)
 
 
 @app.command("ls", rich_help_panel=LOOK)
@@ -29,7 +36,7 @@ def list_experiments(target: Target, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     elif rows:
-        shown(_experiments_table(rows))
+        print_parts(_experiments_table(rows))
     else:
         print(f"{target}: no experiments")
 
@@ -72,10 +79,10 @@ def _listed(store: ObjectStore, state: Experiment) -> _Listed:
 
 
 def _experiments_table(rows: Sequence[_Listed]) -> Table:
-    table = columns("experiment", "kind", "trials", "best", "written")
+    table = borderless_table("experiment", "kind", "trials", "best", "written")
     for row in rows:
-        best = f"{said(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
-        trials = row.damage or said_counts(row.trials)
-        cells = (row.experiment, row.kind, trials, best, said_time(row.written_at)[:16])
-        table.add_row(*plain(cells), style="red" if row.damage else "")
+        best = f"{format_value(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
+        trials = row.damage or format_counts(row.trials)
+        cells = (row.experiment, row.kind, trials, best, format_time(row.written_at)[:16])
+        table.add_row(*plain_cells(cells), style="red" if row.damage else "")
     return table

@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import first_line
-from prefect_tune.terminal.formatting import columns, facts_table, plain, said_counts, shown
+from prefect_tune.terminal.formatting import borderless_table, facts_table, format_counts, plain_cells, print_parts
 from prefect_tune.terminal.trials_table import trials_table
 
 __all__ = ["show_search"]
@@ -33,7 +33,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     if as_json:
         print(json.dumps(found[0], indent=2))
     else:
-        shown(facts_table(found[0]))
+        print_parts(facts_table(found[0]))
 
 
 def show_search(state: Experiment, *, as_json: bool) -> None:
@@ -53,9 +53,9 @@ def show_search(state: Experiment, *, as_json: bool) -> None:
         print(json.dumps(told, indent=2))
         return
     metrics = objective.metrics if objective else ()
-    shown(facts_table(_head(state, about)), "", trials_table(trials[:_TRIALS_SHOWN], metrics))
+    print_parts(facts_table(_head(state, about)), "", trials_table(trials[:_TRIALS_SHOWN], metrics))
     if len(trials) > _TRIALS_SHOWN:
-        shown(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
+        print_parts(f"and {len(trials) - _TRIALS_SHOWN} more; --json prints all")
     _show_errors(trials)
 
 
@@ -66,7 +66,7 @@ def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object
     return {
         "experiment": state.name,
         **({"by": ", ".join(f"{mode} {name}" for name, mode in by)} if objective else {}),
-        "trials": said_counts(counted(state)),
+        "trials": format_counts(counted(state)),
         "owner": about["owner"],
     }
 
@@ -74,12 +74,12 @@ def _head(state: Experiment, about: Mapping[str, object]) -> Mapping[str, object
 def _show_errors(trials: Sequence[Trial]) -> None:
     errored = [each for each in trials if each.status == "errored"]
     if errored:
-        table = columns("errored", "because")
+        table = borderless_table("errored", "because")
         for each in errored[:_ERRORS_SHOWN]:
-            table.add_row(*plain((each.trial, first_line(each.reason))))
-        shown("", table)
+            table.add_row(*plain_cells((each.trial, first_line(each.reason))))
+        print_parts("", table)
     if len(errored) > _ERRORS_SHOWN:
-        shown(f"and {len(errored) - _ERRORS_SHOWN} more errored; --json prints all")
+        print_parts(f"and {len(errored) - _ERRORS_SHOWN} more errored; --json prints all")
 
 
 def _facts(trial: Trial) -> dict[str, object]:

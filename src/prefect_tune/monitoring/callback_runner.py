@@ -70,7 +70,7 @@ def _callback(given: Any) -> Callback:
     made = named() if callable(named) and not isinstance(named, Callback) else named
     if isinstance(made, Callback):
         valid_name(made.name)
-        _warn_of_unheard(type(made))
+        _warn_of_misspelt_hooks(type(made))
         return made
     raise InvalidInput(
         f"callback {given!r}: expected a pt.Callback, a class or function that makes one without arguments, or "
@@ -78,7 +78,7 @@ def _callback(given: Any) -> Callback:
     )
 
 
-def _warn_of_unheard(kind: type[Callback]) -> None:
+def _warn_of_misspelt_hooks(kind: type[Callback]) -> None:
     """Log a warning for each method `on_...` that is not a hook: a misspelt hook is never called."""
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(kind):

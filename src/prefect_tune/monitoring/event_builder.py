@@ -30,7 +30,7 @@ from prefect_tune.core.notifications.lifecycle_events import (
     TrialPaused,
     TrialRestored,
     TrialStarted,
-    news_of,
+    lifecycle_events_of,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.asset_lineage import Lineage
@@ -67,53 +67,53 @@ class EventBuilder:
     Urgent events and events of the experiment are never dropped.
     """
 
-    def __init__(self, subject: EventContext, experiment: Experiment, now: float) -> None:
-        self._subject = subject
-        self._place = subject.place
-        self._best = BestSoFar(subject.objective, experiment)
-        self._better: tuple[BestImproved, Experiment] | None = None
-        self._told_best_at = now - _BEST_EVERY_SECONDS
-        self._lineage = Lineage(subject.place)
+    def __init__(self, context: EventContext, experiment: Experiment, now: float) -> None:
+        self._context = context
+        self._place = context.place
+        self._best = BestSoFar(context.objective, experiment)
+        self._pending_best: tuple[BestImproved, Experiment] | None = None
+        self._best_emitted_at = now - _BEST_EVERY_SECONDS
+        self._lineage = Lineage(context.place)
         self._allowance = Allowance(_AT_ONCE, _PER_SECOND)
-        self._untold = 0
+        self._dropped_count = 0
         self._trained_seconds = sum(each.trained_seconds for each in experiment.trials.values())
         self._ended = sum(each.status in ENDED for each in experiment.trials.values())
-        self.health = HealthMonitor(now, subject.budgets, subject.patience)
+        self.health = HealthMonitor(now, context.budgets, context.patience)
         """The health monitor; the emitter also passes reports to it directly."""
         for each in experiment.trials.values():
             if each.status is Status.RUNNING:  # the attempt has outlived its search
                 self.health.started(each.trial, each.step, now)
 
-    def begun(self, experiment: Experiment) -> Iterator[PrefectEvent]:
+    def start_events(self, experiment: Experiment) -> Iterator[PrefectEvent]:
         """Return the event of the start of a run."""
-        yield self._notice(ExperimentStarted(epoch=experiment.epoch, trials=counted(experiment)))
+        yield self._event(ExperimentStarted(epoch=experiment.epoch, trials=counted(experiment)))
 
-    def heard(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[PrefectEvent]:
+    def events_of(self, event: Event, before: Experiment, after: Experiment, now: float) -> Iterator[PrefectEvent]:
         """Return the Prefect events of a journal event, from the states before and after it."""
         name = getattr(event, "trial", None)
         if name is None or isinstance(event, StopAsked | TrialAdded):
             return
         was, trial = before.trials.get(name), after.trial(name)
         self._count(was, trial)
-        for index, news in enumerate(news_of(event, after.name, was, trial)):
-            self._look_after(news, trial, now)
-            if news.is_urgent or self._allowance.take(_cost(news), now):
-                yield self._notice(news, self._id_of(event, index))
-                yield from self._made(news, trial)
+        for index, lifecycle in enumerate(lifecycle_events_of(event, after.name, was, trial)):
+            self._track_health(lifecycle, trial, now)
+            if lifecycle.is_urgent or self._allowance.take(_cost(lifecycle), now):
+                yield self._event(lifecycle, self._id_of(event, index))
+                yield from self._asset_events(lifecycle, trial)
             else:
-                self._untold += 1
-            self._compare(news, trial, after)
+                self._dropped_count += 1
+            self._compare(lifecycle, trial, after)
         if isinstance(event, Absorbed) and any(isinstance(each, Reported) for each in event.events):
             self.health.journaled(name, trial.step)
-        yield from self._improved(now)
+        yield from self._best_events(now)
 
-    def looked(self, now: float) -> Iterator[PrefectEvent]:
+    def due_events(self, now: float) -> Iterator[PrefectEvent]:
         """Return the health events that are due by now, and a new best model if it is due."""
-        for news in self.health.look(now, self._trained_seconds, self._ended):
-            yield self._notice(news)
-        yield from self._improved(now)
+        for lifecycle in self.health.look(now, self._trained_seconds, self._ended):
+            yield self._event(lifecycle)
+        yield from self._best_events(now)
 
-    def over(self, ending: LifecycleEvent | None, experiment: Experiment, reason: str) -> Iterator[PrefectEvent]:
+    def end_events(self, ending: LifecycleEvent | None, experiment: Experiment, reason: str) -> Iterator[PrefectEvent]:
         """Return the last events: a best model that is not yet emitted, and how the run ended.
 
         Args:
@@ -121,21 +121,21 @@ class EventBuilder:
             experiment: its present state.
             reason: why the run ended early; empty if it completed.
         """
-        yield from self._improved(None)
+        yield from self._best_events(None)
         counts = counted(experiment)
         if ending is not None:
-            yield self._notice(ending)
+            yield self._event(ending)
         elif reason:
-            yield self._notice(ExperimentStopped(reason=reason, trials=counts, untold=self._untold))
+            yield self._event(ExperimentStopped(reason=reason, trials=counts, untold=self._dropped_count))
         else:
-            yield self._notice(ExperimentFinished(trials=counts, best=self._best.trial, untold=self._untold))
+            yield self._event(ExperimentFinished(trials=counts, best=self._best.trial, untold=self._dropped_count))
 
     def _count(self, before: Trial | None, after: Trial) -> None:
         self._trained_seconds += after.trained_seconds - (before.trained_seconds if before else 0.0)
         self._ended += (after.status in ENDED) - (before is not None and before.status in ENDED)
 
-    def _look_after(self, news: TrialLifecycleEvent, trial: Trial, now: float) -> None:
-        match news:
+    def _track_health(self, lifecycle: TrialLifecycleEvent, trial: Trial, now: float) -> None:
+        match lifecycle:
             case TrialStarted() | TrialRestored():
                 self.health.started(trial.trial, trial.step, now)
             case TrialAttemptEnded() | TrialErrored() | TrialFinished() | TrialPaused():
@@ -145,17 +145,17 @@ class EventBuilder:
             case _:
                 pass
 
-    def _made(self, news: TrialLifecycleEvent, trial: Trial) -> Iterator[PrefectEvent]:
-        match news:
+    def _asset_events(self, lifecycle: TrialLifecycleEvent, trial: Trial) -> Iterator[PrefectEvent]:
+        match lifecycle:
             case CheckpointCommitted():
-                yield from self._lineage.committed(news)
+                yield from self._lineage.committed(lifecycle)
             case TrialExploited(source=source):
                 yield from self._lineage.exploited(trial, source)
             case _:
                 pass
 
-    def _compare(self, news: TrialLifecycleEvent, trial: Trial, experiment: Experiment) -> None:
-        match news:
+    def _compare(self, lifecycle: TrialLifecycleEvent, trial: Trial, experiment: Experiment) -> None:
+        match lifecycle:
             case CheckpointCommitted():
                 better = self._best.committed(trial)
             case TrialFinished():
@@ -163,29 +163,29 @@ class EventBuilder:
             case _:
                 return
         if better is not None:
-            self._better = (better, experiment)
+            self._pending_best = (better, experiment)
 
-    def _improved(self, now: float | None) -> Iterator[PrefectEvent]:
+    def _best_events(self, now: float | None) -> Iterator[PrefectEvent]:
         """Return the events of a new best model, at most one every 30 s; at once if `now` is None."""
-        if self._better is None or (now is not None and now - self._told_best_at < _BEST_EVERY_SECONDS):
+        if self._pending_best is None or (now is not None and now - self._best_emitted_at < _BEST_EVERY_SECONDS):
             return
-        news, experiment = self._better
-        self._better, self._told_best_at = None, self._told_best_at if now is None else now
-        yield self._notice(news)
-        yield from self._lineage.best(news, experiment)
+        lifecycle, experiment = self._pending_best
+        self._pending_best, self._best_emitted_at = None, self._best_emitted_at if now is None else now
+        yield self._event(lifecycle)
+        yield from self._lineage.best(lifecycle, experiment)
 
-    def _notice(self, news: LifecycleEvent, identity: UUID | None = None) -> PrefectEvent:
-        said = {"target": self._place.target, "experiment": self._place.experiment, **news.payload()}
-        if not isinstance(news, TrialLifecycleEvent):
-            return PrefectEvent(news.name, self._place.resource, payload=said)
-        related = [self._place.related, *self._lineage.related(news)]
-        return PrefectEvent(news.name, self._place.trial_resource(news.trial), related, said, identity)
+    def _event(self, lifecycle: LifecycleEvent, identity: UUID | None = None) -> PrefectEvent:
+        payload = {"target": self._place.target, "experiment": self._place.experiment, **lifecycle.payload()}
+        if not isinstance(lifecycle, TrialLifecycleEvent):
+            return PrefectEvent(lifecycle.name, self._place.resource, payload=payload)
+        related = [self._place.related, *self._lineage.related(lifecycle)]
+        return PrefectEvent(lifecycle.name, self._place.trial_resource(lifecycle.trial), related, payload, identity)
 
     def _id_of(self, event: Event, index: int) -> UUID | None:
         """Return a stable id for an event of a trial's own journal, whose entry number identifies it; else None."""
-        if self._subject.run is None or not isinstance(event, Absorbed):
+        if self._context.run is None or not isinstance(event, Absorbed):
             return None
-        return uuid5(self._subject.run, f"{self._place.uri}/{event.trial}/{event.number}/{index}")
+        return uuid5(self._context.run, f"{self._place.uri}/{event.trial}/{event.number}/{index}")
 
 
 def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | None) -> Sequence[Budget]:
@@ -204,6 +204,6 @@ def budgets_of(stopper: Stopper, *, time: timedelta | None, trial_count: int | N
     return [*found, *([] if most is None else [Budget("trials", most)])]
 
 
-def _cost(news: TrialLifecycleEvent) -> int:
+def _cost(lifecycle: TrialLifecycleEvent) -> int:
     """Return how many Prefect events a trial's event counts as: two if a materialization follows it."""
-    return 2 if isinstance(news, CheckpointCommitted | TrialExploited) else 1
+    return 2 if isinstance(lifecycle, CheckpointCommitted | TrialExploited) else 1

@@ -40,22 +40,22 @@ from prefect_tune.supervisor.search_link import StepReported
 __all__ = ["EventEmitter", "emit", "emitting_events", "this_run"]
 
 _MOST_WAITING = 10_000
-_LOOK_EVERY = timedelta(seconds=1)
+_CHECK_EVERY = timedelta(seconds=1)
 _PATIENCE = timedelta(seconds=5)
 
 Emit: TypeAlias = Callable[[PrefectEvent], None]
 
 
-def emit(notice: PrefectEvent) -> None:
+def emit(event: PrefectEvent) -> None:
     """Queue an event in Prefect's events worker, which sends it when it can; do nothing if no API is configured."""
     if get_current_settings().api.url is None:
         return
     emit_event(
-        notice.event,
-        resource=dict(notice.resource),
-        related=[dict(each) for each in notice.related],
-        payload=dict(notice.payload),
-        id=notice.identity,
+        event.event,
+        resource=dict(event.resource),
+        related=[dict(each) for each in event.related],
+        payload=dict(event.payload),
+        id=event.identity,
     )
 
 
@@ -67,7 +67,7 @@ class _Happened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Over:
+class _End:
     ending: LifecycleEvent | None
     reason: str
 
@@ -75,13 +75,13 @@ class _Over:
 class EventEmitter:
     """A listener whose methods only queue; a thread of its own emits the events, in the flow run's context."""
 
-    def __init__(self, subject: EventContext, experiment: Experiment, log: Log, emit: Emit = emit) -> None:
+    def __init__(self, context: EventContext, experiment: Experiment, log: Log, emit: Emit = emit) -> None:
         """Args: experiment: its state before this run has written anything."""
         self._experiment = experiment
         self._log = log
         self._emit = emit
-        self._items: queue.SimpleQueue[_Happened | _Over] = queue.SimpleQueue()
-        self._dispatches = EventBuilder(subject, experiment, time.monotonic())
+        self._items: queue.SimpleQueue[_Happened | _End] = queue.SimpleQueue()
+        self._builder = EventBuilder(context, experiment, time.monotonic())
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="event-emitter", daemon=True)
 
     @property
@@ -105,20 +105,20 @@ class EventEmitter:
 
     def happened(self, event: Event, experiment: Experiment) -> None:
         before, self._experiment = self._experiment, experiment
-        self._dispatches.health.happened(time.monotonic())
+        self._builder.health.happened(time.monotonic())
         self._put(_Happened(event, before, experiment))
 
     def told(self, told: StepReported, experiment: Experiment) -> None:
         del experiment
-        self._dispatches.health.reported(told.trial, told.report.step, time.monotonic())
+        self._builder.health.reported(told.trial, told.report.step, time.monotonic())
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment
-        self._dispatches.health.wrote()
+        self._builder.health.wrote()
 
     def end(self, ending: LifecycleEvent | None, reason: str) -> None:
         """Emit the queued events and the final one; give up after 5 s."""
-        self._items.put(_Over(ending, reason))
+        self._items.put(_End(ending, reason))
         self._thread.join(_PATIENCE.total_seconds())
 
     def _put(self, happened: _Happened) -> None:
@@ -128,31 +128,31 @@ class EventEmitter:
     # -------------------------------------------------------------------------------------- the thread's own
 
     def _run(self) -> None:
-        self._tell(self._dispatches.begun(self._experiment))
-        looked_at = time.monotonic()
+        self._emit_all(self._builder.start_events(self._experiment))
+        checked_at = time.monotonic()
         while True:
             item, now = self._next(), time.monotonic()
             match item:
                 case _Happened(event=event, before=before, after=after):
-                    self._tell(self._dispatches.heard(event, before, after, now))
-                case _Over(ending=ending, reason=reason):
-                    self._tell(self._dispatches.over(ending, self._experiment, reason))
+                    self._emit_all(self._builder.events_of(event, before, after, now))
+                case _End(ending=ending, reason=reason):
+                    self._emit_all(self._builder.end_events(ending, self._experiment, reason))
                     return
                 case None:
                     pass
-            if now - looked_at >= _LOOK_EVERY.total_seconds():
-                looked_at = now
-                self._tell(self._dispatches.looked(now))
+            if now - checked_at >= _CHECK_EVERY.total_seconds():
+                checked_at = now
+                self._emit_all(self._builder.due_events(now))
 
-    def _next(self) -> _Happened | _Over | None:
+    def _next(self) -> _Happened | _End | None:
         try:
-            return self._items.get(timeout=_LOOK_EVERY.total_seconds())
+            return self._items.get(timeout=_CHECK_EVERY.total_seconds())
         except queue.Empty:
             return None
 
-    def _tell(self, notices: Iterable[PrefectEvent]) -> None:
+    def _emit_all(self, events: Iterable[PrefectEvent]) -> None:
         try:
-            for each in notices:
+            for each in events:
                 self._emit(each)
         except Exception:  # noqa: BLE001  an event must not end a training
             self._log.exception("an event of this experiment could not be emitted")

@@ -17,7 +17,7 @@ from prefect_tune.monitoring.listener import SearchObserver
 from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.terminal import progress_view
-from prefect_tune.terminal.live_display import can_show, standing
+from prefect_tune.terminal.live_display import can_show, live_display
 from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
 
 __all__ = ["Progress", "progress"]
@@ -28,52 +28,52 @@ _LOG_PERIOD = timedelta(minutes=1)
 class Progress:
     """A listener that updates a `ProgressTracker`; without a live table it logs the progress at most once a minute."""
 
-    def __init__(self, watch: ProgressTracker, log: Log, log_period: timedelta = _LOG_PERIOD) -> None:
-        self._watch = watch
+    def __init__(self, tracker: ProgressTracker, log: Log, log_period: timedelta = _LOG_PERIOD) -> None:
+        self._tracker = tracker
         self._log = log
         self._log_period = log_period.total_seconds()
         self._logged_at = time.monotonic()
-        self.is_seen = False
+        self.is_shown = False
 
     def happened(self, event: Event, experiment: Experiment) -> None:
-        self._watch.happened(event, experiment, datetime.now(UTC).astimezone())
+        self._tracker.happened(event, experiment, datetime.now(UTC).astimezone())
         self._log_now_and_then()
 
     def told(self, told: search_link.StepReported, experiment: Experiment) -> None:
-        self._watch.told(told.trial, told.report, experiment)
+        self._tracker.reported(told.trial, told.report, experiment)
         self._log_now_and_then()
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment
 
-    def say(self) -> None:
+    def log_progress(self) -> None:
         """Log the progress."""
         self._logged_at = time.monotonic()
-        self._log.info("%s", progress_view.line(self._watch.sight(self._logged_at)))
+        self._log.info("%s", progress_view.line(self._tracker.state(self._logged_at)))
 
     def conclude(self) -> None:
         """Log the final progress; if trials errored, warn, and name where their errors are shown."""
-        sight = self._watch.sight(time.monotonic())
-        if sight.counts.get(Status.ERRORED):
-            name = sight.outlook.experiment
+        state = self._tracker.state(time.monotonic())
+        if state.counts.get(Status.ERRORED):
+            name = state.outlook.experiment
             self._log.warning(
-                "%s; why: results.errors, or prefect-tune show TARGET %s", progress_view.line(sight), name
+                "%s; why: results.errors, or prefect-tune show TARGET %s", progress_view.line(state), name
             )
         else:
-            self.say()
+            self.log_progress()
 
     def draw(self, width: int, height: int) -> RenderableType:
         """Return the progress as a table."""
-        return progress_view.frame(self._watch.sight(time.monotonic()), width, height)
+        return progress_view.frame(self._tracker.state(time.monotonic()), width, height)
 
-    def broke(self, error: Exception) -> None:
+    def fall_back(self, error: Exception) -> None:
         """Log progress lines from now on, after an error of the table."""
-        self.is_seen = False
+        self.is_shown = False
         self._log.warning("the live table ends, and the search continues: %s: %s", type(error).__name__, error)
 
     def _log_now_and_then(self) -> None:
-        if not self.is_seen and time.monotonic() - self._logged_at >= self._log_period:
-            self.say()
+        if not self.is_shown and time.monotonic() - self._logged_at >= self._log_period:
+            self.log_progress()
 
 
 @contextmanager
@@ -90,8 +90,8 @@ def progress(
     """
     seen = Progress(ProgressTracker(experiment, outlook, time.monotonic()), log)
     if in_terminal and can_show(sys.stdout):
-        seen.is_seen = True
-        with standing(seen.draw, seen.broke, sys.stdout):
+        seen.is_shown = True
+        with live_display(seen.draw, seen.fall_back, sys.stdout):
             yield seen
     else:
         yield seen

@@ -22,7 +22,7 @@ from prefect_tune.reporting.trial_charts import (
     parallel_coordinates,
     rung_chart,
 )
-from prefect_tune.terminal.formatting import said, said_counts, said_span
+from prefect_tune.terminal.formatting import format_counts, format_duration, format_value
 
 __all__ = ["page_of"]
 
@@ -69,7 +69,7 @@ def _top(facts: Facts) -> Iterator[Block]:
     by = ", ".join(f"{mode} {name}" for name, mode in zip(facts.metric, facts.mode, strict=True))
     run = facts.runs[-1] if facts.runs else None
     rows: list[tuple[str, Cell]] = [
-        ("trials", said_counts(facts.trials_by_status)),
+        ("trials", format_counts(facts.trials_by_status)),
         ("compared by", by),
         ("target", Verbatim(below(facts.where, facts.experiment))),
         ("owner", _linked(f"{run.owner}, run {run.epoch}", run.link) if run else ""),
@@ -86,7 +86,9 @@ def _headline(facts: Facts) -> str:
     parts = []
     if len(facts.best) == 1 and facts.metric:
         name = facts.metric[0]
-        parts.append(f"Best {name}: {said(metric_in(facts.best[0].metrics, name))} (trial {_named(facts.best[0])})")
+        parts.append(
+            f"Best {name}: {format_value(metric_in(facts.best[0].metrics, name))} (trial {_named(facts.best[0])})"
+        )
     elif facts.best:
         parts.append(f"{len(facts.best)} trials on the Pareto front")
     if facts.kind == "training" and facts.trials:
@@ -110,7 +112,7 @@ def _best(facts: Facts) -> Iterator[Block]:
         return
     yield Heading(f"Best: trial {_named(best)}" if facts.best else "The trial")
     rows: list[tuple[str, Cell]] = [
-        ("metrics", _clipped(said(best.metrics), 300)),
+        ("metrics", _clipped(format_value(best.metrics), 300)),
         ("step", f"{best.step}, after {_span(best.trained_seconds)} of training, attempts: {best.attempts}"),
     ]
     if best.run:
@@ -256,7 +258,7 @@ def _linked(text: str, address: str | None) -> Cell:
 
 
 def _span(seconds: float) -> str:
-    return said_span(timedelta(seconds=seconds)) if seconds >= 10 else f"{seconds:.2g} s"
+    return format_duration(timedelta(seconds=seconds)) if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _time(iso: str) -> str:
@@ -264,7 +266,7 @@ def _time(iso: str) -> str:
 
 
 def _value(value: object) -> str:
-    return format_number(value) if isinstance(value, float) else said(value)
+    return format_number(value) if isinstance(value, float) else format_value(value)
 
 
 def _clipped(text: str, most: int = _WIDEST) -> str:

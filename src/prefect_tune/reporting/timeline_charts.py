@@ -11,7 +11,7 @@ from prefect_tune.reporting.axes import END, GRID, MIDDLE, SMALL, Frame, draw_y_
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, Clone, OwnershipPeriod
 from prefect_tune.reporting.report_data import ReportData
 from prefect_tune.reporting.svg import BLUE, GREEN, GREY, INKS, ORANGE, RED, Drawing, Pen, Point
-from prefect_tune.terminal.formatting import said_span
+from prefect_tune.terminal.formatting import format_duration
 
 __all__ = ["lineage_chart", "timeline"]
 
@@ -183,7 +183,7 @@ def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
     for x, left_out in clock.breaks:
         for shift in (-3, 3):
             drawing.line([(x + shift - 3, y + 6), (x + shift + 3, y - 6)], Pen(GREY, 1.2))
-        drawing.text((x, y + 31), f"{said_span(left_out)} later", f'font-size="10" {MIDDLE}')
+        drawing.text((x, y + 31), f"{format_duration(left_out)} later", f'font-size="10" {MIDDLE}')
     began, ended = clock.begin, clock.begin + timedelta(seconds=clock.knots[-1][0])
     drawing.text((_LEFT, y + 17), f"{began:%Y-%m-%d %H:%M:%S} UTC", SMALL)
     pattern = "%H:%M:%S" if ended.date() == began.date() else "%Y-%m-%d %H:%M:%S"

@@ -10,7 +10,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["columns", "facts_table", "plain", "said", "said_counts", "said_span", "said_time", "shown", "visible"]
+__all__ = [
+    "borderless_table",
+    "facts_table",
+    "format_counts",
+    "format_duration",
+    "format_time",
+    "format_value",
+    "plain_cells",
+    "print_parts",
+    "visible",
+]
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, bidirectional marks, line separators, and surrogates, which cannot be encoded."""
@@ -26,19 +36,19 @@ def _spelled(found: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-def shown(*parts: Table | str) -> None:
+def print_parts(*parts: Table | str) -> None:
     """Print tables and lines to stdout; lines are not parsed as markup."""
     console = Console(highlight=False)
     for part in parts:
         console.print(visible(part) if isinstance(part, str) else part, markup=False)
 
 
-def columns(*names: str) -> Table:
+def borderless_table(*names: str) -> Table:
     """Return an empty table without borders."""
     return Table(*names, box=None, header_style="dim", pad_edge=False)
 
 
-def plain(cells: Iterable[str]) -> Iterator[Text]:
+def plain_cells(cells: Iterable[str]) -> Iterator[Text]:
     """Return cells as plain text: names chosen by users are not parsed as markup."""
     return (Text(visible(cell)) for cell in cells)
 
@@ -47,17 +57,17 @@ def facts_table(facts: Mapping[str, object]) -> Table:
     """Return a table with a row for each name and value."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
-        table.add_row(Text(visible(name), style="dim"), Text(visible(said(value))))
+        table.add_row(Text(visible(name), style="dim"), Text(visible(format_value(value))))
     return table
 
 
-def said(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value for people."""
     match value:
         case Mapping():
-            return ", ".join(f"{name} {said(each)}" for name, each in value.items())
+            return ", ".join(f"{name} {format_value(each)}" for name, each in value.items())
         case list() | tuple():
-            return ", ".join(said(each) for each in value)
+            return ", ".join(format_value(each) for each in value)
         case float():
             return f"{value:.6g}"
         case None:
@@ -66,17 +76,17 @@ def said(value: object) -> str:
             return str(value)
 
 
-def said_counts(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Return `7 finished, 2 errored`."""
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
-def said_time(at: str) -> str:
+def format_time(at: str) -> str:
     """Format a time of the journal to the second."""
     return at.replace("T", " ")[:19]
 
 
-def said_span(span: timedelta) -> str:
+def format_duration(span: timedelta) -> str:
     """Format a duration: `8 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     seconds = max(0, round(span.total_seconds()))
     for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):

@@ -15,9 +15,9 @@ from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from prefect_tune.terminal.output_capture import OutputCapture, set_aside
+from prefect_tune.terminal.output_capture import OutputCapture, captured
 
-__all__ = ["LiveDisplay", "can_show", "standing"]
+__all__ = ["LiveDisplay", "can_show", "live_display"]
 
 _PERIOD = timedelta(seconds=0.5)
 _SHARE = 0.05
@@ -37,22 +37,22 @@ def _is_terminal(stream: TextIO | None) -> TypeGuard[TextIO]:
 
 
 @contextmanager
-def standing(
-    draw: Callable[[int, int], RenderableType], broke: Callable[[Exception], None], terminal: TextIO
+def live_display(
+    draw: Callable[[int, int], RenderableType], on_error: Callable[[Exception], None], terminal: TextIO
 ) -> Iterator[None]:
     """Show a live table during the `with` block, and remove it afterwards; of several at once only the first is shown.
 
     Args:
         draw: returns the table for a number of columns and lines; called repeatedly, in a thread of its own.
-        broke: called in that thread with the error if the terminal or `draw` fails; only the table ends then.
+        on_error: called in that thread with the error if the terminal or `draw` fails; only the table ends then.
         terminal: the stream of the terminal.
     """
     if not _ONLY_ONE.acquire(blocking=False):
         yield
         return
     try:
-        screen = LiveDisplay(draw, broke, terminal, aside := OutputCapture(terminal))
-        with set_aside(aside, [terminal, *filter(_is_terminal, (sys.stdout, sys.stderr))]):
+        screen = LiveDisplay(draw, on_error, terminal, capture := OutputCapture(terminal))
+        with captured(capture, [terminal, *filter(_is_terminal, (sys.stdout, sys.stderr))]):
             screen.start()
             try:
                 yield
@@ -74,14 +74,14 @@ class LiveDisplay(threading.Thread):
     def __init__(
         self,
         draw: Callable[[int, int], RenderableType],
-        broke: Callable[[Exception], None],
+        on_error: Callable[[Exception], None],
         terminal: TextIO,
-        aside: OutputCapture,
+        capture: OutputCapture,
     ) -> None:
         super().__init__(name="progress", daemon=True)
         self._draw = draw
-        self._broke = broke
-        self._aside = aside
+        self._on_error = on_error
+        self._capture = capture
         self.console = _Console(file=terminal, highlight=False, markup=False)
         self._over = threading.Event()
 
@@ -93,14 +93,14 @@ class LiveDisplay(threading.Thread):
     def run(self) -> None:
         """Draw."""
         try:
-            self._stand()
-            self._aside.let_through()
+            self._show()
+            self._capture.let_through()
         except Exception as error:  # noqa: BLE001 - the thread's edge: the search continues without the table
             with suppress(OSError, ValueError):  # the terminal may be the cause
-                self._aside.let_through()
-            self._broke(error)
+                self._capture.let_through()
+            self._on_error(error)
 
-    def _stand(self) -> None:
+    def _show(self) -> None:
         with Live(
             console=self.console,
             auto_refresh=False,
@@ -126,5 +126,5 @@ class LiveDisplay(threading.Thread):
             self.console.size = ConsoleDimensions(width, height)
 
     def _print_lines(self) -> None:
-        if lines := self._aside.take_lines():
+        if lines := self._capture.take_lines():
             self.console.print(Text("\n").join(map(Text.from_ansi, lines)), soft_wrap=True)

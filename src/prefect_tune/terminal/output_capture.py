@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TextIO, cast
 
-__all__ = ["OutputCapture", "set_aside"]
+__all__ = ["OutputCapture", "captured"]
 
 _MOST_CHUNKS = 20_000
 
@@ -70,8 +70,8 @@ class OutputCapture(io.TextIOBase):
 
 
 @contextmanager
-def set_aside(aside: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
-    """Redirect what `print` and logging handlers write to these streams into `aside`.
+def captured(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
+    """Redirect what `print` and logging handlers write to these streams into `capture`.
 
     Handlers with a Rich console of their own (Prefect's, which log every task run) show only warnings and errors
     meanwhile, unless Prefect's log level is DEBUG.
@@ -79,11 +79,11 @@ def set_aside(aside: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None
     with ExitStack() as undoing:
         for name in ("stdout", "stderr"):
             if (stream := getattr(sys, name)) in terminal:
-                setattr(sys, name, aside)
+                setattr(sys, name, capture)
                 undoing.callback(setattr, sys, name, stream)
         for handler in _stream_handlers():
             if handler.stream in terminal:
-                undoing.callback(_redirect(handler, cast(TextIO, aside)))
+                undoing.callback(_redirect(handler, cast(TextIO, capture)))
         yield
 
 

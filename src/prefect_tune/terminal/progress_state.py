@@ -28,7 +28,7 @@ from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 
-__all__ = ["Noted", "ProgressState", "ProgressTracker", "SearchEstimate", "share_of_trial", "share_of_trials"]
+__all__ = ["Note", "ProgressState", "ProgressTracker", "SearchEstimate", "share_of_trial", "share_of_trials"]
 
 _NOTES = 50
 _RATE_OVER = timedelta(seconds=15)
@@ -50,7 +50,7 @@ class SearchEstimate:
 
 
 @dataclass(frozen=True)
-class Noted:
+class Note:
     """An event of a trial, in a few words."""
 
     at: datetime
@@ -76,7 +76,7 @@ class ProgressState:
     others: Sequence[Trial] = ()
     """Trials that do not run and can be compared, the best first."""
     best: Trial | None = None
-    notes: Sequence[Noted] = ()
+    notes: Sequence[Note] = ()
     """The last events, oldest first."""
 
     @property
@@ -91,7 +91,7 @@ class ProgressState:
 
 
 class ProgressTracker:
-    """Collects the events and reports of a search, in the search's thread; `sight` may be called from another one.
+    """Collects the events and reports of a search, in the search's thread; `state` may be called from another one.
 
     The caller passes the times: seconds of a monotonic clock, and the time of day for notes.
     """
@@ -110,7 +110,7 @@ class ProgressTracker:
             if each.report
             if each.what == "decided"
         )
-        self._notes: deque[Noted] = deque(maxlen=_NOTES)
+        self._notes: deque[Note] = deque(maxlen=_NOTES)
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
         self._done_before = share_of_trials(experiment.trials.values(), {}, outlook)
 
@@ -121,15 +121,15 @@ class ProgressTracker:
         with self._guard:
             self._experiment = experiment
             for each in event.events if isinstance(event, Absorbed) else (event,):
-                self._hear(each, at)
+                self._receive(each, at)
 
-    def told(self, trial: str, report: StepReport, experiment: Experiment) -> None:
+    def reported(self, trial: str, report: StepReport, experiment: Experiment) -> None:
         """Take in a step's report as soon as the step is trained."""
         with self._guard:
             self._experiment = experiment
             self._reported(trial, report)
 
-    def _hear(self, event: Event, at: datetime) -> None:
+    def _receive(self, event: Event, at: datetime) -> None:
         match event:
             case Reported(trial=trial, report=report):
                 self._reported(trial, report)
@@ -141,8 +141,8 @@ class ProgressTracker:
                 self._rungs[report.step] += 1
             case _:
                 pass
-        if (noted := _note(event, at)) is not None and not self._is_known(noted):
-            self._notes.append(noted)
+        if (note := _note_of(event, at)) is not None and not self._is_known(note):
+            self._notes.append(note)
 
     def _reported(self, trial: str, report: StepReport) -> None:
         """Count a report once: `told` passes it first, and the journal's event passes it again."""
@@ -151,13 +151,13 @@ class ProgressTracker:
             self._live[trial] = report
             self._report_count += 1
 
-    def _is_known(self, noted: Noted) -> bool:
+    def _is_known(self, note: Note) -> bool:
         """Whether this note is a repetition: the trial and the search that stopped it both journal the end."""
-        return any(each.trial == noted.trial and each.text == noted.text for each in self._notes)
+        return any(each.trial == note.trial and each.text == note.text for each in self._notes)
 
     # ----------------------------------------------------------------------------------------------------- reading
 
-    def sight(self, now: float) -> ProgressState:
+    def state(self, now: float) -> ProgressState:
         """Return the current progress; takes a few microseconds per trial."""
         with self._guard:
             experiment, live = self._experiment, dict(self._live)
@@ -216,21 +216,21 @@ def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstim
     return min(1.0, step / outlook.step_count) if outlook.step_count else 0.0
 
 
-def _note(event: Event, at: datetime) -> Noted | None:
+def _note_of(event: Event, at: datetime) -> Note | None:
     match event:
         case Finished(trial=trial, reason=reason):
-            return Noted(at, trial, f"finished: {first_line(reason)}")
+            return Note(at, trial, f"finished: {first_line(reason)}")
         case GaveUp(trial=trial, message=message):
-            return Noted(at, trial, f"errored: {first_line(message)}", is_bad=True)
+            return Note(at, trial, f"errored: {first_line(message)}", is_bad=True)
         case AttemptEnded(trial=trial, cause=cause, message=message):
-            return Noted(at, trial, f"attempt ended: {cause}: {first_line(message)}", is_bad=True)
+            return Note(at, trial, f"attempt ended: {cause}: {first_line(message)}", is_bad=True)
         case Started(trial=trial, attempt=attempt, from_step=step) if attempt > 1:
-            return Noted(at, trial, f"attempt {attempt}, from step {step}")
+            return Note(at, trial, f"attempt {attempt}, from step {step}")
         case Quarantined(trial=trial, reason=reason):
-            return Noted(at, trial, f"a checkpoint is quarantined: {first_line(reason)}", is_bad=True)
+            return Note(at, trial, f"a checkpoint is quarantined: {first_line(reason)}", is_bad=True)
         case Requeued(trial=trial, reason=reason):
-            return Noted(at, trial, f"goes on: {first_line(reason)}")
+            return Note(at, trial, f"goes on: {first_line(reason)}")
         case Decided(trial=trial, decision=Exploit(source=source)):
-            return Noted(at, trial, f"exploits {source}")
+            return Note(at, trial, f"exploits {source}")
         case _:
             return None

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import flat, metric_in
-from prefect_tune.terminal.formatting import columns, plain, said, visible
+from prefect_tune.terminal.formatting import borderless_table, format_value, plain_cells, visible
 
 __all__ = ["cells_of", "config_cells", "trials_table"]
 
@@ -21,11 +21,11 @@ _WIDEST_CELL = 24
 def trials_table(trials: Sequence[Trial], metrics: Sequence[str]) -> Table:
     """Return a table with a row per trial: its metrics, and as many of the differing parameters as fit."""
     names, rows = cells_of(trials, metrics, Console().width)
-    table = columns()
+    table = borderless_table()
     for name in names:
         table.add_column(Text(visible(name)), no_wrap=True)
     for row in rows:
-        table.add_row(*plain(row))
+        table.add_row(*plain_cells(row))
     return table
 
 
@@ -37,7 +37,7 @@ def cells_of(trials: Sequence[Trial], metrics: Sequence[str], width: int) -> tup
         "step": [str(each.step) for each in trials],
     }
     for name in metrics:
-        found[name] = [said(metric_in(each.metrics, name)) for each in trials]
+        found[name] = [format_value(metric_in(each.metrics, name)) for each in trials]
     kept = dict(found)
     used = sum(_width(name, cells) + _GAP for name, cells in kept.items()) - _GAP
     for name, cells in _configuration(trials).items():
@@ -60,7 +60,7 @@ def _configuration(trials: Sequence[Trial]) -> Mapping[str, list[str]]:
     """Return the parameters that differ between the trials; all parameters for a single trial."""
     configs = [flat(each.config) for each in trials]
     names = dict.fromkeys(name for config in configs for name in config)
-    found = {name: [_short(said(config.get(name))) for config in configs] for name in names}
+    found = {name: [_short(format_value(config.get(name))) for config in configs] for name in names}
     return {name: cells for name, cells in found.items() if len(set(cells)) > 1 or len(cells) == 1}
 
 

@@ -30,7 +30,13 @@ from prefect_tune.core.events.experiment_events import (
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.notifications.lifecycle_events import LifecycleEvent, TrialLifecycleEvent, few, news_of, short
+from prefect_tune.core.notifications.lifecycle_events import (
+    LifecycleEvent,
+    TrialLifecycleEvent,
+    few,
+    lifecycle_events_of,
+    short,
+)
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 
 T = "00000"
@@ -59,7 +65,7 @@ def walk(*events: Event) -> list[list[TrialLifecycleEvent]]:
     for number, event in enumerate(events, 1):
         before, state = state, after_event(state, event, number)
         name = getattr(event, "trial", T)
-        found.append(list(news_of(event, "first", before.trials.get(name), state.trial(name))))
+        found.append(list(lifecycle_events_of(event, "first", before.trials.get(name), state.trial(name))))
     return found
 
 
@@ -147,7 +153,7 @@ def test_events_that_cannot_follow_each_other_in_one_journal_are_news_once_all_t
         (GaveUp(trial=T, cause=Cause.USER, message="no"), errored),
         (Paused(trial=T, reason="again"), paused),
     ]:
-        assert list(news_of(event, "first", trial, trial)) == []
+        assert list(lifecycle_events_of(event, "first", trial, trial)) == []
 
 
 def test_a_trial_that_is_given_up_says_why() -> None:
@@ -168,8 +174,8 @@ def test_a_checkpoint_of_a_trial_that_nobody_knew_is_news_too() -> None:
     state = nothing_yet("first")
     for number, event in enumerate([ADDED, STARTED, reported(1), committed(1, 3)], 1):
         state = after_event(state, event, number)
-    (saved,) = news_of(committed(1, 3), "first", None, state.trial(T))
-    (aside,) = news_of(Quarantined(trial=T, sequence=3, reason="bad"), "first", None, state.trial(T))
+    (saved,) = lifecycle_events_of(committed(1, 3), "first", None, state.trial(T))
+    (aside,) = lifecycle_events_of(Quarantined(trial=T, sequence=3, reason="bad"), "first", None, state.trial(T))
     assert (saved.payload()["parent"], aside.payload()["step"]) == (None, None)
 
 

@@ -56,7 +56,7 @@ __all__ = [
     "TrialStale",
     "TrialStarted",
     "few",
-    "news_of",
+    "lifecycle_events_of",
     "short",
 ]
 
@@ -83,6 +83,12 @@ class TrialLifecycleEvent(LifecycleEvent):
 
     is_urgent: ClassVar[bool] = False
     trial: str
+
+
+class UrgentTrialEvent(TrialLifecycleEvent):
+    """An event about one trial that is emitted even when the rate limit is reached."""
+
+    is_urgent: ClassVar[bool] = True
 
 
 class TrialStarted(TrialLifecycleEvent):
@@ -125,11 +131,10 @@ class TrialExploited(TrialLifecycleEvent):
     reason: str
 
 
-class TrialAttemptEnded(TrialLifecycleEvent):
+class TrialAttemptEnded(UrgentTrialEvent):
     """An attempt ended before its trial did: the trial is tried again, unless `errored` follows."""
 
     name: ClassVar[str] = "prefect-tune.trial.attempt-ended"
-    is_urgent: ClassVar[bool] = True
     attempt: int
     step: int
     cause: Cause
@@ -154,22 +159,20 @@ class TrialFinished(TrialLifecycleEvent):
     reason: str
 
 
-class TrialErrored(TrialLifecycleEvent):
+class TrialErrored(UrgentTrialEvent):
     """The trial has failed, and is not tried again."""
 
     name: ClassVar[str] = "prefect-tune.trial.errored"
-    is_urgent: ClassVar[bool] = True
     attempts: int
     step: int
     cause: Cause
     message: str
 
 
-class TrialStale(TrialLifecycleEvent):
+class TrialStale(UrgentTrialEvent):
     """The trial is training, and has not reported for an unusually long time."""
 
     name: ClassVar[str] = "prefect-tune.trial.stale"
-    is_urgent: ClassVar[bool] = True
     silent_seconds: float
 
 
@@ -188,21 +191,19 @@ class CheckpointCommitted(TrialLifecycleEvent):
     """The name of the checkpoint before it."""
 
 
-class CheckpointCorruptFound(TrialLifecycleEvent):
+class CheckpointCorruptFound(UrgentTrialEvent):
     """A committed checkpoint could not be restored: its bytes are damaged or missing. The one before it is used."""
 
     name: ClassVar[str] = "prefect-tune.checkpoint.corrupt"
-    is_urgent: ClassVar[bool] = True
     sequence: int
     step: int | None
     reason: str
 
 
-class CheckpointQuarantined(TrialLifecycleEvent):
+class CheckpointQuarantined(UrgentTrialEvent):
     """A checkpoint is put aside because attempts that load it die; its bytes are undamaged."""
 
     name: ClassVar[str] = "prefect-tune.checkpoint.quarantined"
-    is_urgent: ClassVar[bool] = True
     sequence: int
     step: int | None
     reason: str
@@ -282,7 +283,9 @@ class ExperimentFailed(LifecycleEvent):
     message: str
 
 
-def news_of(event: Event, experiment: str, before: Trial | None, after: Trial) -> Iterator[TrialLifecycleEvent]:
+def lifecycle_events_of(
+    event: Event, experiment: str, before: Trial | None, after: Trial
+) -> Iterator[TrialLifecycleEvent]:
     """Yield the events to emit for a journal event of a trial, and for those that it absorbs; for most, there are none.
 
     Args:
@@ -293,7 +296,7 @@ def news_of(event: Event, experiment: str, before: Trial | None, after: Trial) -
     """
     if isinstance(event, Absorbed):
         for each in event.events:
-            yield from news_of(each, experiment, before, after)
+            yield from lifecycle_events_of(each, experiment, before, after)
         return
     status = before.status if before else Status.PENDING
     match event:
