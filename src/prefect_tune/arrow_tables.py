@@ -15,8 +15,6 @@ from prefect_tune.core.storage.object_store import Buffer
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["as_parquet", "from_parquet", "reports_table", "trials_table"]
-
 _INT64 = 2**63
 _VERSION = b"1"
 """Of the columns. `prefect-tune/version` is not written for the first one."""

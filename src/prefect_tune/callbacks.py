@@ -13,8 +13,6 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 
-__all__ = ["Callback", "SearchInfo"]
-
 
 @dataclass(frozen=True)
 class SearchInfo:

@@ -14,8 +14,6 @@ from prefect_tune.core.models import first_line
 from prefect_tune.terminal.formatting import borderless_table, facts_table, format_counts, plain_cells, print_parts
 from prefect_tune.terminal.trials_table import trials_table
 
-__all__ = ["show_search"]
-
 _TRIALS_SHOWN = 50
 _ERRORS_SHOWN = 5
 

@@ -10,8 +10,6 @@ from prefect_tune.core.models import shown_size
 from prefect_tune.demo.screen import DemoClaim
 from prefect_tune.demo.training_process import WEIGHTS_FILE
 
-__all__ = ["Findings", "Killed", "claims"]
-
 
 @dataclass(frozen=True)
 class Killed:

@@ -14,8 +14,6 @@ from sklearn.datasets import load_digits
 from prefect_tune.demo.training_process import WEIGHTS_FILE
 from prefect_tune.runtime.trainable import Trainable
 
-__all__ = ["Digits"]
-
 Floats = NDArray[np.float32]
 _PIXELS, _CLASSES, _TEST_IMAGES = 64, 10, 360
 _DECAY, _DECAY_OF_SQUARES = np.float32(0.9), np.float32(0.999)

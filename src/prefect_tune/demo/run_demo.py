@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
     from prefect_tune.demo.target_probe import TargetProbe, TrialListing
 
-__all__ = ["DemoOptions", "run_demo"]
-
 _TRIES = 3
 # Sums are rounded in an order that depends on the number of threads: one, so that bits can be compared.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")

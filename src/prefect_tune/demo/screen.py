@@ -15,8 +15,6 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["DemoClaim", "DemoScreen", "Track", "cells", "verdict"]
-
 _NARROW = 100  # terminal columns below which a track has 24 cells, and not 48
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from prefect_tune.core.errors import TuneError
 from prefect_tune.prefect_api.local_server import PrefectServer, start_prefect_server
 
-__all__ = ["TemporaryServer", "temporary_server", "without_prefect"]
-
 
 @dataclass(frozen=True)
 class TemporaryServer:

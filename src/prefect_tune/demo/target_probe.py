@@ -21,8 +21,6 @@ from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.stores.local.download import fetch_committed
 from prefect_tune.stores.path_validation import TEMPORARY
 
-__all__ = ["TargetProbe", "TrialListing", "watch"]
-
 _PATIENCE = timedelta(minutes=10)
 
 

@@ -15,8 +15,6 @@ from typing import IO, cast
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.models import Value
 
-__all__ = ["WEIGHTS_FILE", "TrainingParameters", "TrainingProcess", "training_process"]
-
 WEIGHTS_FILE = "weights.npy"
 _STEP = re.compile(r"\bstep (\d+): loss \S+, accuracy (\S+)")
 _LAST_LINES = 15

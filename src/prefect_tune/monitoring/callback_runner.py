@@ -47,8 +47,6 @@ from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.search_link import StepReported
 
-__all__ = ["CallbackThread", "Callbacks", "callbacks_for"]
-
 _TIMEOUT = timedelta(minutes=5)
 _KEEP_PERIOD = timedelta(seconds=10)
 _MOST_WAITING = 20_000

@@ -36,8 +36,6 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.asset_lineage import Lineage
 from prefect_tune.monitoring.assets import ExperimentAddress, PrefectEvent
 
-__all__ = ["EventBuilder", "EventContext", "budgets_of"]
-
 _AT_ONCE, _PER_SECOND = 100, 5
 _BEST_EVERY_SECONDS = 30.0
 _BEYOND_A_SYNC_SECONDS = 120.0

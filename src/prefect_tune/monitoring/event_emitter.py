@@ -37,8 +37,6 @@ from prefect_tune.monitoring.event_builder import EventBuilder, EventContext
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.search_link import StepReported
 
-__all__ = ["EventEmitter", "emit", "emitting_events", "this_run"]
-
 _MOST_WAITING = 10_000
 _CHECK_EVERY = timedelta(seconds=1)
 _PATIENCE = timedelta(seconds=5)

@@ -28,8 +28,6 @@ from prefect_tune.supervisor import search_link
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.terminal.progress_state import SearchEstimate, share_of_trial, share_of_trials
 
-__all__ = ["Reporter", "link_to", "reported"]
-
 _TIMEOUT = timedelta(minutes=5)
 _PATIENCE = timedelta(seconds=10)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)

@@ -20,8 +20,6 @@ from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.live_display import can_show, live_display
 from prefect_tune.terminal.progress_state import ProgressTracker, SearchEstimate
 
-__all__ = ["Progress", "progress"]
-
 _LOG_PERIOD = timedelta(minutes=1)
 
 

@@ -28,8 +28,6 @@ from prefect_tune.supervisor.search_link import StepReported
 from prefect_tune.tasks.publish_results import publish_results
 from prefect_tune.terminal.progress_state import SearchEstimate
 
-__all__ = ["MetricCheck", "Subscribers"]
-
 _PATIENCE = timedelta(seconds=30)
 _PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
 _MOST_REPORTS = 300_000

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from prefect_tune.reporting.svg import GREY, Drawing, Pen
 
-__all__ = ["END", "GRID", "MIDDLE", "SMALL", "Frame", "Scale", "draw_axes", "draw_y_axis", "fitted", "format_number"]
-
 GRID = Pen(GREY, 1, 0.22)
 SMALL = 'font-size="11"'
 END, MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'

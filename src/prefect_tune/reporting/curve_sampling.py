@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from prefect_tune.core.models import leaves
 from prefect_tune.core.numbers import is_number
 
-__all__ = ["Series", "numbers_in"]
-
 _MOST = 96
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Block", "Cell", "Code", "Details", "Figure", "Heading", "Link", "Table", "Text", "Verbatim"]
-
 
 @dataclass(frozen=True)
 class Link:

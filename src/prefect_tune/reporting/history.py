@@ -30,18 +30,6 @@ from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.reporting.curve_sampling import Series, numbers_in
 
-__all__ = [
-    "AttemptEnd",
-    "AttemptPeriod",
-    "Clone",
-    "Costs",
-    "ExperimentHistory",
-    "HistoryView",
-    "OwnershipPeriod",
-    "history_of",
-    "moment",
-]
-
 _METRICS = 4
 _ENDS_OF = {Cause.MACHINE: "lost", Cause.PREEMPTED: "told to stop"}
 

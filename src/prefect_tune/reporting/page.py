@@ -24,8 +24,6 @@ from prefect_tune.reporting.trial_charts import (
 )
 from prefect_tune.terminal.formatting import format_counts, format_duration, format_value
 
-__all__ = ["page_of"]
-
 _SIGN = {"pending": "⏳", "running": "🏃", "paused": "⏸️", "finished": "✅", "errored": "❌"}
 _COLUMNS = 5
 _WIDEST = 24

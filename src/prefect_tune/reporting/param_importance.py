@@ -13,8 +13,6 @@ from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
 
-__all__ = ["FEWEST", "importances"]
-
 FEWEST = 8
 """With fewer trials no importance is given."""
 _EACH = 4

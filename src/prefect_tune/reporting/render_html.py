@@ -9,8 +9,6 @@ from typing import assert_never
 from prefect_tune.reporting.document import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.svg import data_uri
 
-__all__ = ["as_html"]
-
 _STRONG = ' class="strong"'
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1f2328;--soft:#59636e;--line:#d8dee4;--wash:#f6f8fa;--link:#0969da}

@@ -9,8 +9,6 @@ from typing import assert_never
 from prefect_tune.reporting.document import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.svg import data_uri
 
-__all__ = ["as_markdown", "escaped"]
-
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 

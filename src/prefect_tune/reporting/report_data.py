@@ -17,8 +17,6 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.reporting.history import HistoryView
 from prefect_tune.reporting.param_importance import importances
 
-__all__ = ["DRAWN", "ReportData", "material", "spread"]
-
 DRAWN = 60
 """The most learning curves that are drawn."""
 _MOST_PARAMETERS = 200

@@ -13,8 +13,6 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, OwnershipPeriod
 from prefect_tune.reporting.report_data import ReportData
 
-__all__ = ["Cost", "Facts", "Links", "Run", "TrialFacts", "facts_of"]
-
 Links: TypeAlias = Callable[[Owner], str | None]
 """Returns the URL of a run; None if it has none."""
 _TRIALS = 50

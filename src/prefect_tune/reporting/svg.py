@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["BLUE", "GREEN", "GREY", "INKS", "ORANGE", "RED", "VIOLET", "Drawing", "Pen", "Point", "data_uri"]
-
 Point = tuple[float, float]
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#3f87e0", "#e07b1a", "#2f9e58", "#df4b4b", "#9a6ee8", "#78808a"

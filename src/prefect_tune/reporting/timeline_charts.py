@@ -13,8 +13,6 @@ from prefect_tune.reporting.report_data import ReportData
 from prefect_tune.reporting.svg import BLUE, GREEN, GREY, INKS, ORANGE, RED, Drawing, Pen, Point
 from prefect_tune.terminal.formatting import format_duration
 
-__all__ = ["lineage_chart", "timeline"]
-
 WIDTH = 880
 _LEFT, _RIGHT = 92.0, WIDTH - 16.0
 _ROW = 13.0

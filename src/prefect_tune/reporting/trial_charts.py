@@ -22,8 +22,6 @@ from prefect_tune.reporting.curve_sampling import numbers_in
 from prefect_tune.reporting.report_data import ReportData, spread
 from prefect_tune.reporting.svg import BLUE, GREY, INKS, ORANGE, Drawing, Pen, Point
 
-__all__ = ["front_chart", "importance_chart", "learning_curves", "parallel_coordinates", "rung_chart"]
-
 WIDTH = 880
 _NAMED = 4
 _AXES = 8

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-__all__ = ["Results", "load_results", "why_none"]
-
 _TIMEOUT = timedelta(minutes=10)
 
 

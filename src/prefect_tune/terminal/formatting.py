@@ -10,18 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "borderless_table",
-    "facts_table",
-    "format_counts",
-    "format_duration",
-    "format_time",
-    "format_value",
-    "plain_cells",
-    "print_parts",
-    "visible",
-]
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, bidirectional marks, line separators, and surrogates, which cannot be encoded."""
 

@@ -17,8 +17,6 @@ from rich.text import Text
 
 from prefect_tune.terminal.output_capture import OutputCapture, captured
 
-__all__ = ["LiveDisplay", "can_show", "live_display"]
-
 _PERIOD = timedelta(seconds=0.5)
 _SHARE = 0.05
 _PATIENCE = timedelta(seconds=2)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TextIO, cast
 
-__all__ = ["OutputCapture", "captured"]
-
 _MOST_CHUNKS = 20_000
 
 

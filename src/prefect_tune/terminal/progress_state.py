@@ -28,8 +28,6 @@ from prefect_tune.core.models import StepReport, first_line
 from prefect_tune.core.schedulers.base import Exploit
 from prefect_tune.core.search.objective import Objective
 
-__all__ = ["Note", "ProgressState", "ProgressTracker", "SearchEstimate", "share_of_trial", "share_of_trials"]
-
 _NOTES = 50
 _RATE_OVER = timedelta(seconds=15)
 _TOO_EARLY = timedelta(seconds=1)
@@ -78,16 +76,6 @@ class ProgressState:
     best: Trial | None = None
     notes: Sequence[Note] = ()
     """The last events, oldest first."""
-
-    @property
-    def trial_count(self) -> int:
-        """Number of trials so far."""
-        return sum(self.counts.values())
-
-    @property
-    def ended_count(self) -> int:
-        """Number of trials that have ended."""
-        return sum(self.counts.get(each, 0) for each in ENDED)
 
 
 class ProgressTracker:

@@ -14,8 +14,6 @@ from prefect_tune.terminal.formatting import format_counts, format_duration, for
 from prefect_tune.terminal.progress_state import Note, ProgressState
 from prefect_tune.terminal.trials_table import cells_of, config_cells
 
-__all__ = ["frame", "line"]
-
 _MOST_ROWS = 16
 _MOST_NOTES = 5
 _HEAD = 8  # lines of everything that is neither a trial nor an event

@@ -12,8 +12,6 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import flat, metric_in
 from prefect_tune.terminal.formatting import borderless_table, format_value, plain_cells, visible
 
-__all__ = ["cells_of", "config_cells", "trials_table"]
-
 _GAP = 2
 _WIDEST_CELL = 24
 

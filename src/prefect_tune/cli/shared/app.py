@@ -11,22 +11,6 @@ from typer.core import TyperGroup
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.terminal.formatting import visible
 
-__all__ = [
-    "BYTES",
-    "COMMANDS",
-    "LOOK",
-    "SEARCH",
-    "START",
-    "AsJson",
-    "ExperimentName",
-    "Target",
-    "TrialName",
-    "WrongUsage",
-    "app",
-    "asks",
-    "main",
-]
-
 _WRONG_USAGE = 2
 START, SEARCH, LOOK, BYTES = "To begin with", "Search", "Look", "Bytes"
 COMMANDS = (

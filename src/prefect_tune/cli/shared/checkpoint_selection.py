@@ -11,8 +11,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
 
-__all__ = ["live_checkpoints", "trial_key", "trials_today"]
-
 
 def trials_today(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> list[Trial]:
     """Read each trial's own journal: the experiment's journal may be minutes behind while a search runs."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial_transitions import Trial
     from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["chosen_trials", "looked_at", "opened", "place_at", "written_at"]
-
 _TIMEOUT = timedelta(minutes=30)
 
 

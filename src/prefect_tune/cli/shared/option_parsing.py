@@ -10,8 +10,6 @@ from typing import Any
 
 from prefect_tune.cli.shared.app import WrongUsage
 
-__all__ = ["numbers_from", "object_from", "space_from", "spelling_from", "stop_from", "values_from"]
-
 _CALL = re.compile(r"([A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _DECIMAL = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _CHOICES = frozenset({"choice", "grid_search"})

@@ -12,8 +12,6 @@ from prefect_tune.core.notifications.lifecycle_events import BestImproved, few
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import TrialKey
 
-__all__ = ["BestSoFar"]
-
 
 class BestSoFar:
     """Compares each commit and each ended trial with the best before. Metrics are compared in order, as a tuple.

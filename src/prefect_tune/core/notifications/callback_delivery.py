@@ -34,8 +34,6 @@ from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["CallbackState", "Delivered", "DeliveryPosition", "DeliveryTracker", "keep_state", "newest_state"]
-
 Delivered = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
 """The events for which callbacks have hooks."""
 

@@ -11,8 +11,6 @@ from typing import Literal, TypeAlias
 
 from prefect_tune.core.notifications.lifecycle_events import BudgetNearlySpent, LifecycleEvent, SyncLagged, TrialStale
 
-__all__ = ["Allowance", "Budget", "HealthMonitor", "HealthThresholds"]
-
 _NEARLY = 0.8
 Spent: TypeAlias = Literal["time", "training-time", "trials"]
 

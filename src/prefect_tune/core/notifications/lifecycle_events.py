@@ -30,36 +30,6 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial,
 from prefect_tune.core.models import Metrics, Value, first_line
 from prefect_tune.core.storage.layout import TrialKey
 
-__all__ = [
-    "VERSION",
-    "BestImproved",
-    "BudgetNearlySpent",
-    "CheckpointCommitted",
-    "CheckpointCorruptFound",
-    "CheckpointQuarantined",
-    "ExperimentFailed",
-    "ExperimentFinished",
-    "ExperimentStarted",
-    "ExperimentStopped",
-    "ExperimentSuperseded",
-    "LifecycleEvent",
-    "SyncLagged",
-    "TrialAttemptEnded",
-    "TrialErrored",
-    "TrialExploited",
-    "TrialFinished",
-    "TrialLifecycleEvent",
-    "TrialPaused",
-    "TrialRequeued",
-    "TrialRestored",
-    "TrialResumed",
-    "TrialStale",
-    "TrialStarted",
-    "few",
-    "lifecycle_events_of",
-    "short",
-]
-
 VERSION = 1
 """The version of the schema: raised when a field is renamed or changes its meaning, not for a new field."""
 _TEXT = 500
