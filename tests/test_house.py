@@ -121,9 +121,6 @@ def test_what_only_looks_like_an_exemption_is_none() -> None:
     assert list(exemptions('x = "# noqa"  # a string\n')) == []
 
 
-_ELSEWHERE = {"resume": "run"}  # it shares nearly all options of `run`
-
-
 def test_each_command_is_in_the_module_of_its_name() -> None:
     homes = {each.name or each.callback.__name__: each.callback.__module__ for each in cli.app.registered_commands}
     homes |= {
@@ -131,4 +128,4 @@ def test_each_command_is_in_the_module_of_its_name() -> None:
         for group in cli.app.registered_groups
         for each in group.typer_instance.registered_commands
     }
-    assert homes == {name: f"prefect_tune.cli.{_ELSEWHERE.get(name, name)}" for name in COMMANDS}
+    assert homes == {name: f"prefect_tune.cli.{name}" for name in COMMANDS}

@@ -9,5 +9,4 @@ from prefect_tune.cli.shared.app import COMMANDS, app, main
 __all__ = ["app", "main"]
 
 for _command in COMMANDS:
-    if _command != "resume":  # it is in the module of `run`
-        import_module(f"{__name__}.{_command}")  # it adds itself to `app`
+    import_module(f"{__name__}.{_command}")  # it adds itself to `app`
