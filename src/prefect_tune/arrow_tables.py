@@ -29,8 +29,8 @@ def trials_table(experiment: Experiment) -> pa.Table:
     import pyarrow as pa
 
     trials = list(experiment.trials.values())
-    columns = _fixed({name: [fact(each) for each in trials] for name, fact in _FACTS.items()})
-    columns |= _fixed({"checkpoint": [_newest_path(experiment.name, each) for each in trials]})
+    columns = {name: pa.array([value(each) for each in trials], kind) for name, (kind, value) in _COLUMNS.items()}
+    columns["checkpoint"] = pa.array([_newest_path(experiment.name, each) for each in trials], "string")
     columns |= _spread((flat(each.config, "config/") for each in trials), len(trials), ())
     return pa.table({**columns, **_spread((flat(each.metrics) for each in trials), len(trials), columns)})
 
@@ -40,13 +40,11 @@ def reports_table(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Tabl
     import pyarrow as pa
 
     rows = [(trial, report) for trial, curve in curves for report in curve]
-    columns = _fixed(
-        {
-            "trial": [trial for trial, _ in rows],
-            "step": [report.step for _, report in rows],
-            "trained_seconds": [report.trained_seconds for _, report in rows],
-        }
-    )
+    columns = {
+        "trial": pa.array([trial for trial, _ in rows], "string"),
+        "step": pa.array([report.step for _, report in rows], "int64"),
+        "trained_seconds": pa.array([report.trained_seconds for _, report in rows], "float64"),
+    }
     return pa.table({**columns, **_spread((flat(report.metrics) for _, report in rows), len(rows), columns)})
 
 
@@ -78,20 +76,18 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
 
 # ---------------------------------------------------------------------------------------------- the columns
 
-_FACTS: Mapping[str, Callable[[Trial], object]] = {
-    "trial": lambda trial: trial.trial,
-    "status": lambda trial: str(trial.status),
-    "reason": lambda trial: trial.reason,
-    "cause": lambda trial: trial.cause and str(trial.cause),
-    "step": lambda trial: trial.step,
-    "trained_seconds": lambda trial: trial.trained_seconds,
-    "attempts": lambda trial: trial.attempt,
-    "wasted_steps": lambda trial: trial.wasted_steps,
-    "checkpoints": lambda trial: len(trial.checkpoints),
+_COLUMNS: Mapping[str, tuple[str, Callable[[Trial], object]]] = {
+    "trial": ("string", lambda trial: trial.trial),
+    "status": ("string", lambda trial: str(trial.status)),
+    "reason": ("string", lambda trial: trial.reason),
+    "cause": ("string", lambda trial: trial.cause and str(trial.cause)),
+    "step": ("int64", lambda trial: trial.step),
+    "trained_seconds": ("float64", lambda trial: trial.trained_seconds),
+    "attempts": ("int64", lambda trial: trial.attempt),
+    "wasted_steps": ("int64", lambda trial: trial.wasted_steps),
+    "checkpoints": ("int64", lambda trial: len(trial.checkpoints)),
 }
-_TYPES = {"step": "int64", "trained_seconds": "float64", "attempts": "int64", "wasted_steps": "int64"} | {
-    "checkpoints": "int64"
-}
+"""The type of each column that every experiment has, and its value for a trial."""
 
 
 def _newest_path(experiment: str, trial: Trial) -> str | None:
@@ -109,13 +105,6 @@ def _spread(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[
                 column = found[name] = [None] * count
             column[index] = value
     return {f"metrics/{name}" if name in taken else name: _inferred(column) for name, column in found.items()}
-
-
-def _fixed(columns: Mapping[str, list[Any]]) -> dict[str, pa.Array]:
-    """Return the columns that have the same type in every experiment, even in an empty one."""
-    import pyarrow as pa
-
-    return {name: pa.array(column, _TYPES.get(name, "string")) for name, column in columns.items()}
 
 
 def _inferred(column: list[Any]) -> pa.Array:

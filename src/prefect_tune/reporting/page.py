@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from shlex import quote
 
@@ -152,35 +152,35 @@ def _figures(material: ReportData) -> Iterator[Block]:
 def _trials(facts: Facts) -> Iterator[Block]:
     if facts.kind == "training":
         return
-    parameters = _telling(facts)
-    has_retries = any(each.attempts > 1 for each in facts.trials)
-    head = ("trial", "status", "step", *facts.metric, *parameters, *["attempts"] * has_retries, "trained", "checkpoint")
+    columns = [*_columns(facts)]
     yield Heading("Trials")
-    yield Table(head, [_row(each, facts, parameters, has_retries=has_retries) for each in facts.trials])
+    yield Table([name for name, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
     folders = below(facts.where, f"{facts.experiment}/trials/TRIAL/checkpoints")
     more = facts.trial_count - len(facts.trials)
     also = f" The best {len(facts.trials)} are shown; {more} more are in the journal." if more else ""
     yield Text(["Checkpoints are stored at ", Verbatim(folders), f".{also}"])
 
 
-def _row(trial: TrialFacts, facts: Facts, parameters: Sequence[str], *, has_retries: bool) -> Sequence[Cell]:
-    config = flat(trial.config)
-    name = trial.checkpoint.rpartition("/")[2] if trial.checkpoint else ""
-    return (
-        _linked(trial.trial, trial.run),
-        f"{_SIGN[trial.status]} {trial.status}",
-        str(trial.step),
-        *(_clipped(_value(metric_in(trial.metrics, metric))) for metric in facts.metric),
-        *(_clipped(_value(config.get(parameter))) for parameter in parameters),
-        *[str(trial.attempts)] * has_retries,
-        _span(trial.trained_seconds),
-        Verbatim(name) if name else "",
-    )
+def _columns(facts: Facts) -> Iterator[tuple[str, Sequence[Cell]]]:
+    """Yield the name and the cells of each column of the table of trials."""
+    trials = facts.trials
+    yield "trial", [_linked(each.trial, each.run) for each in trials]
+    yield "status", [f"{_SIGN[each.status]} {each.status}" for each in trials]
+    yield "step", [str(each.step) for each in trials]
+    for metric in facts.metric:
+        yield metric, [_clipped(_value(metric_in(each.metrics, metric))) for each in trials]
+    configs = [flat(each.config) for each in trials]
+    for parameter in _differing(facts, configs):
+        yield parameter, [_clipped(_value(config.get(parameter))) for config in configs]
+    if any(each.attempts > 1 for each in trials):
+        yield "attempts", [str(each.attempts) for each in trials]
+    yield "trained", [_span(each.trained_seconds) for each in trials]
+    names = [each.checkpoint.rpartition("/")[2] if each.checkpoint else "" for each in trials]
+    yield "checkpoint", [Verbatim(name) if name else "" for name in names]
 
 
-def _telling(facts: Facts) -> Sequence[str]:
+def _differing(facts: Facts, configs: Sequence[Mapping[str, object]]) -> Sequence[str]:
     """Return the parameters that differ, the most important first."""
-    configs = [flat(each.config) for each in facts.trials]
     names = dict.fromkeys([*facts.importance, *(name for config in configs for name in config)])
     differ = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
     return differ[:_COLUMNS]
