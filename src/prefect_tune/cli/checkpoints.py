@@ -88,8 +88,8 @@ def _standing_of_unreadable(store: ObjectStore, key: CheckpointKey, standing: st
 
 
 def _table(rows: Sequence[_Row], of_search: bool) -> Table:
-    whose = ("trial",) if of_search else ()
-    table = borderless_table(*whose, "step", "when", "size", "metrics", "standing")
+    trial_column = ("trial",) if of_search else ()
+    table = borderless_table(*trial_column, "step", "when", "size", "metrics", "standing")
     for row in rows:
         size = "" if row.size_bytes is None else shown_size(row.size_bytes)
         cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.standing)

@@ -31,17 +31,17 @@ def export(
     from prefect_tune.blocks import resolve_target
 
     with opened(target, experiment) as (store, state):
-        (whose,) = trials_today(store, state, [_whose(state, trial)])
-        key = _chosen(state, whose, step)
+        (chosen,) = trials_today(store, state, [_trial(state, trial)])
+        key = _checkpoint(state, chosen, step)
     resolve_target(target).checkpoint(key).to_directory(directory)
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
-    named = f"{whose.trial}{' (errored)' * (whose.status == 'errored')} " if is_search(state) else ""
+    named = f"{chosen.trial}{' (errored)' * (chosen.status == 'errored')} " if is_search(state) else ""
     print(f"{named}step {key.step}: in {directory}")
 
 
-def _whose(state: Experiment, trial: str | None) -> Trial:
+def _trial(state: Experiment, trial: str | None) -> Trial:
     trials = chosen_trials(state, trial)
     best = best_of(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
     if best is None:
@@ -51,13 +51,13 @@ def _whose(state: Experiment, trial: str | None) -> Trial:
     return best
 
 
-def _chosen(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
+def _checkpoint(state: Experiment, trial: Trial, step: int | None) -> CheckpointKey:
     live = live_checkpoints(state, trial)
     fitting = [key for key in live if step in (None, key.step)]
     if not fitting:
         steps = ", ".join(str(key.step) for key in live) or "none"
         wanted = "" if step is None else f" of step {step}"
-        whose = f"experiment {state.name!r}" + (f", trial {trial.trial!r}" if is_search(state) else "")
+        searched = f"experiment {state.name!r}" + (f", trial {trial.trial!r}" if is_search(state) else "")
         errored = ", which has errored" * (trial.status == "errored")
-        raise CheckpointNotFound(f"{whose}{errored}: there is no checkpoint{wanted}; there are: {steps}")
+        raise CheckpointNotFound(f"{searched}{errored}: there is no checkpoint{wanted}; there are: {steps}")
     return fitting[-1]

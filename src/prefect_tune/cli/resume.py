@@ -58,7 +58,7 @@ def resume(
     It never starts a new experiment.
     A space given here replaces the whole earlier one.
     """
-    asked: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "target": target,
         "fork": fork,
         "at": at,
@@ -75,11 +75,11 @@ def resume(
         "callbacks": callbacks,
     }
     again = resume_command(target, fork or experiment, trainable)
-    search_in_this_process(lambda: _resumed(experiment, checked(asked)), again, as_json=as_json)
+    search_in_this_process(lambda: _resumed(experiment, checked(parameters)), again, as_json=as_json)
 
 
-def _resumed(experiment: str, asked: Mapping[str, Any]) -> Results:
+def _resumed(experiment: str, parameters: Mapping[str, Any]) -> Results:
     from prefect_tune.flows.resume import resume as flow
 
-    found: Results = flow(experiment, **asked)
+    found: Results = flow(experiment, **parameters)
     return found

@@ -123,18 +123,18 @@ def run(
     """
     given = dict(locals())  # the options, most of them called as the flow's parameters
     found = space_from(space, settings or ())
-    asked = {"trainable": trainable, **_of_flow(given)}
+    parameters = {"trainable": trainable, **_of_flow(given)}
     search_in_this_process(
-        lambda: _tuned(found, checked(asked)), resume_command(target, experiment, trainable), as_json=as_json
+        lambda: _tuned(found, checked(parameters)), resume_command(target, experiment, trainable), as_json=as_json
     )
 
 
 def _of_flow(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `run`'s options as the parameters of the flow."""
     others = {"trainable", "space", "settings", "as_json", "checkpoint_every", "keep_last", "max_failures"}
-    asked = {name: each.value if isinstance(each, StrEnum) else each for name, each in given.items()}
+    parameters = {name: each.value if isinstance(each, StrEnum) else each for name, each in given.items()}
     return {
-        **{name: each for name, each in asked.items() if name not in others},
+        **{name: each for name, each in parameters.items() if name not in others},
         "metric": _one_or_more(given["metric"]),
         "mode": _one_or_more([each.value for each in given["mode"] or ()]) or "min",
         "scheduler": spelling_from(given["scheduler"], "--scheduler"),
@@ -146,10 +146,10 @@ def _of_flow(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tuned(space: dict[str, Any], asked: Mapping[str, Any]) -> Results:
+def _tuned(space: dict[str, Any], parameters: Mapping[str, Any]) -> Results:
     from prefect_tune.flows.tune import tune
 
-    found: Results = tune(space=space, **asked)
+    found: Results = tune(space=space, **parameters)
     return found
 
 

@@ -47,8 +47,8 @@ def show_search(state: Experiment, *, as_json: bool) -> None:
         "owner": str(state.owner or ""),
     }
     if as_json:
-        told = about | {"settings": shown_settings(state.settings), "trials": [_facts(each) for each in trials]}
-        print(json.dumps(told, indent=2))
+        shown = about | {"settings": shown_settings(state.settings), "trials": [_facts(each) for each in trials]}
+        print(json.dumps(shown, indent=2))
         return
     metrics = objective.metrics if objective else ()
     print_parts(facts_table(_head(state, about)), "", trials_table(trials[:_TRIALS_SHOWN], metrics))

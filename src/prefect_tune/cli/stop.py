@@ -26,9 +26,9 @@ def stop(
 
     The search checks TARGET for requests every few seconds. Exits with 1 if it has not answered.
     """
-    from prefect_tune.tuner.send_stop_request import stop as asked
+    from prefect_tune.tuner.send_stop_request import stop as send_stop_request
 
-    outcome = asked(experiment, target=target, trial=trial, reason=reason, wait_seconds=wait_seconds)
+    outcome = send_stop_request(experiment, target=target, trial=trial, reason=reason, wait_seconds=wait_seconds)
     done = outcome.status in ("stopped", "had-ended", "stopping")
     if as_json:
         print(json.dumps({"status": outcome.status, "message": outcome.message}, indent=2))

@@ -209,8 +209,8 @@ def _end(facts: Facts) -> Iterator[Block]:
         yield Heading("Runs")
         yield _runs(facts)
     if facts.settings:
-        asked = json.dumps(dict(facts.settings), indent=2, ensure_ascii=False)
-        yield Details("What was asked for", [Code(_clipped(asked, _SETTINGS))])
+        settings = json.dumps(dict(facts.settings), indent=2, ensure_ascii=False)
+        yield Details("What was asked for", [Code(_clipped(settings, _SETTINGS))])
 
 
 def _runs(facts: Facts) -> Table:

@@ -64,8 +64,8 @@ class ReportData:
         """Return the metrics that compare a trial, as reported, a bool as a number; empty if it has none."""
         if self.objective is None or trial not in self.losses:
             return {}
-        told = zip(self.objective.metrics, self.objective.modes, self.losses[trial], strict=True)
-        return {name: loss if mode == "min" else -loss for name, mode, loss in told}
+        compared = zip(self.objective.metrics, self.objective.modes, self.losses[trial], strict=True)
+        return {name: loss if mode == "min" else -loss for name, mode, loss in compared}
 
     @cached_property
     def importances(self) -> Mapping[str, float]:

@@ -133,7 +133,7 @@ class ProgressTracker:
             self._notes.append(note)
 
     def _reported(self, trial: str, report: StepReport) -> None:
-        """Count a report once: `told` passes it first, and the journal's event passes it again."""
+        """Count a report once: `reported` gets it first, and the journal's event brings it again."""
         known = self._live.get(trial)
         if known is None or report.step > known.step:
             self._live[trial] = report

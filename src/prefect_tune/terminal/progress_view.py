@@ -107,8 +107,8 @@ def _common(trials: Sequence[Trial]) -> Sequence[str]:
 
 
 def _note_of(note: Note) -> Text:
-    told = (f"{note.trial} {note.text}", "red" if note.is_bad else "")
-    return _cut(Text.assemble((note.at.strftime("%H:%M:%S"), "dim"), "  ", told))
+    text = (f"{note.trial} {note.text}", "red" if note.is_bad else "")
+    return _cut(Text.assemble((note.at.strftime("%H:%M:%S"), "dim"), "  ", text))
 
 
 def _labelled(name: str, text: str) -> Text:

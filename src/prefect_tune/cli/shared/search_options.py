@@ -35,8 +35,8 @@ SamplesPerRun = Annotated[int | None, asks("--samples-per-run", "N", "Instead: N
 CallbackNames = Annotated[list[str] | None, asks("--callback", "MODULE:NAME", "A callback for the search.")]
 
 
-def checked(asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the trainable, scheduler, search and stop before a server is used; return `asked` unchanged.
+def checked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the trainable, scheduler, search and stop before a server is used; return `parameters` unchanged.
 
     Raises:
         WrongUsage: one of them is not valid.
@@ -47,16 +47,16 @@ def checked(asked: Mapping[str, Any]) -> Mapping[str, Any]:
     read: Mapping[str, Callable[[Any], object]] = {
         "trainable": valid_trainable,
         "scheduler": scheduler_from,
-        "search": lambda given: search_from(given, asked["num_samples"]),
+        "search": lambda given: search_from(given, parameters["num_samples"]),
         "stop": stopper_for,
     }
     try:
         for name, each in read.items():
-            if asked[name] is not None:
-                each(asked[name])
+            if parameters[name] is not None:
+                each(parameters[name])
     except InvalidInput as error:
         raise WrongUsage(str(error)) from error
-    return asked
+    return parameters
 
 
 def resume_command(target: str, experiment: str, trainable: str | None) -> str:

@@ -45,8 +45,8 @@ class BestSoFar:
     def _all_of(self, trial: Trial) -> Iterator[Losses]:
         if self._objective is None:
             return
-        told = [each.metrics for each in trial.checkpoints] + ([trial.metrics] if trial.status in ENDED else [])
-        for metrics in told:
+        reported = [each.metrics for each in trial.checkpoints] + ([trial.metrics] if trial.status in ENDED else [])
+        for metrics in reported:
             if (losses := losses_in(metrics, self._objective)) is not None:
                 yield losses
 
