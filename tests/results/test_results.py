@@ -41,6 +41,13 @@ def results(target: Path) -> pt.Results:
     return pt.load_results(target, "e", metric="loss")
 
 
+def count_in(checkpoint: pt.Checkpoint | None) -> str:
+    """The step whose checkpoint it is."""
+    assert checkpoint is not None
+    with checkpoint.as_directory() as directory:
+        return Path(directory, "count").read_text()
+
+
 @pytest.mark.parametrize(
     ("scope", "best"), [("last", B), ("best", A), ("all", A), ("avg", C), ("last-2-avg", C), ("last-1-avg", B)]
 )
@@ -60,14 +67,8 @@ def test_any_metric_and_mode_can_be_asked_for(results: pt.Results) -> None:
 @pytest.mark.parametrize("scope", ["last", "best", "last-2-avg"])
 def test_a_nested_metric_is_named_by_its_way(scope: str, results: pt.Results) -> None:
     assert results.best_trial("eval/size", "max", scope=scope).trial == A
-    best = results.best_checkpoint(A, "eval/size", "max")
-    assert best is not None
-    with best.as_directory() as directory:
-        assert Path(directory, "count").read_text() == "3"
-    best = results.best_checkpoint(C, ["loss", "eval/size"], ["min", "min"])  # losses 5, 4, 4
-    assert best is not None
-    with best.as_directory() as directory:
-        assert Path(directory, "count").read_text() == "2"
+    assert count_in(results.best_checkpoint(A, "eval/size", "max")) == "3"
+    assert count_in(results.best_checkpoint(C, ["loss", "eval/size"], ["min", "min"])) == "2"  # losses 5, 4, 4
     with pytest.raises(pt.InvalidInput, match="none of its 4 trials has reported eval/lost"):
         results.best_trial("eval/lost", scope=scope)
 
@@ -112,14 +113,8 @@ def test_errors_say_which_trial_and_why(results: pt.Results) -> None:
 
 def test_every_checkpoint_of_every_trial_can_be_had(results: pt.Results) -> None:
     for trial, steps in ((A, "3"), (results.trials[B], "3")):
-        checkpoint = results.checkpoint(trial)
-        assert checkpoint is not None
-        with checkpoint.as_directory() as directory:
-            assert Path(directory, "count").read_text() == steps
-    best = results.best_checkpoint(A)
-    assert best is not None
-    with best.as_directory() as directory:
-        assert Path(directory, "count").read_text() == "1"
+        assert count_in(results.checkpoint(trial)) == steps
+    assert count_in(results.best_checkpoint(A)) == "1"
     assert results.checkpoint(BROKEN) is None
     assert results.best_checkpoint(BROKEN) is None
     with pytest.raises(pt.InvalidInput, match="there is no trial '99999'"):
@@ -127,10 +122,7 @@ def test_every_checkpoint_of_every_trial_can_be_had(results: pt.Results) -> None
 
 
 def test_of_equally_good_checkpoints_the_newest_is_the_best(results: pt.Results) -> None:
-    best = results.best_checkpoint(C)
-    assert best is not None
-    with best.as_directory() as directory:
-        assert Path(directory, "count").read_text() == "3"
+    assert count_in(results.best_checkpoint(C)) == "3"
 
 
 def test_a_learning_curve_has_one_report_for_each_step(results: pt.Results) -> None:

@@ -74,15 +74,8 @@ def names(*events: Event) -> list[str]:
 
 
 def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_commits() -> None:
-    events = [
-        ADDED,
-        STARTED,
-        reported(1, loss=1.0),
-        reported(2, loss=0.5),
-        committed(2, 3),
-        Finished(trial=T, reason="done"),
-    ]
-    started, saved, finished = told_in(*events)
+    trained = [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)]
+    started, saved, finished = told_in(ADDED, STARTED, *trained, Finished(trial=T, reason="done"))
     assert started.payload() == {"version": 1, "trial": T, "attempt": 1}
     assert saved.payload() == {
         "version": 1,
@@ -95,8 +88,8 @@ def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_
         "manifest": "first/trials/00000/checkpoints/0000000002-0000000003/manifest.json",
         "parent": None,
     }
-    assert finished.payload() | {"version": 0} == {
-        "version": 0,
+    assert finished.payload() == {
+        "version": 1,
         "trial": T,
         "step": 2,
         "metrics": {"loss": 0.5},
@@ -107,9 +100,8 @@ def test_a_trial_that_starts_trains_and_finishes_is_news_at_its_ends_and_at_its_
 
 
 def test_a_commit_names_the_one_before_it_also_where_that_is_retired_in_the_same_entry() -> None:
-    first, second = told_in(ADDED, STARTED, reported(1), committed(1, 3), reported(2), committed(2, 5, retires=(3,)))[
-        1:
-    ]
+    saves = [reported(1), committed(1, 3), reported(2), committed(2, 5, retires=(3,))]
+    first, second = told_in(ADDED, STARTED, *saves)[1:]
     assert (first.payload()["parent"], second.payload()["parent"]) == (None, "0000000001-0000000003")
 
 
@@ -117,15 +109,8 @@ def test_an_attempt_that_dies_and_the_next_one_from_a_checkpoint_are_news() -> N
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, message=LONG)
     again = Started(trial=T, attempt=2, from_step=1, from_sequence=3)
     ended, restored = told_in(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
-    assert ended.payload() | {"message": ""} == {
-        "version": 1,
-        "trial": T,
-        "attempt": 1,
-        "step": 1,
-        "cause": "machine",
-        "message": "",
-    }
-    assert len(str(ended.payload()["message"])) == 500
+    known = {"version": 1, "trial": T, "attempt": 1, "step": 1, "cause": "machine"}
+    assert ended.payload() == {**known, "message": short(LONG)}
     assert restored.payload() == {"version": 1, "trial": T, "attempt": 2, "step": 1}
 
 
