@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -71,9 +70,8 @@ _FAULTS = {
 class S3Sink:
     """The server, in threads of this process, for the time of a `with` block."""
 
-    def __init__(self, *, latency: timedelta = timedelta(0), tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, *, latency: timedelta = timedelta(0)) -> None:
         self.latency = latency
-        self._tls = tls
         self.fault: Callable[[SinkRequest], Fault | None] = lambda _request: None
         self.log: list[SinkRequest] = []
         self.connections: set[socket.socket] = set()
@@ -84,8 +82,7 @@ class S3Sink:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen(512)
-        scheme = "https" if self._tls else "http"
-        self.endpoint = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
@@ -147,7 +144,7 @@ class S3Sink:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            wire = Wire(self._tls.wrap_socket(sock, server_side=True) if self._tls else sock)
+            wire = Wire(sock)
             while head := wire.until(b"\r\n\r\n", 2048):
                 self._one(wire, head)
         except OSError:  # the client went away, or a fault closed the connection
@@ -221,9 +218,6 @@ class S3Sink:
             return
         extents = cut(reply.extents, 0, length // 2) if half else reply.extents
         for start, size in extents:
-            if self._tls:
-                wire.sock.sendall(self._objects.arena.view[start : start + size])
-                continue
             sent = 0
             while sent < size:
                 sent += os.sendfile(wire.sock.fileno(), self._objects.arena.fd, start + sent, size - sent)

@@ -191,6 +191,17 @@ def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind
     assert until(lambda: threading.active_count() <= before)  # the server's own end with their connections
 
 
+def test_a_large_range_that_stops_arriving_ends_at_the_deadline(sink: S3Sink) -> None:
+    store = object_store(sink.endpoint, seconds=1)
+    store.put("blob", bytes(3 << 20))
+    sink.fault = lambda _request: Fault.STALL_BODY
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        store.read("blob", length=2 << 20)
+    assert time.monotonic() - started < 1.3
+    assert until(lambda: not sink.connections)
+
+
 def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -> None:
     sink.fault = lambda _request: Fault.STALL
     store = object_store(sink.endpoint, seconds=1.5, request_limit=timedelta(seconds=0.5))
