@@ -28,8 +28,6 @@ from prefect_tune.stores.local.artifact_transfer import (
 )
 from prefect_tune.stores.locations.uri import read_uri
 
-__all__ = ["TargetSyncer"]
-
 _GRACE = timedelta(seconds=10)  # for a store to end its work after the deadline and to raise
 _FIRST_PAUSE_SECONDS = 1.0
 

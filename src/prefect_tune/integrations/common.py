@@ -10,8 +10,6 @@ from prefect_tune.core.errors import BadMetric
 from prefect_tune.runtime.session import TrialOver
 from prefect_tune.runtime.trainable import get_checkpoint, report_step
 
-__all__ = ["MetricNames", "chosen", "goes_on_after", "restored_directory"]
-
 MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
 """A metric, several, `{name here: name there}`, or None for all."""
 

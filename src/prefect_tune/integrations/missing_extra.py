@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["missing"]
-
 
 def missing(error: ModuleNotFoundError, extra: str, *modules: str) -> ImportError:
     """Return the error to raise: one that says how to install the extra, or `error` if another module is missing."""

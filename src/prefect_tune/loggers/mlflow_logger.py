@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
-__all__ = ["MLflowLogger"]
-
 _TRIAL = "prefect_tune.trial"
 _COPY_OF = "prefect_tune.copy_of"
 _MARK = "prefect_tune.mark"

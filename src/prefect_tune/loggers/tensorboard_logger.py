@@ -13,8 +13,6 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport, flat
 from prefect_tune.loggers.folder_logger import DEFAULT_DIRECTORY, FolderLogger, require_package
 
-__all__ = ["TensorBoardLogger"]
-
 _MOST_OPEN = 64
 
 

@@ -13,8 +13,6 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.core.models import digest_of, shown_size
 
-__all__ = ["DamagedCheckpoint", "MaintenanceReport", "NotLookedAt", "Upkeep", "markdown", "show_report"]
-
 _SHOWN_ROWS = 100
 
 

@@ -43,8 +43,6 @@ from prefect_tune.tasks.maintenance import (
     verify_checkpoints,
 )
 
-__all__ = ["ExperimentMaintenance", "MaintenanceOptions", "maintain_experiments"]
-
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceOptions:

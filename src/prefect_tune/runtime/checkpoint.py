@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from prefect_tune.core.storage.layout import CheckpointKey
 
-__all__ = ["Checkpoint"]
-
 _DOWNLOAD_TIMEOUT = timedelta(minutes=30)
 _METADATA_TIMEOUT = timedelta(minutes=1)
 

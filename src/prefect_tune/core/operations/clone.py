@@ -47,8 +47,6 @@ from prefect_tune.core.recovery.stale_reads import journal_of, trial_in
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["claims_over", "clear", "clone", "let_go", "let_go_of_all", "newest_of", "settle"]
-
 
 def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap) -> CheckpointKey:
     """Return the newest checkpoint in the journal of `trial`, from which its next attempt would start.

@@ -33,8 +33,6 @@ from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["remove"]
-
 _ROUNDS = 16
 _PARTS_OF_A_TRIALS_ENTRY = 5
 

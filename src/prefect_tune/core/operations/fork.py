@@ -44,8 +44,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.shared_writers import require_conditional_create
 
-__all__ = ["Fork", "Past", "begin_fork", "deleted_since", "fork", "past_of"]
-
 # A stop request that was not carried out by then was meant for the origin.
 _NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked | RemovalBegun | RemovalGivenUp
 _NOT_OF_A_TRIALS_PAST = Opened | Absorbed | RemovalBegun | RemovalGivenUp

@@ -22,20 +22,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, maintena
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.shared_writers import require_conditional_create
 
-__all__ = [
-    "Change",
-    "Remembered",
-    "Round",
-    "Untold",
-    "amended",
-    "last_number",
-    "last_round",
-    "leave_round",
-    "next_round",
-    "reported",
-    "told_before",
-]
-
 _RACES = 16
 
 

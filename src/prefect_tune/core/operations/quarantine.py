@@ -26,8 +26,6 @@ from prefect_tune.core.recovery.stale_reads import journal_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["put_aside", "reinstate"]
-
 
 def put_aside(
     store: ObjectStore,

@@ -25,8 +25,6 @@ from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["adopt", "ref_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class _OrphanedSaves:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from prefect_tune.stores.posix.posix_store import PosixStore, make_root
 
-__all__ = ["open_mounted"]
-
 
 def open_mounted(root: str, *, must_exist: bool) -> PosixStore:
     """Open the folder `root`; create it first unless it `must_exist`."""

@@ -24,8 +24,6 @@ from prefect_tune.stores.create_lock import one_at_a_time
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.path_validation import checked_folder, checked_path
 
-__all__ = ["IsolatedStore"]
-
 _CHILD_MODULE = "prefect_tune.stores.child_process.worker"
 _REAP_SECONDS = 2.0
 

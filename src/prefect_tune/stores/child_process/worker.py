@@ -18,8 +18,6 @@ from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from prefect_tune.stores.child_process.framing import Head, receive, send
 from prefect_tune.stores.deadline import Deadline
 
-__all__: list[str] = []
-
 _ORPHANED = 75
 
 

@@ -18,8 +18,6 @@ from prefect_tune.stores.local.directories import Seal, seal_of
 from prefect_tune.stores.local.file_lock import FileLock, Share
 from prefect_tune.stores.local.node_cache import Fetch, node_folder
 
-__all__ = ["DestinationInUse", "DirectoryCopy", "fill"]
-
 
 @dataclass(frozen=True, slots=True)
 class DirectoryCopy:

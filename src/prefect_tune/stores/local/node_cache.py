@@ -21,8 +21,6 @@ from prefect_tune.stores.local.directories import Seal, copy_directory, seal_of
 from prefect_tune.stores.local.file_lock import FileLock, Share, tries
 from prefect_tune.stores.local.user_temp_folder import user_folder
 
-__all__ = ["Fetch", "NodeCopies", "node_folder"]
-
 Fetch = Callable[[Path], None]
 """Makes the directory at the given path, which must not exist; on an error there is no directory."""
 

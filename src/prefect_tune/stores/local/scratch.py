@@ -19,8 +19,6 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.file_lock import FileLock, Share
 from prefect_tune.stores.local.user_temp_folder import user_folder
 
-__all__ = ["ScratchDirectory"]
-
 _LOCK = ".alive"
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from prefect_tune.stores.posix.posix_errors import as_store_error
 from prefect_tune.stores.posix.syscalls import OsCalls
 
-__all__ = ["make_root"]
-
 
 def make_root(root: Path) -> None:
     """Create and sync the root directory of a store and its missing parents; do nothing if it exists.
