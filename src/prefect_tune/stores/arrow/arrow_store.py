@@ -24,8 +24,6 @@ from prefect_tune.stores.create_lock import one_at_a_time
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.path_validation import TEMPORARY, checked_folder, checked_path
 
-__all__ = ["ArrowStore", "open_fsspec"]
-
 _LEFTOVER_AFTER = timedelta(days=1)
 _WHOLE_OR_NOTHING = frozenset({"s3", "gcs", "abfs"})
 """Native object storages: an object appears when its upload completes, and there is no rename."""
