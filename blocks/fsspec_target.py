@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from prefect.types import SecretDict
 from pydantic import Field, HttpUrl, field_validator
 
-from prefect_tune.blocks.logos import FILES_LOGO
 from prefect_tune.blocks.storage_target import StorageTarget
+from prefect_tune.blocks.strict_block import FILES_LOGO
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-
-__all__ = ["FsspecTarget", "known_schemes"]
+from prefect_tune.stores.locations.uri import Client, Location
 
 _FACTORY = "prefect_tune.stores.arrow.arrow_store:open_fsspec"
 _ON_THIS_MACHINE = frozenset({"file", "local"})
@@ -43,6 +42,7 @@ class FsspecTarget(StorageTarget):
     _block_type_name: ClassVar[str | None] = "Fsspec Target"
     _block_type_slug: ClassVar[str | None] = "fsspec-target"
     _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
+    _client: ClassVar[Client | None] = Client.OTHER
 
     location: str = Field(
         title="URI",
@@ -76,6 +76,11 @@ class FsspecTarget(StorageTarget):
         if scheme not in known_schemes():
             raise ValueError(f"fsspec does not know the scheme {scheme!r}")
         return uri.rstrip("/") if not uri.endswith("://") else uri
+
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:
+        implementation(location.scheme)  # to report a missing package now, not in the middle of a run
+        return cls(location=uri)
 
     @property
     def uri(self) -> str:

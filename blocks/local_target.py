@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import Field, HttpUrl, field_validator
 
-from prefect_tune.blocks.logos import FILES_LOGO
 from prefect_tune.blocks.storage_target import StorageTarget
+from prefect_tune.blocks.strict_block import FILES_LOGO
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.locations.uri import Client, Location
 from prefect_tune.stores.posix.posix_store import PosixStore, make_root
 from prefect_tune.stores.posix.temp_file_cleanup import Sweeps
-
-__all__ = ["LocalTarget"]
 
 _sweeps = Sweeps()
 
@@ -40,6 +39,7 @@ class LocalTarget(StorageTarget):
     _block_type_name: ClassVar[str | None] = "Local Target"
     _block_type_slug: ClassVar[str | None] = "local-target"
     _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
+    _client: ClassVar[Client | None] = Client.FILES
 
     path: str = Field(description="The folder's path: absolute, or starting with '~'.")
 
@@ -70,6 +70,10 @@ class LocalTarget(StorageTarget):
                 "a relative path would be another folder in each process"
             )
         return os.path.normpath(expanded)
+
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+        return cls(path=location.path)
 
     @property
     def uri(self) -> str:

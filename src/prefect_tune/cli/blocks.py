@@ -37,12 +37,12 @@ def demo(
 @blocks.command("register")
 def register_blocks() -> None:
     """Register the block types with your Prefect server, so that its UI has their forms."""
-    from prefect_tune import blocks as room
+    from prefect_tune.blocks import SyncConfig
+    from prefect_tune.blocks.target_types import TARGET_TYPES
     from prefect_tune.prefect_api.api_client import or_said
 
-    kinds = (room.LocalTarget, room.S3Target, room.GcsTarget, room.AzureTarget, room.FsspecTarget, room.SyncConfig)
     with or_said("blocks"):
-        for kind in kinds:
+        for kind in (*TARGET_TYPES, SyncConfig):
             kind.register_type_and_schema()
             print(kind.get_block_type_slug())
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prefect_tune.stores.local.destination import DirectoryCopy
     from prefect_tune.stores.local.node_cache import NodeCopies
 
-__all__ = ["Change", "CheckpointLocation", "LocalPlace", "Opener", "TargetPlace", "place_of"]
-
 Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
 
 _COMMITTED = re.compile(

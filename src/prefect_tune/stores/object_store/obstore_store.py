@@ -19,7 +19,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -38,8 +38,6 @@ from prefect_tune.stores.path_validation import checked_folder, checked_path
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Client
-
-__all__ = ["ClientTimes", "ObstoreStore", "client_times"]
 
 _T = TypeVar("_T")
 _Faults: TypeAlias = list[Fault]
@@ -66,6 +64,19 @@ def client_times(request_timeout: timedelta) -> ClientTimes:
         },
         "retry_config": {"max_retries": 0, "retry_timeout": request_timeout},
     }
+
+
+def connected(constructor: Callable[..., Client], limit: timedelta, options: Mapping[str, Any]) -> Client:
+    """Return a client that ends every request within `limit`.
+
+    Raises:
+        ValueError: the client does not accept its settings.
+    """
+    times = client_times(limit)
+    try:
+        return constructor(client_options={**times["client_options"], **options}, retry_config=times["retry_config"])
+    except (BaseError, ValueError) as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
 
 
 class ObstoreStore:
