@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
 from prefect_tune.core.operations.maintenance_state import Change, Remembered, last_number, last_round, leave_round
-from prefect_tune.core.operations.quarantine import put_aside
+from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.operations.scrub import Inspection, ScrubLimits, inspect
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
 from prefect_tune.core.storage.experiment_listing import experiment_names
@@ -118,7 +118,7 @@ def quarantine_checkpoints(
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
 
         def aside(trial: TrialKey) -> Sequence[CheckpointKey]:
-            return put_aside(store, trial, by_trial[trial], new_write_id(), side_by_side=transfers)
+            return quarantine(store, trial, by_trial[trial], new_write_id(), side_by_side=transfers)
 
         found, _ = _each(store, experiment, aside, by_trial)  # nothing is quarantined in an unreadable journal
         return [key for keys in found for key in keys]

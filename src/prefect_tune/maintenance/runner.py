@@ -186,7 +186,7 @@ class ExperimentMaintenance:
             if each.is_damage
         ]
         self._add([*checkpoints, *journals])
-        aside = self._put_aside(found, checkpoints)
+        aside = self._quarantine(found, checkpoints)
         now = [replace(each, is_aside=each.folder in {key.folder for key in aside}) for each in checkpoints]
         self._add(now)
         untold = _to_tell([*now, *journals])
@@ -194,7 +194,7 @@ class ExperimentMaintenance:
         with self._or_skipped("the record of this round"):
             self._leave(partial(next_round, stamp=new_write_id(), inspection=found, aside=aside, untold=untold))
 
-    def _put_aside(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
+    def _quarantine(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
         """Quarantine damaged checkpoints; record them as unreported first, since no later run finds them again."""
         for each in damaged:
             get_run_logger().error("%s is damaged: %s", each.folder, each.damage)

@@ -116,7 +116,7 @@ def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: 
     """Return the blobs that neither a live checkpoint nor a clone refers to, and that no save will ever reuse.
 
     Interrupted saves leave them, and so do deletions of unreadable manifests. They may be deleted at any time.
-    Blobs of checkpoints that were put aside are not among them: these may be reinstated.
+    Blobs of checkpoints that were quarantined are not among them: these may be reinstated.
 
     Raises:
         CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable.
@@ -143,7 +143,7 @@ def _doomed(store: ObjectStore, key: CheckpointKey) -> _Doomed | None:
 
 
 def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: ParallelMap) -> set[str]:
-    """Return the paths of blobs of checkpoints that are live, that a clone needs, or that were put aside."""
+    """Return the paths of blobs of checkpoints that are live, that a clone needs, or that were quarantined."""
     needed: Sequence[CheckpointName] = (*state.checkpoints, *state.claims)
     keys = dict.fromkeys(trial.checkpoint_key(each) for each in needed)
     found = dict(side_by_side(lambda key: (key, _needed(store, key)), keys))
@@ -154,7 +154,7 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: 
 
 
 def _aside(store: ObjectStore, trial: TrialKey, aside: QuarantinedCheckpoint) -> frozenset[str]:
-    """Return the blobs of a checkpoint put aside; if its manifest is unreadable, all blobs up to its sequence."""
+    """Return the blobs of a quarantined checkpoint; if its manifest is unreadable, all blobs up to its sequence."""
     ref = aside.checkpoint
     try:
         return read_manifest(store, trial.checkpoint_key(ref)).blob_paths()

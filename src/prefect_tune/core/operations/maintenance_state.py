@@ -1,8 +1,8 @@
 """The state that one maintenance round leaves to the next: where to continue, and which damage was reported or not yet.
 
 It is stored on the target as numbered documents, each written once, so that a round that dies loses nothing. A
-checkpoint that is put aside is not found damaged by later rounds: so its damage is stored here as not yet reported
-before it is put aside, and removed from there once it was reported.
+checkpoint that is quarantined is not found damaged by later rounds: so its damage is stored here as not yet reported
+before it is quarantined, and removed from there once it was reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Untold(Value):
     folder: str
     damage: str
     is_aside: bool = False
-    """Whether it was put aside, or about to be by a round that died: then it is aside now, or is found again."""
+    """Whether it was quarantined, or about to be by a round that died: then it is aside now, or is found again."""
 
 
 class Round(Document):
