@@ -16,8 +16,6 @@ from tests.fakes.s3_objects import Asked, Objects, Reply, cut, failure, size_of
 from tests.fakes.s3_sink import Fault, S3Sink, SinkRequest
 from tests.fakes.s3_wire import Wire
 
-__all__ = ["LIES", "PASSING", "REFUSALS", "Chaos", "ChaosS3"]
-
 
 class Chaos(Enum):
     """What the server does instead of answering as it should."""

@@ -29,8 +29,6 @@ from urllib.parse import parse_qs
 from tests.fakes.s3_objects import Arena, Asked, Extents, Objects, Reply, cut, failure, size_of
 from tests.fakes.s3_wire import Chunked, Source, Wire, parsed_head
 
-__all__ = ["Fault", "S3Sink", "S3SinkProcess", "SinkRequest"]
-
 _REPOSITORY = Path(__file__).parents[2]
 
 
