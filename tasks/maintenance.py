@@ -253,10 +253,11 @@ def names_on(target: StorageTarget) -> Sequence[str]:
 
 def remember(target: StorageTarget, experiment: str, known: Remembered, change: Change) -> Remembered:
     """Write the record that the next maintenance round reads; see `maintenance_state.leave_round`."""
+    stamp = new_write_id()
 
     def write() -> Remembered:
         with target.open(timeout=timedelta(minutes=2)) as store:
-            return leave_round(store, experiment, known, change)
+            return leave_round(store, experiment, known, stamp, change)
 
     return with_retries(write)
 

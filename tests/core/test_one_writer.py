@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
@@ -83,7 +82,7 @@ def test_a_round_of_maintenance_is_refused_to_be_left() -> None:
     store = OneWriterStore()
     search_of_three(store)
     with pytest.raises(StoreRefused, match="old/maintenance"):
-        leave_round(store, "old", Remembered(), partial(amended, stamp=STAMP))
+        leave_round(store, "old", Remembered(), STAMP, amended)
 
 
 def test_a_search_runs_is_verified_and_deleted_without_any_guest() -> None:

@@ -23,16 +23,15 @@ from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.operations.maintenance_state import (
     Change,
     Remembered,
-    Untold,
+    UnreportedDamage,
+    after_report,
     amended,
     next_round,
-    reported,
-    told_before,
+    reported_folders,
 )
 from prefect_tune.core.operations.scrub import Inspection
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.maintenance.report import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep
-from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.maintenance import (
     Sample,
     collect_garbage,
@@ -79,14 +78,13 @@ class ExperimentMaintenance:
 
     def __init__(self, wanted: MaintenanceOptions, name: str, known: Remembered) -> None:
         self._wanted = wanted
-        self._told = told_before(known.last)
+        self._reported = reported_folders(known.last)
         self._known = known
         self._is_left = False
         self.name = name
-        self.waits_since = (known.last.at if known.last else "", name)
+        self.waits_since = (known.last.at, name)
         """The time of its last round, for sorting; experiments without one come first."""
-        untold = known.last.untold if known.last else ()
-        self.upkeep = Upkeep(name, damaged=tuple(_not_told_of(name, each) for each in untold))
+        self.upkeep = Upkeep(name, damaged=tuple(_found_before(name, each) for each in known.last.untold))
 
     def run(self) -> Upkeep:
         """Verify, quarantine, prune, collect: in this order, so that damage is found before anything is deleted."""
@@ -98,19 +96,19 @@ class ExperimentMaintenance:
         if self._wanted.collect:
             acts.append(("garbage", self._collect))
         for what, act in acts:
-            with self._or_told(what):
+            with self._or_reported(what):
                 act()
         if not self._is_left:
             with self._or_skipped("the record of this round"):
-                self._leave(partial(amended, stamp=new_write_id()))
+                self._leave(amended)
         return self.upkeep
 
     def was_reported(self) -> None:
         """Record that its damage is reported; if this run dies before that, the next run reports it again."""
-        if self._known.last is not None and self._known.last.untold:
+        if self._known.last.untold:
             folders = {each.folder for each in self.upkeep.damaged}
             with self._or_skipped("the record that damage is reported"):
-                self._leave(partial(reported, stamp=new_write_id(), folders=folders))
+                self._leave(partial(after_report, folders=folders))
 
     def _leave(self, change: Change) -> None:
         if not self._wanted.dry_run:
@@ -119,7 +117,7 @@ class ExperimentMaintenance:
     # ------------------------------------------------------------------------------------------ failures
 
     @contextmanager
-    def _or_told(self, what: str) -> Iterator[None]:
+    def _or_reported(self, what: str) -> Iterator[None]:
         with self._or_skipped(what):
             try:
                 yield
@@ -150,14 +148,14 @@ class ExperimentMaintenance:
         folder = JournalKey(experiment=self.name).entries
         damaged = self._damaged(folder, str(error))
         self._add([damaged])
-        self._leave(partial(amended, stamp=new_write_id(), told=[folder], untold=_to_tell([damaged])))
+        self._leave(partial(amended, known=[folder], unreported=_unreported([damaged])))
         self._is_left = True
 
     # ------------------------------------------------------------------------------------------ damage
 
     def _damaged(self, folder: str, damage: str, key: CheckpointKey | None = None) -> DamagedCheckpoint:
         trial, step = (key.trial.trial, key.step) if key else (None, None)
-        is_new = folder not in self._told
+        is_new = folder not in self._reported
         return DamagedCheckpoint(self.name, trial, step, folder, damage, is_new=is_new, is_aside=False)
 
     def _add(self, damaged: Sequence[DamagedCheckpoint]) -> None:
@@ -166,8 +164,7 @@ class ExperimentMaintenance:
         self.upkeep = replace(self.upkeep, damaged=tuple(by_folder.values()))
 
     def _verify(self, sample: Sample) -> None:
-        last = self._known.last
-        here = replace(sample, begins_at=last.begins_at if last else 0)
+        here = replace(sample, begins_at=self._known.last.begins_at)
         found = verify_checkpoints(self._wanted.target, self.name, here)
         self.upkeep = replace(
             self.upkeep,
@@ -186,13 +183,13 @@ class ExperimentMaintenance:
             if each.is_damage
         ]
         self._add([*checkpoints, *journals])
-        aside = self._quarantine(found, checkpoints)
-        now = [replace(each, is_aside=each.folder in {key.folder for key in aside}) for each in checkpoints]
+        quarantined = self._quarantine(found, checkpoints)
+        now = [replace(each, is_aside=each.folder in {key.folder for key in quarantined}) for each in checkpoints]
         self._add(now)
-        untold = _to_tell([*now, *journals])
+        unreported = _unreported([*now, *journals])
         self._is_left = True
         with self._or_skipped("the record of this round"):
-            self._leave(partial(next_round, stamp=new_write_id(), inspection=found, aside=aside, untold=untold))
+            self._leave(partial(next_round, inspection=found, quarantined=quarantined, unreported=unreported))
 
     def _quarantine(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
         """Quarantine damaged checkpoints; record them as unreported first, since no later run finds them again."""
@@ -200,13 +197,13 @@ class ExperimentMaintenance:
             get_run_logger().error("%s is damaged: %s", each.folder, each.damage)
         if not damaged or not self._wanted.quarantine:
             return ()
-        aside = list[CheckpointKey]()
+        quarantined = list[CheckpointKey]()
         with self._or_skipped("quarantine"):
-            untold = _to_tell([replace(each, is_aside=True) for each in damaged])
-            self._leave(partial(amended, stamp=new_write_id(), untold=untold))
+            unreported = _unreported([replace(each, is_aside=True) for each in damaged])
+            self._leave(partial(amended, unreported=unreported))
             reasons = {each.key: each.damage or "" for each in found.damaged}
-            aside += quarantine_checkpoints(self._wanted.target, self.name, reasons)
-        return aside
+            quarantined += quarantine_checkpoints(self._wanted.target, self.name, reasons)
+        return quarantined
 
     # ------------------------------------------------------------------------------------------ pruning and garbage
 
@@ -233,16 +230,18 @@ class ExperimentMaintenance:
             self._skip(f"garbage of {found.skipped_count} trials", "the time budget was spent")
 
 
-def _not_told_of(experiment: str, known: Untold) -> DamagedCheckpoint:
+def _found_before(experiment: str, known: UnreportedDamage) -> DamagedCheckpoint:
     """Return damage that an earlier round found before it died without a report."""
     return DamagedCheckpoint(
         experiment, known.trial, known.step, known.folder, known.damage, is_new=True, is_aside=known.is_aside
     )
 
 
-def _to_tell(damaged: Sequence[DamagedCheckpoint]) -> Sequence[Untold]:
+def _unreported(damaged: Sequence[DamagedCheckpoint]) -> Sequence[UnreportedDamage]:
     return [
-        Untold(trial=each.trial, step=each.step, folder=each.folder, damage=each.damage, is_aside=each.is_aside)
+        UnreportedDamage(
+            trial=each.trial, step=each.step, folder=each.folder, damage=each.damage, is_aside=each.is_aside
+        )
         for each in damaged
         if each.is_new
     ]
