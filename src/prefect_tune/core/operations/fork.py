@@ -208,11 +208,11 @@ def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
     return Rebased(trial=trial.trial, checkpoints=there.checkpoints, absorbed=state.number), lost
 
 
-def _opened(store: ObjectStore, into: Experiment, trial: str, told: Sequence[Event], stamp: Stamp) -> Experiment:
+def _opened(store: ObjectStore, into: Experiment, trial: str, past: Sequence[Event], stamp: Stamp) -> Experiment:
     if into.owner is None:
         raise InvalidInput(f"{into.key}: no owner has opened it")
     key = JournalKey(experiment=into.name, trial=trial)
-    first = (*told, Rebased(trial=trial))
+    first = (*past, Rebased(trial=trial))
     also = partial(_unless_there, first=first)
     opened = take_over(store, key, into.owner, stamp, side_by_side=map, also=also)
     entry = history(store, key, side_by_side=map)[0] if opened.epoch > 1 else None

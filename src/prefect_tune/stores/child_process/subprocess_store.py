@@ -104,8 +104,8 @@ class IsolatedStore:
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytearray:
         """See `ObjectStore.read`."""
-        asked = {"method": "read", "path": checked_path(path), "offset": offset, "length": length}
-        return self._ask(asked)[1]
+        request = {"method": "read", "path": checked_path(path), "offset": offset, "length": length}
+        return self._ask(request)[1]
 
     def size(self, path: str) -> int | None:
         """See `ObjectStore.size`."""
@@ -121,10 +121,10 @@ class IsolatedStore:
         """See `ObjectStore.delete`."""
         self._ask({"method": "delete", "paths": [checked_path(path) for path in paths]})
 
-    def _ask(self, asked: Head, body: Buffer = b"") -> tuple[Head, bytearray]:
-        what = f"{asked['method']} of {asked.get('path', 'objects')!r}"
+    def _ask(self, request: Head, body: Buffer = b"") -> tuple[Head, bytearray]:
+        what = f"{request['method']} of {request.get('path', 'objects')!r}"
         with self._taken(what) as child:
-            return child.ask(what, asked, body)
+            return child.ask(what, request, body)
 
     @contextmanager
     def _taken(self, what: str) -> Iterator[_Child]:

@@ -64,13 +64,13 @@ class PosixStore:
     def create(self, path: str, data: Buffer) -> None:
         """See `ObjectStore.create`."""
         folder, _, name = checked_path(path).rpartition("/")
-        with self._told("create", path) as root, self._temporary(root, data) as fresh:
+        with self._operation("create", path) as root, self._temporary(root, data) as fresh:
             self._publish(root, folder, fresh, lambda target: self._publisher.link(fresh, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
         """See `ObjectStore.put`. An existing object of the same size is not written again."""
         folder, _, name = checked_path(path).rpartition("/")
-        with self._told("put", path) as root:
+        with self._operation("put", path) as root:
             if self._size(root, path) == memoryview(data).nbytes:
                 return
             with self._temporary(root, data) as fresh:
@@ -78,7 +78,7 @@ class PosixStore:
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         """See `ObjectStore.read`."""
-        with self._told("read", path) as root, self._opened_file(root, path) as (file, size_bytes):
+        with self._operation("read", path) as root, self._opened_file(root, path) as (file, size_bytes):
             end = size_bytes if length is None else min(size_bytes, offset + length)
             pieces: list[bytes] = []
             while offset < end:
@@ -92,13 +92,13 @@ class PosixStore:
 
     def size(self, path: str) -> int | None:
         """See `ObjectStore.size`."""
-        with self._told("size", path) as root:
+        with self._operation("size", path) as root:
             return self._size(root, path)
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
         """See `ObjectStore.list`."""
         folder = checked_folder(prefix)
-        with self._told("list", prefix) as root, ExitStack() as opened:
+        with self._operation("list", prefix) as root, ExitStack() as opened:
             start = self._walk(opened, root, folder)
             found = [] if start is None else list(self._below(start, f"{folder}/" if folder else "", after))
         return sorted(found, key=lambda listed: listed.path)
@@ -106,7 +106,7 @@ class PosixStore:
     def delete(self, paths: Sequence[str]) -> None:
         """See `ObjectStore.delete`. Folders that become empty are removed too."""
         split = sorted(checked_path(path).rpartition("/")[::2] for path in paths)
-        with self._told("delete", ", ".join(paths[:3])) as root:
+        with self._operation("delete", ", ".join(paths[:3])) as root:
             for folder, of_folder in groupby(split, key=lambda of: of[0]):
                 with ExitStack() as opened:
                     where = self._walk(opened, root, folder)
@@ -117,7 +117,7 @@ class PosixStore:
     # ------------------------------------------------------------------------------------ names and folders
 
     @contextmanager
-    def _told(self, doing: str, path: str) -> Iterator[int]:
+    def _operation(self, doing: str, path: str) -> Iterator[int]:
         """Open the root for one operation, and raise its `OSError`s as store errors."""
         what = f"{doing} of {path!r} in {self.root}"
         self._deadline.check(what)
