@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -17,7 +18,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.locations.uri import Client, Location
-from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from prefect_tune.stores.posix.posix_store import open_folder
 from prefect_tune.stores.posix.temp_file_cleanup import Sweeps
 
 _sweeps = Sweeps()
@@ -83,15 +84,11 @@ class LocalTarget(StorageTarget):
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
         deadline = Deadline.after(timeout)
         if self.may_hang:
-            arguments = {"root": self.path, "must_exist": self.must_exist}
-            with IsolatedStore(
-                "prefect_tune.stores.child_process.mounted_store:open_mounted", arguments, deadline=deadline
-            ) as store:
+            factory = partial(open_folder, Path(self.path), must_exist=self.must_exist)
+            with IsolatedStore(factory, deadline=deadline) as store:
                 yield store
         else:
-            if not self.must_exist:
-                make_root(Path(self.path))
-            yield PosixStore(Path(self.path), deadline=deadline, sweeps=_sweeps)
+            yield open_folder(Path(self.path), must_exist=self.must_exist, deadline=deadline, sweeps=_sweeps)
 
 
 def _expanded(path: str) -> Path:

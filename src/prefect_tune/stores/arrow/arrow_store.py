@@ -270,8 +270,6 @@ class ArrowStore:
 def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None) -> ArrowStore:
     """Open the folder `root`, and make it if need be, with fsspec's file system for `scheme`.
 
-    For `IsolatedStore("prefect_tune.stores.arrow.arrow_store:open_fsspec", {"scheme": "sftp", ...})`.
-
     Raises:
         StoreRefused: the scheme is unknown, its package is missing, or it does not take these options.
         StoreUnavailable: it cannot be reached.

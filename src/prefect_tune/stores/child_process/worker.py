@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import select
@@ -41,9 +40,11 @@ def _end_with_parent(channel: int) -> None:
 
 
 def _opened(channel: socket.socket) -> ObjectStore | None:
-    how, pickled = receive(channel, deadline=Deadline.never())
+    _, pickled = receive(channel, deadline=Deadline.never())
     try:
-        store = _made(how, bytes(pickled))
+        # Pickled by the parent process and sent over a socket pair that no other process has.
+        factory = cast("Callable[[], ObjectStore]", pickle.loads(pickled))  # noqa: S301  from our parent
+        store = factory()
         reply: Head = {"conditional_create": store.conditional_create}
     except TuneError as error:
         store, reply = None, _error_reply(error)
@@ -52,15 +53,6 @@ def _opened(channel: socket.socket) -> ObjectStore | None:
         store, reply = None, _error_reply(refused)
     send(channel, reply, deadline=Deadline.never())
     return store
-
-
-def _made(how: Head, pickled: bytes) -> ObjectStore:
-    if pickled:
-        # Pickled by the parent process and sent over a socket pair that no other process has.
-        factory = cast("Callable[[], ObjectStore]", pickle.loads(pickled))  # noqa: S301  from our parent
-        return factory()
-    module, _, name = how["factory"].partition(":")
-    return cast("ObjectStore", getattr(importlib.import_module(module), name)(**how["arguments"]))
 
 
 def _answer(channel: socket.socket, store: ObjectStore) -> None:

@@ -218,6 +218,13 @@ def _arrow_store(filesystem: Callable[[], FileSystem], root: str, deadline: Dead
     return ArrowStore(filesystem(), root, deadline=deadline)
 
 
+def fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectStore:
+    """Open the folder `root` by fsspec, as `open_fsspec` does; imports its client when it is called, in a child."""
+    from prefect_tune.stores.arrow.arrow_store import open_fsspec
+
+    return open_fsspec(scheme, root, options)
+
+
 def _connected(location: Location, constructor: Callable[..., Any], limit: timedelta) -> Any:
     from prefect_tune.stores.object_store.obstore_store import connected
 

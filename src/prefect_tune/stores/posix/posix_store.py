@@ -313,3 +313,12 @@ class PosixStore:
         """Remove hidden files of killed writers; `now_ns` is by the file system's own clock."""
         if self._sweeps.is_due(os.fspath(self.root)):
             remove_leftovers(self._calls, folder, now_ns, older_than=LEFTOVER_AFTER)
+
+
+def open_folder(
+    root: Path, *, must_exist: bool, deadline: Deadline | None = None, sweeps: Sweeps | None = None
+) -> PosixStore:
+    """Open the folder `root`; create it first unless it `must_exist`. Raises as `make_root`."""
+    if not must_exist:
+        make_root(root)
+    return PosixStore(root, deadline=deadline, sweeps=sweeps)
