@@ -30,21 +30,6 @@ from prefect_tune.retry_policy import RETRYING, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
 
-__all__ = [
-    "CollectedTrials",
-    "PrunedTrials",
-    "Remembered",
-    "Sample",
-    "collect_garbage",
-    "is_there",
-    "names_on",
-    "prune_checkpoints",
-    "quarantine_checkpoints",
-    "recall",
-    "remember",
-    "verify_checkpoints",
-]
-
 _TIMEOUT_SECONDS = 1800.0
 _SHARE_FOR_BEGINNING = 0.8
 """The share of a try's timeout after which it starts no further item; the rest is for the item under way."""

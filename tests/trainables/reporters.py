@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from prefect_tune.runtime.session import TrialOver
+from prefect_tune.runtime.trainable import TrialOver
 
 Config = Mapping[str, Any]
 THREADS = 4

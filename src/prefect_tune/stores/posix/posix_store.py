@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,8 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.path_validation import TEMPORARY, checked_folder, checked_path
 from prefect_tune.stores.posix.posix_errors import as_store_error
 from prefect_tune.stores.posix.publish import Publisher, Temporary, discard, settle, status_at
-from prefect_tune.stores.posix.root_directory import make_root
 from prefect_tune.stores.posix.syscalls import FileSystemCalls, OsCalls, named
 from prefect_tune.stores.posix.temp_file_cleanup import LEFTOVER_AFTER, Sweeps, remove_leftovers
-
-__all__ = ["PosixStore", "make_root"]
 
 _WRITE_BYTES = 16 << 20  # per write; the deadline is checked before each
 _READ_BYTES = 64 << 20
@@ -313,6 +311,30 @@ class PosixStore:
         """Remove hidden files of killed writers; `now_ns` is by the file system's own clock."""
         if self._sweeps.is_due(os.fspath(self.root)):
             remove_leftovers(self._calls, folder, now_ns, older_than=LEFTOVER_AFTER)
+
+
+def make_root(root: Path) -> None:
+    """Create and sync the root directory of a store and its missing parents; do nothing if it exists.
+
+    Raises:
+        StoreRefused: not permitted, or `root` is not a directory.
+        StoreUnavailable: the disk is full or does not answer.
+    """
+    if root.is_dir():
+        return
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                OsCalls().fsync_folder(above)
+            finally:
+                os.close(above)
+        if not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(root))
+    except OSError as error:
+        raise as_store_error(error, f"making {root}") from error
 
 
 def open_folder(
