@@ -166,8 +166,8 @@ def clear(  # noqa: PLR0913 - as `collect`, and a stamp for its entries in other
     """
     if any(is_held(state, key) for key in doomed):
         state = settle(store, trial, doomed, stamp, side_by_side=side_by_side)
-    lets_go = partial(let_go, store, stamp, side_by_side)
-    return collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=lets_go)
+    releases = partial(release, store, stamp, side_by_side)
+    return collect(store, trial, state, doomed, side_by_side=side_by_side, release=releases)
 
 
 def settle(
@@ -197,7 +197,7 @@ def claims_over(
     return [each for each in claims if _is_over(store, each, side_by_side)]
 
 
-def let_go(
+def release(
     store: ObjectStore, stamp: Stamp, side_by_side: ParallelMap, clone: CheckpointKey, origin: CheckpointKey
 ) -> int:
     """Release a retired clone, which can never be a checkpoint again. Returns the number of deleted objects."""
@@ -207,7 +207,7 @@ def let_go(
     return _collect_released(store, origin.trial, after, [origin], side_by_side)
 
 
-def let_go_of_all(
+def release_all(
     store: ObjectStore, stamp: Stamp, trial: TrialKey, experiment: str, origins: Collection[CheckpointKey]
 ) -> int:
     """Release every clone of `trial`'s checkpoints in `experiment`, which is being deleted, and every claim for one.
