@@ -44,6 +44,15 @@ class Fault(Enum):
     STALL_BODY = "send the head and half of the body, then nothing"
     HALF_BODY = "send half of the body, then close"
     PRETEND = "answer 200 and keep nothing"
+    # These only a `ChaosS3` can do.
+    THROTTLE_429 = "429 before doing anything"
+    DONE_500 = "do it, then answer 500"
+    DRIP = "do it, and answer byte by byte, one each `drip_period`"
+    EXPIRE_403 = "403 ExpiredToken before doing anything"
+    NO_BUCKET = "404 NoSuchBucket before doing anything"
+    SHORT_LENGTH = "send half of the body and call it the whole"
+    STORE_HALF = "keep half of what was sent, and answer 200"
+    STALE_LISTING = "list what was there at `freeze_listing`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,32 +118,8 @@ def test_a_refusal_is_final(sink: S3Sink, act: str) -> None:
 
 
 @pytest.mark.parametrize("act", _ACTS)
-@pytest.mark.parametrize("fault", [Fault.FAIL_500, Fault.FAIL_503, Fault.RESET])
-def test_what_passes_is_not_noticed(sink: S3Sink, act: str, fault: Fault) -> None:
-    store = object_store(sink.endpoint)
-    if act != "create":
-        store.put("a", b"123")
-    sink.fault = Once(fault)
-    _calls(store)[act]()
-    assert len(sink.log) >= 1
-
-
-@pytest.mark.parametrize("act", ["read", "read a range"])
-@pytest.mark.parametrize("fault", [Fault.HALF_BODY, Fault.STALL_BODY])
-def test_half_a_body_is_never_taken_for_the_whole(sink: S3Sink, act: str, fault: Fault) -> None:
-    store = object_store(sink.endpoint, request_limit=timedelta(seconds=1))
-    store.put("a", bytes(range(256)) * 4096)
-    sink.fault = Once(fault)
-    whole = memoryview(bytes(range(256)) * 4096)
-    expected = whole if act == "read" else whole[1:500_000]
-    length = None if act == "read" else len(expected)
-    assert store.read("a", offset=0 if act == "read" else 1, length=length) == expected
-
-
-@pytest.mark.parametrize("act", _ACTS)
-@pytest.mark.parametrize("fault", [Fault.FAIL_500, Fault.FAIL_503, Fault.RESET])
-def test_what_does_not_pass_is_unavailable_and_never_absent(sink: S3Sink, act: str, fault: Fault) -> None:
-    sink.fault = lambda _request: fault
+def test_what_does_not_pass_is_tried_so_many_times(sink: S3Sink, act: str) -> None:
+    sink.fault = lambda _request: Fault.FAIL_503
     uncertain = act == "create"
     with pytest.raises(CommitUnknown if uncertain else StoreUnavailable, match="4 times"):
         _calls(object_store(sink.endpoint))[act]()
