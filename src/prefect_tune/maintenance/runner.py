@@ -60,24 +60,24 @@ class MaintenanceOptions:
         return self.until is None or datetime.now(UTC) < self.until
 
 
-def maintain_experiments(wanted: MaintenanceOptions, rounds: Sequence[ExperimentMaintenance]) -> MaintenanceReport:
+def maintain_experiments(options: MaintenanceOptions, rounds: Sequence[ExperimentMaintenance]) -> MaintenanceReport:
     """Maintain one experiment after the other, beginning with the one that has waited longest."""
     done, left = list[Upkeep](), list[NotLookedAt]()
     for each in sorted(rounds, key=lambda each: each.waits_since):
-        if wanted.has_time():
+        if options.has_time():
             done.append(each.run())
         else:
             left.append(NotLookedAt(each.name, "everything", "the time budget was spent"))
             done += [each.upkeep] if each.upkeep.damaged else []  # found by a run that died before its report
     skipped = [each for upkeep in done for each in upkeep.not_looked_at]
-    return MaintenanceReport(wanted.target.uri, tuple(done), (*left, *skipped), dry_run=wanted.dry_run)
+    return MaintenanceReport(options.target.uri, tuple(done), (*left, *skipped), dry_run=options.dry_run)
 
 
 class ExperimentMaintenance:
     """One round of maintenance of one experiment. Its failures are reported, and do not stop the other experiments."""
 
-    def __init__(self, wanted: MaintenanceOptions, name: str, known: Remembered) -> None:
-        self._wanted = wanted
+    def __init__(self, options: MaintenanceOptions, name: str, known: Remembered) -> None:
+        self._options = options
         self._reported = reported_folders(known.last)
         self._known = known
         self._is_left = False
@@ -89,11 +89,11 @@ class ExperimentMaintenance:
     def run(self) -> Upkeep:
         """Verify, quarantine, prune, collect: in this order, so that damage is found before anything is deleted."""
         acts: list[tuple[str, Callable[[], None]]] = []
-        if (sample := self._wanted.sample) is not None:
+        if (sample := self._options.sample) is not None:
             acts.append(("checkpoints", partial(self._verify, sample)))
-        if (retention := self._wanted.retention) is not None:
+        if (retention := self._options.retention) is not None:
             acts.append(("retention", partial(self._prune, retention)))
-        if self._wanted.collect:
+        if self._options.collect:
             acts.append(("garbage", self._collect))
         for what, act in acts:
             with self._or_reported(what):
@@ -111,8 +111,8 @@ class ExperimentMaintenance:
                 self._leave(partial(after_report, folders=folders))
 
     def _leave(self, change: Change) -> None:
-        if not self._wanted.dry_run:
-            self._known = remember(self._wanted.target, self.name, self._known, change)
+        if not self._options.dry_run:
+            self._known = remember(self._options.target, self.name, self._known, change)
 
     # ------------------------------------------------------------------------------------------ failures
 
@@ -141,7 +141,7 @@ class ExperimentMaintenance:
             self._skip(f"{what} {each.folder}".strip(), each.why)
 
     def _journal_is_damaged(self, what: str, error: JournalCorrupt) -> None:
-        if not is_there(self._wanted.target, self.name):
+        if not is_there(self._options.target, self.name):
             self._skip(what, "the experiment is being deleted")
             return
         self._skip(what, f"the journal is damaged: {error}")
@@ -165,7 +165,7 @@ class ExperimentMaintenance:
 
     def _verify(self, sample: Sample) -> None:
         here = replace(sample, begins_at=self._known.last.begins_at)
-        found = verify_checkpoints(self._wanted.target, self.name, here)
+        found = verify_checkpoints(self._options.target, self.name, here)
         self.upkeep = replace(
             self.upkeep,
             live_count=len(found.live),
@@ -195,27 +195,27 @@ class ExperimentMaintenance:
         """Quarantine damaged checkpoints; record them as unreported first, since no later run finds them again."""
         for each in damaged:
             get_run_logger().error("%s is damaged: %s", each.folder, each.damage)
-        if not damaged or not self._wanted.quarantine:
+        if not damaged or not self._options.quarantine:
             return ()
         quarantined = list[CheckpointKey]()
         with self._or_skipped("quarantine"):
             unreported = _unreported([replace(each, is_aside=True) for each in damaged])
             self._leave(partial(amended, unreported=unreported))
             reasons = {each.key: each.damage or "" for each in found.damaged}
-            quarantined += quarantine_checkpoints(self._wanted.target, self.name, reasons)
+            quarantined += quarantine_checkpoints(self._options.target, self.name, reasons)
         return quarantined
 
     # ------------------------------------------------------------------------------------------ pruning and garbage
 
     def _prune(self, retention: Retention) -> None:
-        wanted = self._wanted
-        found = prune_checkpoints(wanted.target, self.name, retention, dry_run=wanted.dry_run)
+        options = self._options
+        found = prune_checkpoints(options.target, self.name, retention, dry_run=options.dry_run)
         self.upkeep = replace(self.upkeep, pruned_count=found.count)
         self._skip_unreadable("retention of", found.unreadable)
 
     def _collect(self) -> None:
-        wanted = self._wanted
-        found = collect_garbage(wanted.target, self.name, dry_run=wanted.dry_run, until=wanted.until)
+        options = self._options
+        found = collect_garbage(options.target, self.name, dry_run=options.dry_run, until=options.until)
         self.upkeep = replace(
             self.upkeep,
             collected_count=sum(len(each.checkpoints) + each.orphan_count + each.answer_count for each in found.trials),
