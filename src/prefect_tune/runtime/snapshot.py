@@ -90,9 +90,10 @@ def _copy_file(source: str, destination: str) -> str:
 
 
 def _copy_range(source: int, destination: int, offset: int, count: int) -> int:
-    """Append bytes of `source` to `destination`; return how many. Between file systems only sendfile copies."""
+    """Append bytes of `source` to `destination`; return how many. Not every file system can share them."""
     try:
-        return os.copy_file_range(source, destination, count, offset)
+        if copied := os.copy_file_range(source, destination, count, offset):
+            return copied
     except OSError as error:
         if error.errno not in _CANNOT_COPY_RANGES:
             raise
