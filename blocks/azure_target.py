@@ -9,10 +9,8 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import AzureBlock, azure_access, connection_options
-from prefect_tune.blocks.logos import AZURE_LOGO
 from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
-
-__all__ = ["AzureTarget"]
+from prefect_tune.stores.locations.uri import Client, Location
 
 
 class AzureTarget(ObjectTarget):
@@ -30,7 +28,10 @@ class AzureTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "Azure Target"
     _block_type_slug: ClassVar[str | None] = "azure-target"
-    _logo_url: ClassVar[HttpUrl | None] = AZURE_LOGO
+    _logo_url: ClassVar[HttpUrl | None] = HttpUrl(
+        "https://cdn.sanity.io/images/3ugk85nk/production/54e3fa7e00197a4fbd1d82ed62494cb58d08c96a-250x250.png"
+    )
+    _client: ClassVar[Client | None] = Client.AZURE
 
     container: str = Field(description="The container's name.")
     account_name: str | None = Field(
@@ -70,6 +71,11 @@ class AzureTarget(ObjectTarget):
             }
         )
         return self
+
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+        account = location.account.partition(".")[0] or None
+        return cls(container=location.container, prefix=location.path, account_name=account)
 
     @property
     def uri(self) -> str:

@@ -18,19 +18,6 @@ from pydantic import BeforeValidator
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.stores.aws_environment import S3Access, S3Keys, session_keys
 
-__all__ = [
-    "AwsBlock",
-    "AzureBlock",
-    "GcpBlock",
-    "account_in",
-    "azure_access",
-    "connection_options",
-    "endpoint_in",
-    "gcp_key",
-    "s3_access",
-    "static_keys",
-]
-
 
 def _refusal(package: str) -> Callable[[object], None]:
     def refuse(value: object) -> None:

@@ -8,8 +8,6 @@ from datetime import timedelta
 
 from prefect_tune.core.errors import DeadlineExceeded, StoreUnavailable, TuneError
 
-__all__ = ["diagnosis"]
-
 _MOST_CHARACTERS = 240
 _PROBE = re.compile(r"'?\.check/[0-9a-f]{32}(/\w+)?'?")
 _NOISE = re.compile(

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from prefect.types import SecretDict
 from pydantic import Field, HttpUrl, field_validator
 
-from prefect_tune.blocks.logos import FILES_LOGO
 from prefect_tune.blocks.storage_target import StorageTarget
+from prefect_tune.blocks.strict_block import FILES_LOGO
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
+from prefect_tune.stores.locations.uri import Client, Location, fsspec_store
 
-__all__ = ["FsspecTarget", "known_schemes"]
-
-_FACTORY = "prefect_tune.stores.arrow.arrow_store:open_fsspec"
 _ON_THIS_MACHINE = frozenset({"file", "local"})
 _IN_PROCESS = frozenset({"memory"})  # in a child process it would be lost when that is killed
 
@@ -43,6 +42,7 @@ class FsspecTarget(StorageTarget):
     _block_type_name: ClassVar[str | None] = "Fsspec Target"
     _block_type_slug: ClassVar[str | None] = "fsspec-target"
     _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
+    _client: ClassVar[Client | None] = Client.OTHER
 
     location: str = Field(
         title="URI",
@@ -77,6 +77,11 @@ class FsspecTarget(StorageTarget):
             raise ValueError(f"fsspec does not know the scheme {scheme!r}")
         return uri.rstrip("/") if not uri.endswith("://") else uri
 
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:
+        implementation(location.scheme)  # to report a missing package now, not in the middle of a run
+        return cls(location=uri)
+
     @property
     def uri(self) -> str:
         return self.location
@@ -91,21 +96,16 @@ class FsspecTarget(StorageTarget):
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
         deadline = Deadline.after(timeout)
-        arguments = self._arguments()
-        if arguments["scheme"] in _IN_PROCESS:
-            from prefect_tune.stores.arrow.arrow_store import open_fsspec
-
-            yield open_fsspec(**arguments)
-        else:
-            with IsolatedStore(_FACTORY, arguments, deadline=deadline) as store:
-                yield store
-
-    def _arguments(self) -> dict[str, Any]:
         scheme = self.location.partition("://")[0]
         kind = implementation(scheme)
         root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's own way to read a URI
         given = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  fsspec's own way, too
-        return {"scheme": scheme, "root": root, "options": {**given, **self.options()}}
+        factory = partial(fsspec_store, scheme, root, {**given, **self.options()})
+        if scheme in _IN_PROCESS:
+            yield factory()
+        else:
+            with IsolatedStore(factory, deadline=deadline) as store:
+                yield store
 
 
 def known_schemes() -> frozenset[str]:

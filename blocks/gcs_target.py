@@ -10,10 +10,8 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import GcpBlock, gcp_key
-from prefect_tune.blocks.logos import GCP_LOGO
 from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
-
-__all__ = ["GcsTarget"]
+from prefect_tune.stores.locations.uri import Client
 
 # The client's skip_signature applies to reads only; a key file with disable_oauth applies to writes too.
 _NO_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})
@@ -34,7 +32,10 @@ class GcsTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "GCS Target"
     _block_type_slug: ClassVar[str | None] = "gcs-target"
-    _logo_url: ClassVar[HttpUrl | None] = GCP_LOGO
+    _logo_url: ClassVar[HttpUrl | None] = HttpUrl(
+        "https://cdn.sanity.io/images/3ugk85nk/production/10424e311932e31c477ac2b9ef3d53cefbaad708-250x250.png"
+    )
+    _client: ClassVar[Client | None] = Client.GCS
 
     bucket: str = Field(description="The bucket's name, without 'gs://'.")
     service_account_json: SecretStr | None = Field(

@@ -6,20 +6,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import Field, HttpUrl, field_validator
 
-from prefect_tune.blocks.logos import FILES_LOGO
 from prefect_tune.blocks.storage_target import StorageTarget
+from prefect_tune.blocks.strict_block import FILES_LOGO
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.child_process.subprocess_store import IsolatedStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.posix.posix_store import PosixStore, make_root
+from prefect_tune.stores.locations.uri import Client, Location
+from prefect_tune.stores.posix.posix_store import open_folder
 from prefect_tune.stores.posix.temp_file_cleanup import Sweeps
-
-__all__ = ["LocalTarget"]
 
 _sweeps = Sweeps()
 
@@ -40,6 +40,7 @@ class LocalTarget(StorageTarget):
     _block_type_name: ClassVar[str | None] = "Local Target"
     _block_type_slug: ClassVar[str | None] = "local-target"
     _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
+    _client: ClassVar[Client | None] = Client.FILES
 
     path: str = Field(description="The folder's path: absolute, or starting with '~'.")
 
@@ -71,6 +72,10 @@ class LocalTarget(StorageTarget):
             )
         return os.path.normpath(expanded)
 
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+        return cls(path=location.path)
+
     @property
     def uri(self) -> str:
         return Path(self.path).as_uri()
@@ -79,15 +84,11 @@ class LocalTarget(StorageTarget):
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
         deadline = Deadline.after(timeout)
         if self.may_hang:
-            arguments = {"root": self.path, "must_exist": self.must_exist}
-            with IsolatedStore(
-                "prefect_tune.stores.child_process.mounted_store:open_mounted", arguments, deadline=deadline
-            ) as store:
+            factory = partial(open_folder, Path(self.path), must_exist=self.must_exist)
+            with IsolatedStore(factory, deadline=deadline) as store:
                 yield store
         else:
-            if not self.must_exist:
-                make_root(Path(self.path))
-            yield PosixStore(Path(self.path), deadline=deadline, sweeps=_sweeps)
+            yield open_folder(Path(self.path), must_exist=self.must_exist, deadline=deadline, sweeps=_sweeps)
 
 
 def _expanded(path: str) -> Path:

@@ -16,8 +16,7 @@ from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
-
-__all__ = ["ObjectTarget", "bare_name", "http_endpoint", "one_at_most"]
+from prefect_tune.stores.locations.uri import ENDPOINT_OPTIONS, Location
 
 
 class ObjectTarget(StorageTarget, ABC):
@@ -73,6 +72,15 @@ class ObjectTarget(StorageTarget, ABC):
             raise ValueError(f"endpoint_url {self.endpoint_url!r} has no TLS: set allow_http=True if that is intended")
         return self
 
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+        """Return the bucket that a URI names; an option of the URI has the name of a field."""
+        options = {name: text for name, text in location.options.items() if name not in ENDPOINT_OPTIONS}
+        fields: dict[str, Any] = {"bucket": location.container, "prefix": location.path, **options}
+        if endpoint := location.endpoint:
+            fields = {"allow_http": endpoint.startswith("http:"), **fields, "endpoint_url": endpoint}  # it says so
+        return cls(**fields)
+
     def _uri(self, place: str, *, endpoint: str | None, region: str | None = None) -> str:
         """Return `place` with endpoint, region and `anonymous` as query options; credentials are left out."""
         said = {"endpoint_url": endpoint, "region": region, "anonymous": "true" if self.anonymous else None}
@@ -101,17 +109,12 @@ class ObjectTarget(StorageTarget, ABC):
             store.close()
 
     def _connected(self, connector: Callable[..., Any], limit: timedelta) -> Any:
-        from obstore.exceptions import BaseError
+        from prefect_tune.stores.object_store.obstore_store import connected
 
-        from prefect_tune.stores.object_store.obstore_store import client_times
-
-        times = client_times(limit)
-        options = {**times["client_options"], **self._transport()}
         try:
-            return connector(client_options=options, retry_config=times["retry_config"])
-        except (BaseError, ValueError) as error:
-            said = str(error).partition("\n")[0]
-            raise StoreRefused(f"{self.uri}: the storage client refuses these settings: {said}") from error
+            return connected(connector, limit, self._transport())
+        except ValueError as error:
+            raise StoreRefused(f"{self.uri}: the storage client refuses these settings: {error}") from error
 
     def _transport(self) -> dict[str, Any]:
         options: dict[str, Any] = {"allow_http": self.allow_http}

@@ -13,17 +13,12 @@ from prefect.blocks.core import Block, UnknownBlockType
 from prefect.settings import get_current_settings
 from pydantic import ValidationError
 
-from prefect_tune.blocks.azure_target import AzureTarget
-from prefect_tune.blocks.fsspec_target import FsspecTarget, implementation
-from prefect_tune.blocks.gcs_target import GcsTarget
 from prefect_tune.blocks.local_target import LocalTarget
-from prefect_tune.blocks.s3_target import S3Target
 from prefect_tune.blocks.storage_target import StorageTarget
+from prefect_tune.blocks.target_types import TARGET_TYPES
 from prefect_tune.core.did_you_mean import nearest
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
-from prefect_tune.stores.locations.uri import Client, read_uri
-
-__all__ = ["SET_UP", "resolve_existing", "resolve_target", "target_from_fields", "target_reference", "validate_target"]
+from prefect_tune.stores.locations.uri import read_uri
 
 SET_UP = (
     "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
@@ -113,7 +108,9 @@ def _read(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget | tupl
     if not value.strip():
         raise InvalidInput("target: expected a block, a 'block-type/name' slug, a URI or a path, found an empty string")
     if _SCHEME.match(value):
-        return _from_uri(value)
+        location = read_uri(value)
+        kind = next(each for each in TARGET_TYPES if each._client is location.client)  # noqa: SLF001  of our own
+        return kind._at(value, location)  # noqa: SLF001  as above
     slug = _SLUG.fullmatch(value)
     return (slug[1], slug[2]) if slug and _is_target_type(slug[1], value) else _read(Path(value))
 
@@ -167,38 +164,3 @@ def _complaints(error: RuntimeError) -> str:
     if not isinstance(invalid, ValidationError):
         return str(error)
     return "; ".join(detail["msg"].removeprefix("Value error, ") for detail in invalid.errors())
-
-
-# ------------------------------------------------------------------------------------------------------ URIs
-
-
-def _from_uri(uri: str) -> StorageTarget:
-    location = read_uri(uri)
-    match location.client:
-        case Client.FILES:
-            return LocalTarget(path=location.path)
-        case Client.S3:
-            return _made(S3Target, bucket=location.container, prefix=location.path, **_endpoint(location.options))
-        case Client.GCS:
-            return _made(GcsTarget, bucket=location.container, prefix=location.path, **_endpoint(location.options))
-        case Client.AZURE:
-            account = location.account.partition(".")[0] or None
-            return AzureTarget(container=location.container, prefix=location.path, account_name=account)
-        case Client.OTHER:
-            implementation(location.scheme)  # to report a missing package now, not in the middle of a run
-            return FsspecTarget(location=uri)
-
-
-def _endpoint(options: Mapping[str, str]) -> dict[str, str | bool]:
-    """Return a URI's options as fields of a block; in pyarrow's URIs host:port and scheme are separate options."""
-    fields: dict[str, str | bool] = dict(options)
-    scheme = fields.pop("scheme", "https")
-    endpoint = fields.pop("endpoint_override", None) or fields.pop("endpoint_url", None)
-    if isinstance(endpoint, str):
-        fields["endpoint_url"] = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
-        fields.setdefault("allow_http", str(fields["endpoint_url"]).startswith("http:"))  # explicit in the URI
-    return fields
-
-
-def _made(kind: type[StorageTarget], **fields: object) -> StorageTarget:
-    return kind(**fields)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import Field, SecretStr, field_validator
 
@@ -15,8 +15,7 @@ from prefect_tune.blocks.target_check import TargetCheck, check_target
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.runtime.checkpoint import Checkpoint
-
-__all__ = ["StorageTarget"]
+from prefect_tune.stores.locations.uri import Client, Location
 
 _LEAST_KEY = 16
 
@@ -31,6 +30,8 @@ class StorageTarget(StrictBlock, ABC):
     Creating, loading and printing one does not connect to the storage; only `open` and `check` do.
     """
 
+    _client: ClassVar[Client | None] = None
+    """The client of the URIs that `_at` takes."""
     _shown_last: ClassVar[frozenset[str]] = frozenset({"signing_key"})
 
     signing_key: SecretStr | None = Field(
@@ -64,6 +65,11 @@ class StorageTarget(StrictBlock, ABC):
             InvalidInput: the configuration is invalid, independent of the target's answers.
             StoreRefused: the credentials cannot be read.
         """
+
+    @classmethod
+    def _at(cls, uri: str, location: Location) -> Self:
+        """Return the target at `location`, which is the parsed `uri`."""
+        raise NotImplementedError
 
     def checkpoint(self, key: CheckpointKey) -> Checkpoint:
         """Return the committed checkpoint `key` as `pt.Checkpoint`, read with this target's credentials."""

@@ -13,7 +13,11 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["StrictBlock", "unknown_field"]
+FILES_LOGO = HttpUrl(
+    "https://raw.githubusercontent.com/PrefectHQ/prefect/"
+    "420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets/block-logos/filesystem.png"
+)
+"""As the other blocks' logos one that the Prefect UI shows for the same service."""
 
 # Prefect adds these keys to the fields, in block documents and in dumps.
 _BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})

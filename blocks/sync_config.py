@@ -12,19 +12,12 @@ from pydantic import ConfigDict, Field, HttpUrl, field_serializer, field_validat
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticSerializationError
 
-from prefect_tune.blocks.azure_target import AzureTarget
-from prefect_tune.blocks.fsspec_target import FsspecTarget
-from prefect_tune.blocks.gcs_target import GcsTarget
-from prefect_tune.blocks.local_target import LocalTarget
-from prefect_tune.blocks.logos import PREFECT_LOGO
 from prefect_tune.blocks.resolve_target import resolve_target, target_from_fields, target_reference, validate_target
-from prefect_tune.blocks.s3_target import S3Target
 from prefect_tune.blocks.storage_target import StorageTarget
-from prefect_tune.blocks.strict_block import StrictBlock
+from prefect_tune.blocks.strict_block import FILES_LOGO, StrictBlock
+from prefect_tune.blocks.target_types import AnyTarget
 from prefect_tune.core.checkpoints.exclude_patterns import NEVER_ARTIFACTS
 from prefect_tune.core.errors import InvalidInput
-
-__all__ = ["SyncConfig", "SyncerLike"]
 
 
 @runtime_checkable
@@ -52,11 +45,9 @@ class SyncConfig(StrictBlock):
     model_config = ConfigDict(arbitrary_types_allowed=True)  # a user's syncer may be any object
     _block_type_name: ClassVar[str | None] = "Sync Config"
     _block_type_slug: ClassVar[str | None] = "sync-config"
-    _logo_url: ClassVar[HttpUrl | None] = PREFECT_LOGO
+    _logo_url: ClassVar[HttpUrl | None] = FILES_LOGO
 
-    upload_dir: (
-        LocalTarget | S3Target | GcsTarget | AzureTarget | FsspecTarget | SkipJsonSchema[StorageTarget] | str | None
-    ) = Field(
+    upload_dir: AnyTarget | SkipJsonSchema[StorageTarget] | str | None = Field(
         default=None,
         title="Upload target",
         description="The target of artifacts: a target block, a 'block-type/name' slug or a URI. "

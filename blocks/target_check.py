@@ -16,8 +16,6 @@ from prefect_tune.blocks.error_diagnosis import diagnosis
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable, TuneError
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["TargetCheck", "check_target"]
-
 _FOLDER = ".check"  # not a valid experiment name, so a probe is never read as a checkpoint
 _RACERS = 4
 _SHORTEST_SECRET = 6  # a secret such as "s" would mask half of the message

@@ -80,7 +80,7 @@ def maintain(
     budget = None if time_budget_seconds is None else timedelta(seconds=time_budget_seconds)
     until = None if budget is None else datetime.now(UTC) + budget
     sample = Sample(share=1.0 if verify == "all" else 1 / sample_rounds, max_bytes=max_verify_bytes, until=until)
-    wanted = MaintenanceOptions(
+    options = MaintenanceOptions(
         target=resolve_existing(target),
         sample=None if verify == "none" else sample,
         quarantine=quarantine and not dry_run,
@@ -90,9 +90,10 @@ def maintain(
         dry_run=dry_run,
     )
     rounds = [
-        ExperimentMaintenance(wanted, name, recall(wanted.target, name)) for name in _chosen(wanted.target, experiments)
+        ExperimentMaintenance(options, name, recall(options.target, name))
+        for name in _chosen(options.target, experiments)
     ]
-    report = maintain_experiments(wanted, rounds)
+    report = maintain_experiments(options, rounds)
     get_run_logger().info("%s", report.summary)
     if show_report(report):
         for each in rounds:

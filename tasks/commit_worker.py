@@ -281,7 +281,7 @@ class CommitWorker:
     def _tell_damage(self, saved: SavedCheckpoint, aside: Sequence[Quarantined]) -> None:
         if saved.damaged:
             self._log.error(
-                "step %d: %s damaged on the target, and sent again; %d earlier checkpoints are put aside: %s",
+                "step %d: %s damaged on the target, and sent again; %d earlier checkpoints are quarantined: %s",
                 saved.key.step,
                 plural(len(saved.damaged), "blob that it would have reused is", "blobs that it would have reused are"),
                 len(aside),

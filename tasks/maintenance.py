@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED, Trial
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.journal.tolerant_read import Unreadable, unless_unreadable
 from prefect_tune.core.operations.maintenance_state import Change, Remembered, last_number, last_round, leave_round
-from prefect_tune.core.operations.quarantine import put_aside
+from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.operations.scrub import Inspection, ScrubLimits, inspect
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, look_for_prunable, prune
 from prefect_tune.core.storage.experiment_listing import experiment_names
@@ -29,21 +29,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.retry_policy import RETRYING, with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.run_identity import new_write_id
-
-__all__ = [
-    "CollectedTrials",
-    "PrunedTrials",
-    "Remembered",
-    "Sample",
-    "collect_garbage",
-    "is_there",
-    "names_on",
-    "prune_checkpoints",
-    "quarantine_checkpoints",
-    "recall",
-    "remember",
-    "verify_checkpoints",
-]
 
 _TIMEOUT_SECONDS = 1800.0
 _SHARE_FOR_BEGINNING = 0.8
@@ -118,7 +103,7 @@ def quarantine_checkpoints(
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store, transfer_pool() as transfers:
 
         def aside(trial: TrialKey) -> Sequence[CheckpointKey]:
-            return put_aside(store, trial, by_trial[trial], new_write_id(), side_by_side=transfers)
+            return quarantine(store, trial, by_trial[trial], new_write_id(), side_by_side=transfers)
 
         found, _ = _each(store, experiment, aside, by_trial)  # nothing is quarantined in an unreadable journal
         return [key for keys in found for key in keys]
@@ -253,10 +238,11 @@ def names_on(target: StorageTarget) -> Sequence[str]:
 
 def remember(target: StorageTarget, experiment: str, known: Remembered, change: Change) -> Remembered:
     """Write the record that the next maintenance round reads; see `maintenance_state.leave_round`."""
+    stamp = new_write_id()
 
     def write() -> Remembered:
         with target.open(timeout=timedelta(minutes=2)) as store:
-            return leave_round(store, experiment, known, change)
+            return leave_round(store, experiment, known, stamp, change)
 
     return with_retries(write)
 

@@ -254,7 +254,7 @@ def _restore_newest(plan: TrialSpec, journal_writer: JournalWriter, destination:
             reason = f"{type(bad).__name__}: {bad}"
             # If another process owns the trial, it may have retired the checkpoint: then this raises `Superseded`.
             journal_writer.write([Quarantined(trial=name, sequence=key.sequence, reason=reason)])
-            log.error("step %d cannot be restored, and is put aside: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
+            log.error("step %d cannot be restored, and is quarantined: %s", key.step, bad)  # noqa: TRY400 - no trace: it is handled
     if lost := journal_writer.experiment.trial(name).lost_checkpoints:
         raise ResumeFailed(
             f"trial {name!r} of {plan.trial.experiment!r} at {plan.target.uri}: all its {lost} committed "
@@ -270,7 +270,9 @@ def _say_what_is_aside(trial: Trial, log: Log) -> None:
     for each in trial.aside:
         if each.checkpoint.sequence > (newest.sequence if newest else 0):
             where = f"step {newest.step}" if newest else "nothing"
-            log.error("step %d was put aside; the trial resumes from %s: %s", each.checkpoint.step, where, each.reason)
+            log.error(
+                "step %d was quarantined; the trial resumes from %s: %s", each.checkpoint.step, where, each.reason
+            )
 
 
 def _say_what_is_lost(trial: Trial, log: Log) -> None:

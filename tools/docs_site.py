@@ -225,7 +225,7 @@ def api_pages() -> dict[str, str]:
 
 def _integrations() -> str:
     modules = sorted(path.stem for path in (ROOT / "src/prefect_tune/integrations").glob("*.py"))
-    shown = [name for name in modules if name not in ("__init__", "common", "missing_extra")]
+    shown = [name for name in modules if name not in ("__init__", "common")]
     said = "# Integrations\n\nWhat these modules are for is told [here](../integrations.md).\n\n"
     return said + "".join(
         f"## `prefect_tune.integrations.{name}`\n\n::: prefect_tune.integrations.{name}\n"

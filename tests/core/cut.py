@@ -9,8 +9,6 @@ import pytest
 
 from prefect_tune.core.checkpoints import chunking, commit, verified_reads
 
-__all__ = ["cut_small"]
-
 _CHUNK_BYTES = 8
 _BLOB_BYTES = 24
 

@@ -38,8 +38,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.fakes.memory_files import MemoryFiles, restored
 
-__all__ = ["BACKBONE", "JOURNAL", "KEY", "NAME", "Files", "Session", "Witness", "retried", "run_to"]
-
 NAME = "e"
 JOURNAL = JournalKey(experiment=NAME)
 KEY = TrialKey(experiment=NAME, trial="t")

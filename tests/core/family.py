@@ -24,8 +24,6 @@ from tests.fakes.memory_files import restored
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.slow_store import SlowStore
 
-__all__ = ["Family"]
-
 NAMES = ("c", "d", "s")
 OWNER = Owner(name="search", host="here", pid=1)
 names = st.sampled_from(NAMES)

@@ -15,8 +15,6 @@ from prefect_tune.core.events.experiment_events import (
     Resumed,
 )
 
-__all__ = ["AFTER", "happening"]
-
 AFTER: Mapping[str, Mapping[str, str]] = {
     "running": {
         "attempt-ended": "pending",

@@ -26,8 +26,6 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import JOURNAL
 
-__all__ = ["ME", "base", "fold", "next_event", "next_state", "opened", "stamp"]
-
 ME = Owner(name="me", host="here", pid=1)
 
 

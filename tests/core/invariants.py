@@ -20,8 +20,6 @@ from tests.core.driver import KEY, NAME, Session, Witness, run_to
 from tests.core.histories import fold
 from tests.fakes.memory_files import restored
 
-__all__ = ["after_recovery", "violations", "what_lies_about"]
-
 
 def after_recovery(
     store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool = False, tidy: bool = True

@@ -15,19 +15,6 @@ from tests.fakes.dying_store import Crash, Way
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.slow_store import SlowStore
 
-__all__ = [
-    "STEPS",
-    "Explored",
-    "Story",
-    "attempt_after_an_unknown_save",
-    "explore",
-    "explore_delays",
-    "fresh_run",
-    "killed_before_its_entry",
-    "longer_run",
-    "resumed_run",
-]
-
 STEPS = 5
 
 Story = Callable[[ObjectStore, Witness], None]

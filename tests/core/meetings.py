@@ -18,26 +18,6 @@ from tests.fakes.dying_store import Crash, DyingStore, Way
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.slow_store import SlowStore
 
-__all__ = [
-    "Act",
-    "Scene",
-    "at_decisions",
-    "clear_late",
-    "clone_of_the_clone",
-    "clones",
-    "die_everywhere",
-    "late_writes",
-    "meet_at_random",
-    "meet_dying",
-    "meet_in_every_order",
-    "or_superseded",
-    "saves",
-    "takes_over",
-    "with_a_clone",
-    "with_a_clone_that_is_over",
-    "without_a_clone",
-]
-
 
 @dataclass
 class Scene:

@@ -1,14 +1,14 @@
-"""Break lines of the package for the length of a test."""
+"""Break lines of the package for the length of a test, which must notice."""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 
 import pytest
-
-__all__ = ["break_lines"]
 
 
 def break_lines(monkeypatch: pytest.MonkeyPatch, function: FunctionType, lines: dict[str, str]) -> None:
@@ -23,3 +23,21 @@ def break_lines(monkeypatch: pytest.MonkeyPatch, function: FunctionType, lines: 
     broken = names[function.__name__]
     assert isinstance(broken, FunctionType)
     monkeypatch.setattr(function, "__code__", broken.__code__)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Who is to notice, and which lines are broken: by function, what they say, and what they say instead."""
+
+    finder: Callable[[], Sequence[str]]
+    """Looks for broken promises, and ends with the first."""
+    breaks: Mapping[Callable[..., object], dict[str, str]]
+
+    def require_noticed(self, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]) -> None:
+        for function, lines in self.breaks.items():
+            assert isinstance(function, FunctionType)
+            break_lines(monkeypatch, function, lines)
+        found = self.finder()
+        print("->", found[:1])
+        assert found
+        record_property("figure: mutants of the package, each noticed", 1)

@@ -15,22 +15,6 @@ from tests.core.matrix import Explored
 from tests.core.turns import Choice, IsPoint, drawn, every_order, in_turns
 from tests.fakes.memory_store import MemoryStore
 
-__all__ = [
-    "Act",
-    "after_a_late_upload",
-    "at_decisions",
-    "collects",
-    "meet_at_random",
-    "meet_in_every_order",
-    "old_owner",
-    "save",
-    "takes_over",
-    "takes_over_and_saves",
-    "takes_over_carelessly",
-    "takes_over_untidily_and_saves",
-    "uploads",
-]
-
 Act = Callable[[Session], None]
 """What one owner does, beginning as the old owner of the experiment."""
 

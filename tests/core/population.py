@@ -43,8 +43,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import BACKBONE, Files, retried
 from tests.fakes.memory_files import MemoryFiles, restored
 
-__all__ = ["Chronicle", "Member", "after_everybody_returned", "own", "promises_broken"]
-
 
 def own(experiment: str, trial: str) -> JournalKey:
     """The journal that a trial has for itself."""

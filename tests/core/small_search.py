@@ -38,8 +38,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import retried
 from tests.fakes.memory_files import MemoryFiles, restored
 
-__all__ = ["SmallSearch", "content", "own_state", "search_of_three", "unreadable"]
-
 _STAMPS = count()
 
 

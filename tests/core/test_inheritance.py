@@ -12,7 +12,7 @@ from prefect_tune.core.experiment import experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import newest_key, parent_of_next
 from prefect_tune.core.models import StepReport
-from prefect_tune.core.operations.quarantine import put_aside, reinstate
+from prefect_tune.core.operations.quarantine import quarantine, reinstate
 from prefect_tune.core.operations.scrub import read_one
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -56,7 +56,7 @@ def rots(member: Member) -> None:
 def maintains(member: Member, *found: CheckpointKey) -> None:
     """Maintenance puts aside what it has found damaged."""
     reasons = dict.fromkeys(found, "damaged")
-    put_aside(member.store, member.key, reasons, member.chronicle.stamp(), side_by_side=map)
+    quarantine(member.store, member.key, reasons, member.chronicle.stamp(), side_by_side=map)
 
 
 @pytest.mark.parametrize("found", [[0, 1], [0], [1]], ids=["all of them", "the older", "the newer"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import FunctionType
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -35,7 +33,7 @@ from tests.core.matrix import (
     longer_run,
     resumed_run,
 )
-from tests.core.mutate import break_lines
+from tests.core.mutate import Mutant
 from tests.core.owners import (
     after_a_late_upload,
     meet_at_random,
@@ -53,7 +51,6 @@ from tests.fakes.memory_store import MemoryStore
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 Finder = Callable[[], Sequence[str]]
-"""Looks for broken promises, and ends with the first."""
 
 
 def every_death() -> Sequence[str]:
@@ -176,14 +173,6 @@ def segments_of_two_histories() -> Sequence[str]:
         return differs(store)
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """Who is to notice, and which lines are broken: by function, what they say, and what they say instead."""
-
-    finder: Finder
-    breaks: Mapping[Callable[..., object], dict[str, str]]
-
-
 LATER: list[tuple[MemoryStore, str, bytes]] = []
 
 MUTANTS = {
@@ -287,13 +276,7 @@ def test_the_suite_notices(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     monkeypatch.setattr(commit, "LATER", LATER, raising=False)
-    for function, lines in MUTANTS[name].breaks.items():
-        assert isinstance(function, FunctionType)
-        break_lines(monkeypatch, function, lines)
-    found = MUTANTS[name].finder()
-    print(name, "->", found[:1])
-    assert found
-    record_property("figure: mutants of the package, each noticed", 1)
+    MUTANTS[name].require_noticed(monkeypatch, record_property)
 
 
 FINDERS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
@@ -16,7 +15,7 @@ from prefect_tune.core.operations.clone import clone
 from prefect_tune.core.operations.delete_experiment import remove
 from prefect_tune.core.operations.fork import begin_fork, past_of
 from prefect_tune.core.operations.maintenance_state import Remembered, amended, leave_round
-from prefect_tune.core.operations.quarantine import put_aside, reinstate
+from prefect_tune.core.operations.quarantine import quarantine, reinstate
 from prefect_tune.core.operations.scrub import ScrubLimits, inspect
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -33,7 +32,7 @@ OWNER = Owner(name="who comes", host="here", pid=2)
 
 def _puts_aside(scene: Scene, store: ObjectStore) -> None:
     member = scene.members["s"]
-    put_aside(store, member.key, {newest(member): "torn"}, STAMP, side_by_side=map)
+    quarantine(store, member.key, {newest(member): "torn"}, STAMP, side_by_side=map)
 
 
 def _releases(scene: Scene, store: ObjectStore) -> None:
@@ -66,7 +65,7 @@ def test_a_guest_is_refused_and_told_why_and_nothing_is_written(guest: Callable[
 def test_a_guest_who_has_nothing_to_say_is_not_refused() -> None:
     scene = ended(SOURCE, CLONE)
     member, store = scene.members["s"], OneWriterStore.holding(scene.store.objects)
-    assert put_aside(store, member.key, {}, STAMP, side_by_side=map) == []
+    assert quarantine(store, member.key, {}, STAMP, side_by_side=map) == []
 
 
 def test_a_fork_is_refused_before_anything_of_it_is_there() -> None:
@@ -83,7 +82,7 @@ def test_a_round_of_maintenance_is_refused_to_be_left() -> None:
     store = OneWriterStore()
     search_of_three(store)
     with pytest.raises(StoreRefused, match="old/maintenance"):
-        leave_round(store, "old", Remembered(), partial(amended, stamp=STAMP))
+        leave_round(store, "old", Remembered(), STAMP, amended)
 
 
 def test_a_search_runs_is_verified_and_deleted_without_any_guest() -> None:

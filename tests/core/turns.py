@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
-__all__ = ["Choice", "IsPoint", "Process", "drawn", "every_order", "in_turns"]
-
 Process = Callable[[ObjectStore], None]
 IsPoint = Callable[[str, str], bool]
 """By method and path: whether another process may come in before this operation."""

@@ -9,8 +9,6 @@ from tests.fakes.dying_store import DyingStore, Way
 from tests.fakes.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.fakes.memory_store import MemoryStore
 
-__all__ = ["ObjectWorld", "PosixWorld", "World"]
-
 
 class World(Protocol):
     """Where processes come and go."""

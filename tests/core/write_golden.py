@@ -13,8 +13,6 @@ from prefect_tune.core.events.experiment_events import AttemptEnded, Cause, Pinn
 from tests.core.driver import KEY, Session, Witness
 from tests.fakes.memory_store import MemoryStore
 
-__all__ = ["golden_run"]
-
 
 def golden_run() -> MemoryStore:
     """Every event there is: two owners, an adoption, a retirement, a quarantine, an end and a new beginning."""

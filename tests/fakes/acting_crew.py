@@ -23,8 +23,6 @@ from prefect_tune.executors.trial_executor import AttemptExited, Message
 from prefect_tune.supervisor.search_link import EntryWritten, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 
-__all__ = ["ActingCrew"]
-
 
 class ActingCrew:
     """Every trial reports each step, saves where it is told to and at its end, and ends after `steps` of them.

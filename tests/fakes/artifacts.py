@@ -16,8 +16,6 @@ from prefect_tune.stores.local.artifact_transfer import receive_artifacts
 from tests.fakes.checkpoints import files_in
 from tests.fakes.memory_store import MemoryStore
 
-__all__ = ["BUCKETS", "FILES", "REMOTE", "Bucket", "BucketTarget", "fetched"]
-
 FILES = {"log.txt": b"line\n", "plots/loss.svg": b"<svg/>", "empty": b"", "big.bin": bytes(range(256)) * 70_000}
 REMOTE = "digits/trials/best/artifacts"
 

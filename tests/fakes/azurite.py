@@ -15,8 +15,6 @@ from urllib.request import Request, urlopen
 
 from tests.fakes.processes import free_port, running
 
-__all__ = ["ACCOUNT", "KEY", "azurite", "find_azurite"]
-
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # known to all
 _VERSION = "2021-08-06"

@@ -15,8 +15,6 @@ from typing import Self
 
 from prefect_tune.runtime.checkpoint import Checkpoint
 
-__all__ = ["CheckpointUser"]
-
 
 class CheckpointUser:
     """Such a process, as its starter sees it."""

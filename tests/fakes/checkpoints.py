@@ -13,8 +13,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
 from prefect_tune.stores.locations.uri import open_location, read_uri
 
-__all__ = ["FILES", "KEY", "MINUTE", "Opens", "committed", "copies", "files_in", "write"]
-
 KEY = CheckpointKey(trial=TrialKey(experiment="digits", trial="best"), step=40, sequence=12)
 FILES = {"model/weights.bin": bytes(range(256)) * 20_000, "model/config.json": b"{}", "empty.txt": b""}
 MINUTE = timedelta(minutes=1)

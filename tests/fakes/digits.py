@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tests.fakes.virtual_driver import Config, Table
 
-__all__ = ["EPOCHS", "TRIALS", "configs", "final_error", "is_good", "table"]
-
 _NAME = "digits_mlp_table.json.gz"
 _ROOT = Path(__file__).resolve().parents[2]
 _HALF_A_POINT = 0.005

@@ -12,8 +12,6 @@ from typing import TypeVar
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
-__all__ = ["WRITES", "Crash", "DyingStore", "Way"]
-
 WRITES = frozenset({"create", "put", "delete"})
 
 _T = TypeVar("_T")

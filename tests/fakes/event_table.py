@@ -5,8 +5,6 @@ from __future__ import annotations
 from prefect_tune.core.notifications import lifecycle_events
 from prefect_tune.core.notifications.lifecycle_events import LifecycleEvent, TrialLifecycleEvent
 
-__all__ = ["events_table"]
-
 
 def events_table() -> str:
     rows = ["| event | when | it says |", "|---|---|---|"]

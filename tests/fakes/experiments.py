@@ -29,8 +29,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.posix.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, write
 
-__all__ = ["write_experiment", "write_search"]
-
 _STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
 
 

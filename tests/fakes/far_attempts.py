@@ -29,8 +29,6 @@ from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
 
-__all__ = ["FarAttempt", "FarMachines", "plan_at"]
-
 _REQUEST = timedelta(seconds=9)
 
 

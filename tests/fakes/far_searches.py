@@ -28,8 +28,6 @@ from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy
 from tests.fakes.far_attempts import FarMachines, plan_at
 
-__all__ = ["Death", "FarSearch"]
-
 _LOSS = Objective(metrics=("loss",), modes=("min",))
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import httpx
 
-__all__ = ["Feed"]
-
 _PERSISTED_SECONDS = 90.0
 _OURS = ("prefect-tune.", "prefect.asset.")
 

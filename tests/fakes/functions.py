@@ -14,8 +14,6 @@ from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.numeric_domains import Float
 from prefect_tune.core.search.objective import Objective
 
-__all__ = ["BRANIN", "HARTMANN", "Problem", "Regret", "regret"]
-
 Config = Mapping[str, Any]
 _LOSS = Objective(metrics=("loss",), modes=("min",))
 

@@ -21,8 +21,6 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-__all__ = ["GcsServer", "gcs_server", "service_account"]
-
 
 def service_account() -> tuple[str, rsa.RSAPublicKey]:
     """Return a new service account's key file, and the key that its tokens are checked with."""

@@ -10,8 +10,6 @@ from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.recovery.restore import restore
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["MemoryFiles", "MemorySink", "restored"]
-
 
 class MemoryFiles:
     """A `Source`: paths to bytes."""

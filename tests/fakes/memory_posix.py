@@ -20,8 +20,6 @@ from prefect_tune.stores.posix.posix_store import PosixStore
 from prefect_tune.stores.posix.syscalls import FileStatus
 from tests.fakes.dying_store import Crash, Way
 
-__all__ = ["DyingCalls", "MemoryPosix", "posix_store"]
-
 _T = TypeVar("_T")
 
 

@@ -10,8 +10,6 @@ from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
 from prefect_tune.core.storage.object_store import Buffer, Listed
 from prefect_tune.stores.path_validation import checked_folder, checked_path
 
-__all__ = ["MemoryStore", "OneWriterStore"]
-
 
 class MemoryStore:
     """Object-store semantics: an object is there whole or not at all, and visible at once.

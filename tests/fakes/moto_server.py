@@ -15,8 +15,6 @@ from typing import Any
 from moto import server
 from moto.s3.responses import S3Response
 
-__all__ = ["moto_server"]
-
 _writing = threading.Lock()
 _in_two_steps = S3Response.put_object
 

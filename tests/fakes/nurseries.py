@@ -22,20 +22,6 @@ from prefect_tune.core.messages.process_messages import Broke, FromTrial, Start,
 from prefect_tune.supervisor.process_channel import TrialChannel
 from prefect_tune.supervisor.trial_spec import pickled_or_path
 
-__all__ = [
-    "Family",
-    "Hearing",
-    "children_of",
-    "family",
-    "heard",
-    "log_to",
-    "metrics_of",
-    "nothing_left",
-    "open_descriptors",
-    "start_of",
-    "until",
-]
-
 _MARK = "PREFECT_TUNE_TEST_NURSERY"
 
 

@@ -13,8 +13,6 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_store.obstore_store import ObstoreStore, client_times
 from tests.fakes.s3_sink import Fault, SinkRequest
 
-__all__ = ["KEYS", "Once", "object_store", "until"]
-
 KEYS = {"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": "x" * 40}
 
 

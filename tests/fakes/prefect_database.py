@@ -12,8 +12,6 @@ from uuid import uuid4
 import prefect
 import pytest
 
-__all__ = ["IN_MEMORY", "migrated_database"]
-
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where a server's database goes: on a disk that is busy with other tests SQLite is locked until it refuses."""
 

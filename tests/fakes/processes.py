@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["free_port", "running", "until_mounted"]
-
 _START_SECONDS = 60
 
 

@@ -9,8 +9,6 @@ from threading import Barrier
 from prefect_tune.core.errors import AlreadyExists
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["winners"]
-
 
 def winners(stores: Sequence[ObjectStore], objects: int) -> list[int]:
     """How many, each by a store of its own, were told that it was they who created each of the objects."""

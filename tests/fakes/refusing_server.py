@@ -9,8 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 
-__all__ = ["refusing"]
-
 
 @contextmanager
 def refusing(api_url: str, word: str, status: int, body: bytes) -> Iterator[str]:

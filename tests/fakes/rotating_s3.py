@@ -14,8 +14,6 @@ from tests.fakes.s3_objects import Asked, Reply, failure
 from tests.fakes.s3_sink import Fault, S3Sink
 from tests.fakes.s3_wire import Wire
 
-__all__ = ["RotatingS3", "write_profile"]
-
 _TRIAL = re.compile(r"/trials/([^/]+)/")
 _SIGNED_BY = re.compile(r"Credential=([^/]+)/")
 

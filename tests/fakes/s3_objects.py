@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import islice
 from xml.sax.saxutils import escape, unescape
 
-__all__ = ["Arena", "Asked", "Extents", "Objects", "Reply", "cut", "failure", "size_of"]
-
 _PIECE_BYTES = 1 << 20
 _ARENA_BYTES = 1 << 36
 

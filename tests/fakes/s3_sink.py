@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -30,8 +29,6 @@ from urllib.parse import parse_qs
 from tests.fakes.s3_objects import Arena, Asked, Extents, Objects, Reply, cut, failure, size_of
 from tests.fakes.s3_wire import Chunked, Source, Wire, parsed_head
 
-__all__ = ["Fault", "S3Sink", "S3SinkProcess", "SinkRequest"]
-
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -47,6 +44,15 @@ class Fault(Enum):
     STALL_BODY = "send the head and half of the body, then nothing"
     HALF_BODY = "send half of the body, then close"
     PRETEND = "answer 200 and keep nothing"
+    # These only a `ChaosS3` can do.
+    THROTTLE_429 = "429 before doing anything"
+    DONE_500 = "do it, then answer 500"
+    DRIP = "do it, and answer byte by byte, one each `drip_period`"
+    EXPIRE_403 = "403 ExpiredToken before doing anything"
+    NO_BUCKET = "404 NoSuchBucket before doing anything"
+    SHORT_LENGTH = "send half of the body and call it the whole"
+    STORE_HALF = "keep half of what was sent, and answer 200"
+    STALE_LISTING = "list what was there at `freeze_listing`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +77,8 @@ _FAULTS = {
 class S3Sink:
     """The server, in threads of this process, for the time of a `with` block."""
 
-    def __init__(self, *, latency: timedelta = timedelta(0), tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, *, latency: timedelta = timedelta(0)) -> None:
         self.latency = latency
-        self._tls = tls
         self.fault: Callable[[SinkRequest], Fault | None] = lambda _request: None
         self.log: list[SinkRequest] = []
         self.connections: set[socket.socket] = set()
@@ -84,8 +89,7 @@ class S3Sink:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen(512)
-        scheme = "https" if self._tls else "http"
-        self.endpoint = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
@@ -147,7 +151,7 @@ class S3Sink:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            wire = Wire(self._tls.wrap_socket(sock, server_side=True) if self._tls else sock)
+            wire = Wire(sock)
             while head := wire.until(b"\r\n\r\n", 2048):
                 self._one(wire, head)
         except OSError:  # the client went away, or a fault closed the connection
@@ -221,9 +225,6 @@ class S3Sink:
             return
         extents = cut(reply.extents, 0, length // 2) if half else reply.extents
         for start, size in extents:
-            if self._tls:
-                wire.sock.sendall(self._objects.arena.view[start : start + size])
-                continue
             sent = 0
             while sent < size:
                 sent += os.sendfile(wire.sock.fileno(), self._objects.arena.fd, start + sent, size - sent)

@@ -6,8 +6,6 @@ import socket
 import ssl
 from urllib.parse import unquote
 
-__all__ = ["Chunked", "Source", "Wire", "parsed_head"]
-
 
 class Source:
     """Bytes that come in order; what was read beyond the last answer stays in `ahead`."""

@@ -8,8 +8,6 @@ from contextlib import suppress
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
-__all__ = ["SlowStore"]
-
 
 class SlowStore:
     """The nth write is answered by "not known", and is carried out `delay` operations later; None is never.

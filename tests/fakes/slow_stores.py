@@ -11,8 +11,6 @@ from pathlib import Path
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.posix.posix_store import PosixStore
 
-__all__ = ["HangsInConstructor", "MoodyStore"]
-
 
 class MoodyStore(PosixStore):
     """A file store whose writes do what the object's name says."""

@@ -18,8 +18,6 @@ from tests.fakes.nurseries import Family, heard, start_of, until
 from tests.trainables.forked import daemonizes
 from tests.trainables.witness import told
 
-__all__ = ["PATIENCE_SECONDS", "WAYS", "Watched", "watched"]
-
 PATIENCE_SECONDS = 60.0  # of a machine that is busy with other tests
 WAYS = ("search", "training", "elsewhere", "search of its environment", "elsewhere of its environment")
 """How a trial's process is had: as by `tune`, by `durable_trainable`, by a worker of Dask or Ray, by a deployment."""

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from prefect.task_runners import TaskRunner
 
-__all__ = ["dask", "ray", "worker_of"]
-
 
 def dask() -> TaskRunner:
     from prefect_dask.task_runners import DaskTaskRunner

@@ -8,8 +8,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-__all__ = ["TcpProxy"]
-
 _CHUNK_BYTES = 1 << 16
 _503 = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 

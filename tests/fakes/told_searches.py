@@ -36,8 +36,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.reporting.history import ExperimentHistory
 from prefect_tune.reporting.report_data import ReportData, material
 
-__all__ = ["Telling", "asha", "pareto", "population", "single"]
-
 BEGAN = datetime(2026, 11, 21, 8, tzinfo=UTC)
 URI = "s3://bucket/runs"
 

@@ -18,8 +18,6 @@ from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.models import Stamp
 from prefect_tune.stores.posix.posix_store import make_root
 
-__all__ = ["ROADS", "TRAIN", "Untrusted", "describe", "untrusted_folder"]
-
 TRAIN = "tests.trainables.moody:train"
 _STAMPS = (Stamp(write_id=f"forged-{number}", at="2026-11-23T08:00:00+00:00") for number in count())
 _PAYLOAD = """

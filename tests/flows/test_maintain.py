@@ -70,7 +70,7 @@ def blobs_of(target: Path, experiment: str, step: int, trial: str = "trial") -> 
 def test_damage_is_found_put_aside_and_told_of_once(target: Path) -> None:
     flip(blobs_of(target, "digits", 4)[0])
     with pytest.raises(
-        pt.DamageFound, match=r"digits/trials/trial/checkpoints/0000000004.* damaged.*put aside"
+        pt.DamageFound, match=r"digits/trials/trial/checkpoints/0000000004.* damaged.*quarantined"
     ) as found:
         pt.maintain(str(target), verify="all")
     report = found.value.report
@@ -115,7 +115,7 @@ def test_damage_that_a_run_found_and_died_before_it_told_of_is_told_of_by_the_ne
         with pytest.raises(Killed):
             maintain(str(target), verify="all")
     assert live(target) == [1, 2, 3, 5, 6]
-    with pytest.raises(pt.DamageFound, match=r"checkpoints/0000000004.* damaged.*put aside"):
+    with pytest.raises(pt.DamageFound, match=r"checkpoints/0000000004.* damaged.*quarantined"):
         maintain(str(target), verify="none", time_budget_seconds=1e-9, collect=False)
     assert maintain(str(target), verify="all").damaged == []
 
@@ -244,7 +244,7 @@ def test_who_resumes_goes_on_from_the_checkpoint_before_the_one_that_was_put_asi
         maintain(trouble.target, verify="all")
     trouble.run(steps=20)
     assert trouble.acts("loaded") == [10]
-    assert "step 15 was put aside; the trial resumes from step 10" in trouble.loudly()
+    assert "step 15 was quarantined; the trial resumes from step 10" in trouble.loudly()
     assert maintain(trouble.target, verify="all").damaged == []
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import prefect_tune as pt
 
-__all__ = ["ROOT", "Example", "Struck"]
-
 ROOT = Path(__file__).resolve().parents[2]
 _STRIKES = ROOT / "tests" / "integrations" / "strikes"
 

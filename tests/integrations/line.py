@@ -9,8 +9,6 @@ import torch
 
 import prefect_tune as pt
 
-__all__ = ["Line"]
-
 
 class Line(lightning.LightningModule):
     """One weight; reports its loss by itself where it is told to."""

@@ -9,8 +9,6 @@ from typing import Any
 
 import prefect_tune as pt
 
-__all__ = ["fabric", "launches_ranks", "trainer"]
-
 
 def trainer(config: Mapping[str, Any]) -> None:
     """Fit with two processes, started as `config["strategy"]` does; report with or without the callback."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["flat"]
-
 
 def flat(state: Any) -> Any:
     """Return it with every tensor as its type and all its numbers."""

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.runtime.checkpoint import Checkpoint
-from prefect_tune.runtime.session import TrialOver
-from prefect_tune.runtime.trainable import Trainable, TrialInfo, enter
+from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver, enter
 
 
 @dataclass

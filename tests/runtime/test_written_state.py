@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_stoppers import Never
 from prefect_tune.runtime.session import TrialSession
+from prefect_tune.runtime.snapshot import snapshot
+from tests.fakes.checkpoints import files_in, write
 from tests.fakes.nurseries import start_of
 from tests.runtime.test_leaving import Supervisor
 
@@ -61,3 +66,16 @@ def test_a_path_in_the_place_of_a_checkpoint_is_told_how_to_make_one_of_it(tmp_p
     given: Any = str(tmp_path)
     with pytest.raises(InvalidInput, match=r"as in pt\.Checkpoint\.from_directory"):
         session_in(tmp_path).report({"loss": 1.0}, given)
+
+
+@pytest.mark.parametrize("elsewhere", ["", "/dev/shm"], ids=["within a file system", "between two"])
+def test_a_snapshot_holds_what_was_there_and_refuses_a_pipe(tmp_path: Path, elsewhere: str) -> None:
+    with TemporaryDirectory(dir=elsewhere or tmp_path) as other:
+        source = write(Path(other, "source"), {"weights": bytes(range(256)) * 5000, "deep/empty": b""})
+        (source / "weights").chmod(0o640)
+        copy = snapshot(source, tmp_path / "copy")
+        assert files_in(copy) == files_in(source)
+        assert (copy / "weights").stat().st_mode == (source / "weights").stat().st_mode
+        os.mkfifo(source / "pipe")
+        with pytest.raises((InvalidInput, shutil.Error), match="neither a file nor a directory"):
+            snapshot(source, tmp_path / "again")

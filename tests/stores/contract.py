@@ -11,8 +11,6 @@ import pytest
 from prefect_tune.core.errors import AlreadyExists, InvalidInput, ObjectNotFound
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 
-__all__ = ["StoreContract"]
-
 _ESCAPES = ["", "/", "/etc/passwd", "..", "../x", "a/../x", "a/./x", "a//x", "a/", "./a", "nul\0l"]
 _ODD_NAMES = [
     "with space",

@@ -32,7 +32,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import append, history, load, take_over
 from prefect_tune.core.models import Stamp, StepReport
-from prefect_tune.core.operations.quarantine import put_aside
+from prefect_tune.core.operations.quarantine import quarantine
 from prefect_tune.core.operations.scrub import read_one
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
@@ -342,7 +342,7 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
     desk.rot_oldest_blob()
     assert damaged(desk) == [2, 3]
     with desk.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        put_aside(store, TRIAL, {desk.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
+        quarantine(store, TRIAL, {desk.live()[0]: "damaged"}, new_write_id(), side_by_side=map)
     for step in (4, 5, 6):
         desk.save(commit_worker, step, backbone=b"frozen")
     commit_worker.end(ended(Cause.MACHINE, "away"))

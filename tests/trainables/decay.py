@@ -12,8 +12,6 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 
-__all__ = ["Decay", "StepCounter"]
-
 
 class Decay(pt.Trainable):
     """A loss that decays at `config["rate"]`; each step adds a line to `notes.txt` in the trial's directory.

@@ -13,8 +13,6 @@ from typing import Any
 import prefect_tune as pt
 from tests.trainables.witness import tell
 
-__all__ = ["EPOCHS", "ROWS", "DigitsTable", "curves"]
-
 ROWS, EPOCHS = 160, 27
 _TABLE = Path(__file__).parents[1] / "data" / "digits_mlp_table.json.gz"
 

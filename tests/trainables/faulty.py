@@ -10,18 +10,6 @@ import numpy as np
 
 import prefect_tune as pt
 
-__all__ = [
-    "NoStep",
-    "Plain",
-    "Stepless",
-    "array_metric",
-    "dangling_link",
-    "fine",
-    "nan_metric",
-    "remote_checkpoint",
-    "text_for_metrics",
-]
-
 
 class NoStep:
     """Not a trainable."""

@@ -18,8 +18,6 @@ from typing import Any
 import prefect_tune as pt
 from tests.trainables.witness import hold, tell
 
-__all__ = ["AnotherKind", "Resettable", "computes", "daemonizes", "dies", "looks_around", "prints", "waits"]
-
 Config = Mapping[str, Any]
 Metrics = Mapping[str, Any]
 

@@ -10,8 +10,6 @@ from typing import Any
 import prefect_tune as pt
 from tests.trainables.witness import tell
 
-__all__ = ["Inquisitive"]
-
 
 class Inquisitive(pt.Trainable):
     """Counts by one; before step `config["asks_at"]` it asks by how much from then on."""

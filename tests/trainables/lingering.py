@@ -12,8 +12,6 @@ from typing import Any
 import prefect_tune as pt
 from tests.trainables.witness import hold, tell
 
-__all__ = ["ForksInAStep", "LateThread", "NeverCleansUp", "reports_a_pipe"]
-
 Config = Mapping[str, Any]
 Metrics = Mapping[str, Any]
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import prefect_tune as pt
 
-__all__ = ["Moody", "silent", "train"]
-
 
 class Moody(pt.Trainable):
     """Counts steps; `config["fails"]` says how, at step 2, and while the file `config["until"]` is missing."""

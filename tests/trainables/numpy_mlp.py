@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 import prefect_tune as pt
 from tests.trainables.witness import hold, tell
 
-__all__ = ["Mlp", "NumpyMlp", "digest_of_directory", "train"]
-
 Array = NDArray[np.float64]
 _INPUTS, _HIDDEN, _CLASSES, _EXAMPLES, _BATCH = 16, 64, 5, 192, 32
 

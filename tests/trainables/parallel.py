@@ -22,8 +22,6 @@ from typing import Any
 import prefect_tune as pt
 from tests.trainables.witness import tell
 
-__all__ = ["WAYS", "forks_from_a_thread", "pools", "returns_in_a_fork", "terminates", "terminates_at_once", "trains"]
-
 Config = Mapping[str, Any]
 Metrics = Mapping[str, Any]
 Open = Callable[[Config], Any]

@@ -9,8 +9,6 @@ from typing import Any
 
 import prefect_tune as pt
 
-__all__ = ["Patient"]
-
 
 class Patient(pt.Trainable):
     """Waits before its third step until `config["until"]` is there."""

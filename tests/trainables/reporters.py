@@ -17,23 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from prefect_tune.runtime.session import TrialOver
-
-__all__ = [
-    "THREADS",
-    "a_child_comes_out",
-    "hands_over",
-    "hands_over_what_is_on_a_target",
-    "leaves_it_to_a_thread",
-    "looks_from_a_child",
-    "reports_from_a_child",
-    "reports_from_a_started_program",
-    "reports_from_threads",
-    "shows_everything",
-    "shows_sockets",
-    "talks_out_of_turn",
-    "waits_in_a_thread",
-]
+from prefect_tune.runtime.trainable import TrialOver
 
 Config = Mapping[str, Any]
 THREADS = 4

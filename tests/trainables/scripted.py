@@ -8,8 +8,6 @@ from typing import Any
 
 import prefect_tune as pt
 
-__all__ = ["Scripted"]
-
 
 class Scripted(pt.Trainable):
     """Reports `config["losses"]`, one a step, and is done after the last; where there is none it raises."""

@@ -12,8 +12,6 @@ from typing import Any
 
 import prefect_tune as pt
 
-__all__ = ["Tenant"]
-
 
 class Tenant(pt.Trainable):
     """Each step locks its devices, at most `config["share"]` tenants on each, in the folder `config["house"]`."""

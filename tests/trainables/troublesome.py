@@ -22,8 +22,6 @@ import numpy as np
 import prefect_tune as pt
 from tests.trainables.witness import tell
 
-__all__ = ["Counter", "count", "count_and_return"]
-
 
 def _raise() -> NoReturn:
     raise RuntimeError("the user's own trouble")

@@ -10,8 +10,6 @@ from typing import Any
 import prefect_tune as pt
 from tests.trainables.witness import hold
 
-__all__ = ["Descent"]
-
 
 class Descent(pt.Trainable):
     """Goes downhill: fastest where `rate` is 0.1, and to a lower end the larger `width` is.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Told", "hold", "tell", "told"]
-
 
 @dataclass(frozen=True, slots=True)
 class Told:

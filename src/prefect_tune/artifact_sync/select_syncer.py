@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 from prefect_tune.artifact_sync.syncer import Syncer
 from prefect_tune.artifact_sync.target_syncer import TargetSyncer
 
-__all__ = ["syncer_for"]
-
 
 def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
     """Return the syncer of artifacts for one attempt, which must close it; None if `config.syncer` is None.

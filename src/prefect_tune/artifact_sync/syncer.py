@@ -22,8 +22,6 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.retry_policy import may_pass
 
-__all__ = ["HOPELESS", "Direction", "SyncTimedOut", "Syncer"]
-
 _LONGEST_PAUSE_SECONDS = 60.0
 HOPELESS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt, UnknownVersion, Superseded)
 

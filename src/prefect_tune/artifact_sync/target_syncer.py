@@ -28,8 +28,6 @@ from prefect_tune.stores.local.artifact_transfer import (
 )
 from prefect_tune.stores.locations.uri import read_uri
 
-__all__ = ["TargetSyncer"]
-
 _GRACE = timedelta(seconds=10)  # for a store to end its work after the deadline and to raise
 _FIRST_PAUSE_SECONDS = 1.0
 
@@ -103,7 +101,7 @@ class TargetSyncer(Syncer):
         """Let further syncs up write as this attempt, until a later attempt does; a pickled copy forgets it."""
         self._writer = writer
 
-    # ------------------------------------------------------------------------------------------- what is asked
+    # -------------------------------------------------------------------------------------------------- commands
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
         """Queue a sync of the changed files of `local_dir`, and return True.
@@ -153,7 +151,7 @@ class TargetSyncer(Syncer):
             for command, error in list(self._failed.items()):
                 if command.act is _Act.DOWN and isinstance(error, HOPELESS):
                     del self._failed[command]  # no local file is unsaved, and a retry cannot help: raised once
-                raise _told(command, error)
+                raise _error_of(command, error)
 
     def _wait_a_while(self, until: float | None) -> None:
         """Wait for the next change of the queue, for a second at most.
@@ -194,7 +192,7 @@ class TargetSyncer(Syncer):
     def _noted(self, direction: Direction, now_seconds: float, *, is_begun: bool) -> bool:  # noqa: ARG002  it counts once it has succeeded
         return is_begun  # it counts once it has succeeded
 
-    # ------------------------------------------------------------------------------------------ how it is done
+    # ------------------------------------------------------------------------------------------------- execution
 
     def _enqueue(self, command: _Command) -> bool:
         self._place(command.remote)
@@ -318,12 +316,12 @@ def _patterns(exclude: list[str] | None) -> tuple[str, ...]:
     return (*(exclude or ()), *NEVER_ARTIFACTS)
 
 
-def _told(command: _Command, error: Exception | None) -> TuneError:
+def _error_of(command: _Command, error: Exception | None) -> TuneError:
     """Return the exception for a failed command: its message names the command, its class is that of the cause."""
     if error is None:
         return TuneError(f"{command}: was under way when this syncer was copied, and may not be done: retry it")
-    told = TuneError(f"{command}: {error!r}")
+    found = TuneError(f"{command}: {error!r}")
     if isinstance(error, TuneError):
-        told = (SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error))(f"{command}: {error}")
-    told.__cause__ = error
-    return told
+        found = (SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error))(f"{command}: {error}")
+    found.__cause__ = error
+    return found

@@ -18,8 +18,6 @@ from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 
-__all__ = ["TrialArtifacts"]
-
 _RETRIES = 2
 _BACKOFF_SECONDS = 1.0
 

@@ -17,10 +17,12 @@ app.add_typer(blocks, name="blocks", rich_help_panel=START)
 @blocks.command("register")
 def register_blocks() -> None:
     """Register the block types with your Prefect server, so that its UI has their forms."""
-    from prefect_tune import blocks as room
+    from prefect_tune.blocks import SyncConfig
+    from prefect_tune.blocks.strict_block import StrictBlock
+    from prefect_tune.blocks.target_types import TARGET_TYPES
     from prefect_tune.prefect_api.api_client import or_said
 
-    kinds = (room.LocalTarget, room.S3Target, room.GcsTarget, room.AzureTarget, room.FsspecTarget, room.SyncConfig)
+    kinds: tuple[type[StrictBlock], ...] = (*TARGET_TYPES, SyncConfig)
     with or_said("blocks"):
         for kind in kinds:
             kind.register_type_and_schema()

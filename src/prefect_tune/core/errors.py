@@ -94,7 +94,7 @@ class StagedFilesChanged(TuneError):
 
 
 class SaveOvertaken(TuneError):
-    """A checkpoint was put aside during this save, which may reuse its damaged blobs: save again."""
+    """A checkpoint was quarantined during this save, which may reuse its damaged blobs: save again."""
 
 
 class JournalCorrupt(TuneError):

@@ -1,4 +1,4 @@
-"""Shared by the callbacks of all frameworks: select metrics, report a step, and stop at the trial's end."""
+"""Shared by the callbacks of all frameworks: what to install, select metrics, report a step, stop at the end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from prefect_tune.core.errors import BadMetric
-from prefect_tune.runtime.session import TrialOver
-from prefect_tune.runtime.trainable import get_checkpoint, report_step
-
-__all__ = ["MetricNames", "chosen", "goes_on_after", "restored_directory"]
+from prefect_tune.runtime.trainable import TrialOver, get_checkpoint, report_step
 
 MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
 """A metric, several, `{name here: name there}`, or None for all."""
@@ -52,3 +49,11 @@ def _by_name_here(wanted: str | Sequence[str] | Mapping[str, str]) -> Mapping[st
     if isinstance(wanted, str):
         return {wanted: wanted}
     return wanted if isinstance(wanted, Mapping) else {name: name for name in wanted}
+
+
+def missing(error: ModuleNotFoundError, extra: str, *modules: str) -> ImportError:
+    """Return the error to raise: one that says how to install the extra, or `error` if another module is missing."""
+    if (error.name or "").partition(".")[0] not in (modules or (extra,)):
+        return error
+    install = f"pip install 'prefect-tune[{extra}]'"
+    return ImportError(f"prefect_tune.integrations.{extra}: {error}. {install}", name=error.name)

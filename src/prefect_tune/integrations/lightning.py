@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, restored_directory
-from prefect_tune.integrations.missing_extra import missing
+from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, missing, restored_directory
 from prefect_tune.integrations.torch import random_state, set_random_state
 from prefect_tune.runtime.ranks import ONE_PROCESS
 from prefect_tune.runtime.trainable import save_last_step

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.missing_extra import missing
+from prefect_tune.integrations.common import missing
 from prefect_tune.runtime.trainable import Trainable
 
 try:
@@ -36,10 +36,10 @@ def load_estimator(directory: str | Path, *, trusted_types: frozenset[str] = fro
         InvalidInput: it holds another type.
     """
     path = Path(directory, _ESTIMATOR)
-    asked = set(skops.io.get_untrusted_types(file=path))
-    if unknown := asked - _TRUSTED - trusted_types:
+    types = set(skops.io.get_untrusted_types(file=path))
+    if unknown := types - _TRUSTED - trusted_types:
         raise InvalidInput(f"{path}: holds {sorted(unknown)}; name them in trusted_types if you trust them")
-    return skops.io.load(path, trusted=sorted(asked))
+    return skops.io.load(path, trusted=sorted(types))
 
 
 class PartialFitTrainable(Trainable):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.missing_extra import missing
+from prefect_tune.integrations.common import missing
 
 try:
     import numpy as np

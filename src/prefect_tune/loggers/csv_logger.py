@@ -12,8 +12,6 @@ from prefect_tune.core.models import StepReport, flat
 from prefect_tune.loggers.row_file import RowFile
 from prefect_tune.loggers.row_logger import RowLogger, Rows
 
-__all__ = ["CSVLogger"]
-
 
 class CSVLogger(RowLogger):
     """Writes `progress.csv`, a row for each step, and `params.json`, the configuration, into each trial's folder.

@@ -13,8 +13,6 @@ from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_transitions import Trial
 
-__all__ = ["DEFAULT_DIRECTORY", "FolderLogger", "replace_file", "require_package", "sync_to_disk"]
-
 DEFAULT_DIRECTORY = "~/prefect-tune-results"
 
 

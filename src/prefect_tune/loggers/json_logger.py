@@ -9,8 +9,6 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.loggers.row_file import RowFile
 from prefect_tune.loggers.row_logger import RowLogger, Rows
 
-__all__ = ["JSONLogger", "JSONRows"]
-
 
 class JSONLogger(RowLogger):
     """Writes `result.json`, a line for each step, and `params.json`, the configuration, into each trial's folder.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
-__all__ = ["MLflowLogger"]
-
 _TRIAL = "prefect_tune.trial"
 _COPY_OF = "prefect_tune.copy_of"
 _MARK = "prefect_tune.mark"
@@ -160,9 +158,9 @@ class _TrialRun:
     def _log(self, run: str, metrics: Sequence[Metric], parameters: Mapping[str, object] | None = None) -> None:
         from mlflow.entities import Param
 
-        told = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in (parameters or {}).items()]
-        if told:
-            self._client.log_batch(run, params=told)
+        params = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in (parameters or {}).items()]
+        if params:
+            self._client.log_batch(run, params=params)
         for begin in range(0, len(metrics), _BATCH):
             self._client.log_batch(run, metrics=metrics[begin : begin + _BATCH])
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from prefect_tune.loggers.folder_logger import replace_file, sync_to_disk
 
-__all__ = ["RowFile"]
-
 
 class RowFile:
     """A text file with `head` header lines, followed by rows.

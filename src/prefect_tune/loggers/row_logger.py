@@ -13,8 +13,6 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.loggers.folder_logger import DEFAULT_DIRECTORY, FolderLogger
 
-__all__ = ["RowLogger", "Rows"]
-
 
 class Rows(Protocol):
     """The rows of one trial."""

@@ -13,8 +13,6 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport, flat
 from prefect_tune.loggers.folder_logger import DEFAULT_DIRECTORY, FolderLogger, require_package
 
-__all__ = ["TensorBoardLogger"]
-
 _MOST_OPEN = 64
 
 
@@ -102,8 +100,8 @@ class _EventFile:
         """Write the values of a step."""
         from tensorboardX.proto.summary_pb2 import Summary
 
-        told = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self.write(step=step, summary=Summary(value=told))
+        summary_values = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self.write(step=step, summary=Summary(value=summary_values))
 
     def write(self, **fields: object) -> None:
         """Write an event with the current time."""

@@ -20,8 +20,6 @@ from prefect_tune.loggers.json_logger import JSONRows
 if TYPE_CHECKING:
     from wandb import Run
 
-__all__ = ["WandbLogger"]
-
 _MOST_OPEN = 16
 
 

@@ -13,8 +13,6 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.core.models import digest_of, shown_size
 
-__all__ = ["DamagedCheckpoint", "MaintenanceReport", "NotLookedAt", "Upkeep", "markdown", "show_report"]
-
 _SHOWN_ROWS = 100
 
 
@@ -32,7 +30,7 @@ class DamagedCheckpoint:
     is_new: bool
     """Whether no earlier maintenance run has reported it."""
     is_aside: bool
-    """Whether it was put aside, so that no trial resumes from it."""
+    """Whether it was quarantined, so that no trial resumes from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ class MaintenanceReport:
         """The new damage in one line, as an error message. There has to be some."""
         first = self.new_damage[0]
         more = f" and {len(self.new_damage) - 1} more" if len(self.new_damage) > 1 else ""
-        aside = "; what is damaged was put aside" if all(each.is_aside for each in self.new_damage) else ""
+        aside = "; what is damaged was quarantined" if all(each.is_aside for each in self.new_damage) else ""
         return f"{self.target}: {first.folder}{more} damaged, and not reported before{aside}: {first.damage}"
 
 
@@ -148,7 +146,7 @@ def markdown(report: MaintenanceReport) -> str:
             "",
             f"{report.summary}.",
             "",
-            *_section("Damaged", ("experiment", "trial", "step", "new", "put aside", "what"), _damaged(report)),
+            *_section("Damaged", ("experiment", "trial", "step", "new", "quarantined", "what"), _damaged(report)),
             *_section(
                 "Experiments",
                 ("experiment", "checkpoints", "read", "size", "damaged", "pruned", "deleted", "freed", "undecided"),

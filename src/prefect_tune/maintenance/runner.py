@@ -23,16 +23,15 @@ from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.operations.maintenance_state import (
     Change,
     Remembered,
-    Untold,
+    UnreportedDamage,
+    after_report,
     amended,
     next_round,
-    reported,
-    told_before,
+    reported_folders,
 )
 from prefect_tune.core.operations.scrub import Inspection
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.maintenance.report import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep
-from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.tasks.maintenance import (
     Sample,
     collect_garbage,
@@ -42,8 +41,6 @@ from prefect_tune.tasks.maintenance import (
     remember,
     verify_checkpoints,
 )
-
-__all__ = ["ExperimentMaintenance", "MaintenanceOptions", "maintain_experiments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,65 +60,64 @@ class MaintenanceOptions:
         return self.until is None or datetime.now(UTC) < self.until
 
 
-def maintain_experiments(wanted: MaintenanceOptions, rounds: Sequence[ExperimentMaintenance]) -> MaintenanceReport:
+def maintain_experiments(options: MaintenanceOptions, rounds: Sequence[ExperimentMaintenance]) -> MaintenanceReport:
     """Maintain one experiment after the other, beginning with the one that has waited longest."""
     done, left = list[Upkeep](), list[NotLookedAt]()
     for each in sorted(rounds, key=lambda each: each.waits_since):
-        if wanted.has_time():
+        if options.has_time():
             done.append(each.run())
         else:
             left.append(NotLookedAt(each.name, "everything", "the time budget was spent"))
             done += [each.upkeep] if each.upkeep.damaged else []  # found by a run that died before its report
     skipped = [each for upkeep in done for each in upkeep.not_looked_at]
-    return MaintenanceReport(wanted.target.uri, tuple(done), (*left, *skipped), dry_run=wanted.dry_run)
+    return MaintenanceReport(options.target.uri, tuple(done), (*left, *skipped), dry_run=options.dry_run)
 
 
 class ExperimentMaintenance:
     """One round of maintenance of one experiment. Its failures are reported, and do not stop the other experiments."""
 
-    def __init__(self, wanted: MaintenanceOptions, name: str, known: Remembered) -> None:
-        self._wanted = wanted
-        self._told = told_before(known.last)
+    def __init__(self, options: MaintenanceOptions, name: str, known: Remembered) -> None:
+        self._options = options
+        self._reported = reported_folders(known.last)
         self._known = known
         self._is_left = False
         self.name = name
-        self.waits_since = (known.last.at if known.last else "", name)
+        self.waits_since = (known.last.at, name)
         """The time of its last round, for sorting; experiments without one come first."""
-        untold = known.last.untold if known.last else ()
-        self.upkeep = Upkeep(name, damaged=tuple(_not_told_of(name, each) for each in untold))
+        self.upkeep = Upkeep(name, damaged=tuple(_found_before(name, each) for each in known.last.untold))
 
     def run(self) -> Upkeep:
         """Verify, quarantine, prune, collect: in this order, so that damage is found before anything is deleted."""
         acts: list[tuple[str, Callable[[], None]]] = []
-        if (sample := self._wanted.sample) is not None:
+        if (sample := self._options.sample) is not None:
             acts.append(("checkpoints", partial(self._verify, sample)))
-        if (retention := self._wanted.retention) is not None:
+        if (retention := self._options.retention) is not None:
             acts.append(("retention", partial(self._prune, retention)))
-        if self._wanted.collect:
+        if self._options.collect:
             acts.append(("garbage", self._collect))
         for what, act in acts:
-            with self._or_told(what):
+            with self._or_reported(what):
                 act()
         if not self._is_left:
             with self._or_skipped("the record of this round"):
-                self._leave(partial(amended, stamp=new_write_id()))
+                self._leave(amended)
         return self.upkeep
 
     def was_reported(self) -> None:
         """Record that its damage is reported; if this run dies before that, the next run reports it again."""
-        if self._known.last is not None and self._known.last.untold:
+        if self._known.last.untold:
             folders = {each.folder for each in self.upkeep.damaged}
             with self._or_skipped("the record that damage is reported"):
-                self._leave(partial(reported, stamp=new_write_id(), folders=folders))
+                self._leave(partial(after_report, folders=folders))
 
     def _leave(self, change: Change) -> None:
-        if not self._wanted.dry_run:
-            self._known = remember(self._wanted.target, self.name, self._known, change)
+        if not self._options.dry_run:
+            self._known = remember(self._options.target, self.name, self._known, change)
 
     # ------------------------------------------------------------------------------------------ failures
 
     @contextmanager
-    def _or_told(self, what: str) -> Iterator[None]:
+    def _or_reported(self, what: str) -> Iterator[None]:
         with self._or_skipped(what):
             try:
                 yield
@@ -145,21 +141,21 @@ class ExperimentMaintenance:
             self._skip(f"{what} {each.folder}".strip(), each.why)
 
     def _journal_is_damaged(self, what: str, error: JournalCorrupt) -> None:
-        if not is_there(self._wanted.target, self.name):
+        if not is_there(self._options.target, self.name):
             self._skip(what, "the experiment is being deleted")
             return
         self._skip(what, f"the journal is damaged: {error}")
         folder = JournalKey(experiment=self.name).entries
         damaged = self._damaged(folder, str(error))
         self._add([damaged])
-        self._leave(partial(amended, stamp=new_write_id(), told=[folder], untold=_to_tell([damaged])))
+        self._leave(partial(amended, known=[folder], unreported=_unreported([damaged])))
         self._is_left = True
 
     # ------------------------------------------------------------------------------------------ damage
 
     def _damaged(self, folder: str, damage: str, key: CheckpointKey | None = None) -> DamagedCheckpoint:
         trial, step = (key.trial.trial, key.step) if key else (None, None)
-        is_new = folder not in self._told
+        is_new = folder not in self._reported
         return DamagedCheckpoint(self.name, trial, step, folder, damage, is_new=is_new, is_aside=False)
 
     def _add(self, damaged: Sequence[DamagedCheckpoint]) -> None:
@@ -168,9 +164,8 @@ class ExperimentMaintenance:
         self.upkeep = replace(self.upkeep, damaged=tuple(by_folder.values()))
 
     def _verify(self, sample: Sample) -> None:
-        last = self._known.last
-        here = replace(sample, begins_at=last.begins_at if last else 0)
-        found = verify_checkpoints(self._wanted.target, self.name, here)
+        here = replace(sample, begins_at=self._known.last.begins_at)
+        found = verify_checkpoints(self._options.target, self.name, here)
         self.upkeep = replace(
             self.upkeep,
             live_count=len(found.live),
@@ -188,39 +183,39 @@ class ExperimentMaintenance:
             if each.is_damage
         ]
         self._add([*checkpoints, *journals])
-        aside = self._put_aside(found, checkpoints)
-        now = [replace(each, is_aside=each.folder in {key.folder for key in aside}) for each in checkpoints]
+        quarantined = self._quarantine(found, checkpoints)
+        now = [replace(each, is_aside=each.folder in {key.folder for key in quarantined}) for each in checkpoints]
         self._add(now)
-        untold = _to_tell([*now, *journals])
+        unreported = _unreported([*now, *journals])
         self._is_left = True
         with self._or_skipped("the record of this round"):
-            self._leave(partial(next_round, stamp=new_write_id(), inspection=found, aside=aside, untold=untold))
+            self._leave(partial(next_round, inspection=found, quarantined=quarantined, unreported=unreported))
 
-    def _put_aside(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
+    def _quarantine(self, found: Inspection, damaged: Sequence[DamagedCheckpoint]) -> Sequence[CheckpointKey]:
         """Quarantine damaged checkpoints; record them as unreported first, since no later run finds them again."""
         for each in damaged:
             get_run_logger().error("%s is damaged: %s", each.folder, each.damage)
-        if not damaged or not self._wanted.quarantine:
+        if not damaged or not self._options.quarantine:
             return ()
-        aside = list[CheckpointKey]()
+        quarantined = list[CheckpointKey]()
         with self._or_skipped("quarantine"):
-            untold = _to_tell([replace(each, is_aside=True) for each in damaged])
-            self._leave(partial(amended, stamp=new_write_id(), untold=untold))
+            unreported = _unreported([replace(each, is_aside=True) for each in damaged])
+            self._leave(partial(amended, unreported=unreported))
             reasons = {each.key: each.damage or "" for each in found.damaged}
-            aside += quarantine_checkpoints(self._wanted.target, self.name, reasons)
-        return aside
+            quarantined += quarantine_checkpoints(self._options.target, self.name, reasons)
+        return quarantined
 
     # ------------------------------------------------------------------------------------------ pruning and garbage
 
     def _prune(self, retention: Retention) -> None:
-        wanted = self._wanted
-        found = prune_checkpoints(wanted.target, self.name, retention, dry_run=wanted.dry_run)
+        options = self._options
+        found = prune_checkpoints(options.target, self.name, retention, dry_run=options.dry_run)
         self.upkeep = replace(self.upkeep, pruned_count=found.count)
         self._skip_unreadable("retention of", found.unreadable)
 
     def _collect(self) -> None:
-        wanted = self._wanted
-        found = collect_garbage(wanted.target, self.name, dry_run=wanted.dry_run, until=wanted.until)
+        options = self._options
+        found = collect_garbage(options.target, self.name, dry_run=options.dry_run, until=options.until)
         self.upkeep = replace(
             self.upkeep,
             collected_count=sum(len(each.checkpoints) + each.orphan_count + each.answer_count for each in found.trials),
@@ -235,16 +230,18 @@ class ExperimentMaintenance:
             self._skip(f"garbage of {found.skipped_count} trials", "the time budget was spent")
 
 
-def _not_told_of(experiment: str, known: Untold) -> DamagedCheckpoint:
+def _found_before(experiment: str, known: UnreportedDamage) -> DamagedCheckpoint:
     """Return damage that an earlier round found before it died without a report."""
     return DamagedCheckpoint(
         experiment, known.trial, known.step, known.folder, known.damage, is_new=True, is_aside=known.is_aside
     )
 
 
-def _to_tell(damaged: Sequence[DamagedCheckpoint]) -> Sequence[Untold]:
+def _unreported(damaged: Sequence[DamagedCheckpoint]) -> Sequence[UnreportedDamage]:
     return [
-        Untold(trial=each.trial, step=each.step, folder=each.folder, damage=each.damage, is_aside=each.is_aside)
+        UnreportedDamage(
+            trial=each.trial, step=each.step, folder=each.folder, damage=each.damage, is_aside=each.is_aside
+        )
         for each in damaged
         if each.is_new
     ]

@@ -14,8 +14,10 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
-from prefect_tune.blocks import AzureTarget, FsspecTarget, GcsTarget, LocalTarget, S3Target, StorageTarget, SyncConfig
+from prefect_tune.blocks import StorageTarget, SyncConfig
+from prefect_tune.blocks.object_target import ObjectTarget
 from prefect_tune.blocks.strict_block import StrictBlock
+from prefect_tune.blocks.target_types import TARGET_TYPES
 from prefect_tune.core.search.objective import Mode
 from prefect_tune.parameters.resume_mode import RerunErrored
 
@@ -114,7 +116,7 @@ def _saved(block: type[StrictBlock]) -> _Schema:
 
 
 def _target() -> _Schema:
-    kinds = (S3Target, GcsTarget, AzureTarget, LocalTarget, FsspecTarget)
+    kinds = sorted(TARGET_TYPES, key=lambda kind: not issubclass(kind, ObjectTarget))  # a deployment needs a bucket
     return {"anyOf": [_text("URI, or type/name of a saved block"), *(_saved(kind) for kind in kinds)]}
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from prefect_tune.core.storage.layout import CheckpointKey
 
-__all__ = ["Checkpoint"]
-
 _DOWNLOAD_TIMEOUT = timedelta(minutes=30)
 _METADATA_TIMEOUT = timedelta(minutes=1)
 
@@ -125,14 +123,14 @@ class Checkpoint(metaclass=_Advising):
         if path is None:
             return self._to_temporary_directory(deadline)
         destination = Path(os.fspath(path)).expanduser().resolve()
-        fill(destination, self._place.now().filling(self._token, deadline, shared=False), deadline)
+        fill(destination, self._place.now().filling(self._token, deadline), deadline)
         return str(destination)
 
     def _to_temporary_directory(self, deadline: Deadline) -> str:
         from prefect_tune.stores.local.destination import DestinationInUse, fill
         from prefect_tune.stores.local.user_temp_folder import user_folder
 
-        filling = self._place.now().filling(self._token, deadline, shared=True)
+        filling = self._place.now().filling(self._token, deadline)
         base = user_folder().resolve() / f"checkpoint_tmp_{self._token}"
         for destination in (base if number == 0 else Path(f"{base}-{number}") for number in count()):
             try:

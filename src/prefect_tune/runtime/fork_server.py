@@ -37,8 +37,6 @@ from typing import Any, NoReturn, TypeAlias
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
 from prefect_tune.runtime.trial_process import flush_output, rehearse, serve
 
-__all__ = ["fork_server_main", "run_forever"]
-
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 # Cluster schedulers and terminals send these to all processes of a job; they are for the training, not for these two.
 _NOT_FOR_US = (

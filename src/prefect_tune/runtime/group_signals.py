@@ -8,8 +8,6 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["ignore_group_signals"]
-
 _GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _handlers_before: dict[signal.Signals, Any] = {}
 _forking = threading.local()  # the signal mask before the fork, of each thread that forks

@@ -16,8 +16,6 @@ from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-__all__ = ["FROM_TRIAL_BYTES", "MalformedMessage", "MessageReader"]
-
 FROM_TRIAL_BYTES = 64 * 1024**2
 """The longest message of a trial: the metrics of a step, or an error with its traceback."""
 _SHORT, _LONG = struct.Struct("!i"), struct.Struct("!Q")

@@ -10,8 +10,6 @@ import time
 
 from prefect_tune.core.messages.process_messages import Surroundings
 
-__all__ = ["settle_in"]
-
 _TORCH_SEED = 67280421310721  # torch's default seed
 
 

@@ -10,8 +10,6 @@ from typing import Final
 
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["ONE_PROCESS", "TrialProcess", "claim_process", "require_first_rank", "started_by"]
-
 _VARIABLE: Final = "PREFECT_TUNE_TRIAL_PROCESS"
 _MAIN_MODULES: Final = frozenset({"prefect_tune.runtime.trial_process", "prefect_tune.runtime.fork_server"})
 ONE_PROCESS: Final = (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["former_attribute"]
-
 _SAVE_A_VALUE = """\
 import json, tempfile
 import prefect_tune as pt

@@ -39,8 +39,6 @@ from prefect_tune.runtime.trainable import TrialInfo, TrialOver
 if TYPE_CHECKING:
     from prefect_tune.runtime.checkpoint import Checkpoint
 
-__all__ = ["TrialOver", "TrialSession"]
-
 _RETURN_WITHIN = timedelta(seconds=20)
 """How long a trainable has to return after `TrialOver` was raised only in a thread that it started."""
 

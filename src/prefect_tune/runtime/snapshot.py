@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["local_directory", "require_written", "snapshot"]
+_CANNOT_COPY_RANGES = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def local_directory(checkpoint: object) -> Path:
@@ -74,15 +75,26 @@ def snapshot(source: Path, destination: Path) -> Path:
 
 
 def _copy_file(source: str, destination: str) -> str:
-    """Copy a file inside the kernel (sendfile)."""
+    """Copy a file inside the kernel; on XFS and Btrfs the copy shares the bytes, and takes milliseconds."""
     if not stat.S_ISREG(Path(source).stat().st_mode):  # opening a named pipe would block until it has a writer
         raise InvalidInput(f"{source}: neither a file nor a directory, so it cannot be saved")
     with Path(source).open("rb") as reading, Path(destination).open("wb") as writing:
         size = os.fstat(reading.fileno()).st_size
         done = 0
-        while done < size and (sent := os.sendfile(writing.fileno(), reading.fileno(), done, size - done)):
+        while done < size and (sent := _copy_range(reading.fileno(), writing.fileno(), done, size - done)):
             done += sent
     if done != size:
         raise InvalidInput(f"{source}: expected {size} bytes, found {done}: it was truncated during the copy")
     shutil.copymode(source, destination)
     return destination
+
+
+def _copy_range(source: int, destination: int, offset: int, count: int) -> int:
+    """Append bytes of `source` to `destination`; return how many. Not every file system can share them."""
+    try:
+        if copied := os.copy_file_range(source, destination, count, offset):
+            return copied
+    except OSError as error:
+        if error.errno not in _CANNOT_COPY_RANGES:
+            raise
+    return os.sendfile(destination, source, offset, count)

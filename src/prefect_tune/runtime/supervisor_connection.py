@@ -11,8 +11,6 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import FromTrial, ToTrial, to_trial
 from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
 
-__all__ = ["SupervisorConnection", "SupervisorEnd"]
-
 _TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message holds the pickled trainable, with all that it refers to
 
 

@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from prefect_tune.core.events.questions import Scalar
     from prefect_tune.runtime.checkpoint import Checkpoint
 
-__all__ = [
-    "Trainable",
-    "TrialInfo",
-    "TrialOver",
-    "ask",
-    "get_checkpoint",
-    "get_trial",
-    "report",
-    "report_step",
-    "require_trainable",
-    "save_last_step",
-]
-
 
 class Trainable:
     """A model that trains step by step. Override `setup`, `step`, `save_checkpoint` and `load_checkpoint`.

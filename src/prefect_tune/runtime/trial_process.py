@@ -37,8 +37,6 @@ from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
 from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_trainable
 
-__all__ = ["flush_output", "load_trainable", "rehearse", "serve", "train"]
-
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
 

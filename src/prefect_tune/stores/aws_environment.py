@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import StoreRefused
 
-__all__ = ["S3Access", "S3Keys", "ambient_access", "ambient_endpoint", "ambient_http", "session_keys"]
-
 S3Keys: TypeAlias = Mapping[str, Any]
 _COME_FIRST = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}

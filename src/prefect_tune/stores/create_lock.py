@@ -12,8 +12,6 @@ from weakref import WeakValueDictionary
 
 from prefect_tune.stores.deadline import Deadline
 
-__all__ = ["one_at_a_time"]
-
 _locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _guard = threading.Lock()
 

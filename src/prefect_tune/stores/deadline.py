@@ -9,8 +9,6 @@ from datetime import timedelta
 
 from prefect_tune.core.errors import DeadlineExceeded
 
-__all__ = ["Deadline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Deadline:

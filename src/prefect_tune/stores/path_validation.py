@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prefect_tune.core.errors import InvalidInput
 
-__all__ = ["TEMPORARY", "checked_folder", "checked_path"]
-
 TEMPORARY = ".tmp"
 """The folder below a store's root for unpublished files; never listed, and not a valid path."""
 

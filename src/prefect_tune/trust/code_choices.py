@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 
 from prefect_tune.core.search.space_json import space_from_json
 
-__all__ = ["CodeChoice", "code_choices"]
-
 _Finder: TypeAlias = "Callable[[Any], Iterator[CodeChoice]]"
 _SAVED_BLOCK = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*/[^/\s]+")
 _OUR_TRIAL_FLOW = "train-trial/"

@@ -21,8 +21,6 @@ from prefect_tune.stores.local.folder_ownership import why_not_own
 from prefect_tune.trust.code_choices import CodeChoice, code_choices
 from prefect_tune.trust.source_definitions import is_module_name, why_not_defined
 
-__all__ = ["TRUSTED_PACKAGES", "require_trusted", "signed_settings", "trusted_here"]
-
 TRUSTED_PACKAGES = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
 """The environment variable of the trusted packages, separated by commas, for a machine or a work pool."""
 _PASSABLE = ("trainable", "space", "stop", "callbacks", "sync", "warm_start", "trial_job_variables")

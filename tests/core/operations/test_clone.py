@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import FunctionType
+from functools import partial
 
 import pytest
 
@@ -34,7 +33,7 @@ from tests.core.meetings import (
     with_a_clone_that_is_over,
     without_a_clone,
 )
-from tests.core.mutate import break_lines
+from tests.core.mutate import Mutant
 from tests.core.population import Member, own, promises_broken
 from tests.fakes.dying_store import Way
 from tests.fakes.memory_files import restored
@@ -271,19 +270,11 @@ def dies(story: str) -> Sequence[str]:
     return die_everywhere(before(SOURCE, CLONE), act, [Way.CRASH_BEFORE, Way.REPLY_LOST], enough=1).broken
 
 
-@dataclass(frozen=True)
-class Mutant:
-    finder: Callable[[str], Sequence[str]]
-    where: str
-    breaks: Mapping[Callable[..., object], dict[str, str]]
-
-
 _CLAIM = "append_as_guest(store, journal, say, stamp, side_by_side=side_by_side)"
 MUTANTS: Mapping[str, Mutant] = {
-    "clone without a claim": Mutant(meets, "clones while the source saves", {cloning.clone: {_CLAIM: "pass"}}),
+    "clone without a claim": Mutant(partial(meets, "clones while the source saves"), {cloning.clone: {_CLAIM: "pass"}}),
     "claim what is retired": Mutant(
-        meets,
-        "clones while the source saves",
+        partial(meets, "clones while the source saves"),
         {
             cloning._claimed: {
                 "if trial is None or not (is_live(trial, origin) or is_held(trial, origin)):": "if False:"
@@ -292,16 +283,14 @@ MUTANTS: Mapping[str, Mutant] = {
         },
     ),
     "delete what clones need": Mutant(
-        dies, "the source goes on", {trial_transitions.is_collectable: {" and not is_held(state, key)": ""}}
+        partial(dies, "the source goes on"), {trial_transitions.is_collectable: {" and not is_held(state, key)": ""}}
     ),
     "count nothing as needed by clones": Mutant(
-        dies,
-        "the source goes on",
+        partial(dies, "the source goes on"),
         {checkpoint_gc._reachable: {"*state.claims": ""}},
     ),
     "release a clone that is live": Mutant(
-        dies,
-        "the source is resumed",
+        partial(dies, "the source is resumed"),
         {
             cloning._is_over: {
                 "if trial is not None and is_live(trial, claim.clone):": "if False:",
@@ -311,8 +300,7 @@ MUTANTS: Mapping[str, Mutant] = {
         },
     ),
     "release a clone that may still be journaled": Mutant(
-        meets,
-        "clones while the source saves",
+        partial(meets, "clones while the source saves"),
         {
             cloning._is_over: {
                 "return trial is not None and not is_acceptable(trial, claim.clone.sequence)": "return True"
@@ -320,10 +308,11 @@ MUTANTS: Mapping[str, Mutant] = {
         },
     ),
     "never release": Mutant(
-        dies, "a clone is trained on, and retired", {cloning._released: {"if each.clone in clones": "if False"}}
+        partial(dies, "a clone is trained on, and retired"),
+        {cloning._released: {"if each.clone in clones": "if False"}},
     ),
     "a guest supersedes": Mutant(
-        meets, "clones while the source saves", {journal._after_guest: {"if not is_guests or": "if True or"}}
+        partial(meets, "clones while the source saves"), {journal._after_guest: {"if not is_guests or": "if True or"}}
     ),
 }
 
@@ -331,11 +320,4 @@ MUTANTS: Mapping[str, Mutant] = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> None:
-    mutant = MUTANTS[name]
-    for function, lines in mutant.breaks.items():
-        assert isinstance(function, FunctionType)
-        break_lines(monkeypatch, function, lines)
-    found = mutant.finder(mutant.where)
-    print(name, "->", found[:1])
-    assert found
-    record_property("figure: mutants of the package, each noticed", 1)
+    MUTANTS[name].require_noticed(monkeypatch, record_property)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from types import FunctionType
 
 import pytest
 
@@ -20,7 +19,7 @@ from prefect_tune.core.operations import delete_experiment
 from prefect_tune.core.operations import fork as forking
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.matrix import Explored
-from tests.core.mutate import break_lines
+from tests.core.mutate import Mutant
 from tests.core.operations.test_delete_experiment import cut_at_a_manifest, removed
 from tests.core.operations.test_fork import forked
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
@@ -291,38 +290,31 @@ def test_in_many_orders_they_break_no_promise(name: str, record_property: Record
 # --------------------------------------------------------------------------------------------- the suite itself
 
 
-@dataclass(frozen=True)
-class Mutant:
-    where: str
-    breaks: Mapping[Callable[..., object], dict[str, str]]
+def a_fork_is_harmed() -> Sequence[str]:
+    return one_within_the_other("it is forked", at_writes, enough=1).broken
 
 
 MUTANTS: Mapping[str, Mutant] = {
     "nobody looks for claims again": Mutant(
-        "it is forked", {delete_experiment.remove: {"    _require_unneeded(removal, sealed)\n": "    pass\n"}}
+        a_fork_is_harmed, {delete_experiment.remove: {"    _require_unneeded(removal, sealed)\n": "    pass\n"}}
     ),
     "clone what is being deleted": Mutant(
-        "it is forked",
+        a_fork_is_harmed,
         {
             cloning._claimed: {"if state.is_removed:": "if False:"},
             forking._require_stays: {"if now.is_removed or": "if 0 and"},
         },
     ),
     "a trial's journal is not opened": Mutant(
-        "it is forked", {delete_experiment._sealed: {"for each in own if": "for each in own if 0 and"}}
+        a_fork_is_harmed, {delete_experiment._sealed: {"for each in own if": "for each in own if 0 and"}}
     ),
-    "a fork does not look back": Mutant("it is forked", {forking._require_stays: {"if now.is_removed or": "if 0 and"}}),
+    "a fork does not look back": Mutant(
+        a_fork_is_harmed, {forking._require_stays: {"if now.is_removed or": "if 0 and"}}
+    ),
 }
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_property: Record) -> None:
-    mutant = MUTANTS[name]
-    for function, lines in mutant.breaks.items():
-        assert isinstance(function, FunctionType)
-        break_lines(monkeypatch, function, lines)
-    found = one_within_the_other(mutant.where, at_writes, enough=1).broken
-    print(name, "->", found[:1])
-    assert found
-    record_property("figure: mutants of the package, each noticed", 1)
+    MUTANTS[name].require_noticed(monkeypatch, record_property)

@@ -13,15 +13,16 @@ from prefect_tune.core.journal.journal import append, take_over
 from prefect_tune.core.journal.tolerant_read import Unreadable
 from prefect_tune.core.models import Stamp
 from prefect_tune.core.operations.maintenance_state import (
+    NOTHING_YET,
     Remembered,
     Round,
-    Untold,
+    UnreportedDamage,
+    after_report,
     amended,
     last_round,
     leave_round,
     next_round,
-    reported,
-    told_before,
+    reported_folders,
 )
 from prefect_tune.core.operations.scrub import Inspected, Inspection
 from prefect_tune.core.storage.documents import seal
@@ -37,8 +38,8 @@ def stamp(name: str = "m") -> Stamp:
     return Stamp(write_id=name, at="2026-11-21T08:00:00Z")
 
 
-def untold(key: CheckpointKey) -> Untold:
-    return Untold(trial="t", step=key.step, folder=key.folder, damage="torn")
+def untold(key: CheckpointKey) -> UnreportedDamage:
+    return UnreportedDamage(trial="t", step=key.step, folder=key.folder, damage="torn")
 
 
 def found(*damaged: CheckpointKey, **also: object) -> Inspection:
@@ -61,10 +62,10 @@ def rounds_on(store: MemoryStore) -> list[str]:
 
 def test_what_a_round_leaves_the_next_one_finds_and_earlier_ones_are_deleted(store: MemoryStore) -> None:
     known = last_round(store, NAME)
-    assert known == Remembered(0, None)
+    assert known == Remembered()
     for number in (1, 2, 3):
-        left = Round(write_id=f"w{number}", at="now", begins_at=number)
-        known = leave_round(store, NAME, known, lambda _, left=left: left)
+        left = Round(write_id=f"w{number}", at=stamp().at, begins_at=number)
+        known = leave_round(store, NAME, known, stamp(f"w{number}"), lambda _, left=left: left)
         assert known == last_round(store, NAME) == Remembered(number, left)
     assert rounds_on(store) == [maintenance_path(NAME, 3)]
 
@@ -72,36 +73,33 @@ def test_what_a_round_leaves_the_next_one_finds_and_earlier_ones_are_deleted(sto
 def test_of_two_at_the_same_time_neither_loses_what_it_has_to_tell(store: MemoryStore) -> None:
     known = last_round(store, NAME)
     for name, key in (("first", BAD), ("second", WORSE)):
-        leave_round(store, NAME, known, partial(amended, stamp=stamp(name), untold=[untold(key)]))
-    last = last_round(store, NAME).last
-    assert last
-    assert last.untold == (untold(BAD), untold(WORSE))
+        leave_round(store, NAME, known, stamp(name), partial(amended, unreported=[untold(key)]))
+    assert last_round(store, NAME).last.untold == (untold(BAD), untold(WORSE))
 
 
 def test_who_comes_so_late_that_its_number_is_free_again_writes_after_the_last(store: MemoryStore) -> None:
     late = last_round(store, NAME)
     for key in (BAD, WORSE):
-        leave_round(store, NAME, last_round(store, NAME), partial(amended, stamp=stamp(), untold=[untold(key)]))
+        leave_round(store, NAME, last_round(store, NAME), stamp(), partial(amended, unreported=[untold(key)]))
     assert rounds_on(store) == [maintenance_path(NAME, 2)]
-    left = leave_round(store, NAME, late, partial(amended, stamp=stamp("late"), told=["e/journal"]))
+    left = leave_round(store, NAME, late, stamp("late"), partial(amended, known=["e/journal"]))
     assert (left.number, rounds_on(store)) == (3, [maintenance_path(NAME, 3)])
-    assert left.last
     assert (left.last.told, left.last.untold) == (("e/journal",), (untold(BAD), untold(WORSE)))
 
 
 def test_who_is_never_fast_enough_says_so(store: MemoryStore) -> None:
-    def faster(last: Round | None) -> Round:
+    def faster(last: Round) -> Round:
         number = last_round(store, NAME).number + 1
         store.objects[maintenance_path(NAME, number)] = seal(Round(write_id=f"w{number}", at="now"))
-        return amended(last, stamp())
+        return amended(last)
 
     with pytest.raises(StoreUnavailable, match="faster"):
-        leave_round(store, NAME, Remembered(), faster)
+        leave_round(store, NAME, Remembered(), stamp(), faster)
 
 
 def test_a_round_that_cannot_be_read_is_none_and_its_number_is_taken(store: MemoryStore) -> None:
     store.objects[maintenance_path(NAME, 7)] = b"torn"
-    assert last_round(store, NAME) == Remembered(7, None)
+    assert last_round(store, NAME) == Remembered(7)
 
 
 @pytest.mark.parametrize(("times", "expected"), [(1, 4), (99, 3)])
@@ -109,7 +107,7 @@ def test_a_round_that_a_later_one_deletes_meanwhile_is_looked_for_again(times: i
     last = Round(write_id="last", at="now")
     vanishing = _Vanishing(times, lambda: vanishing.objects.update({maintenance_path(NAME, 4): seal(last)}))
     vanishing.objects[maintenance_path(NAME, 3)] = seal(last)
-    assert last_round(vanishing, NAME) == Remembered(expected, last if expected == 4 else None)
+    assert last_round(vanishing, NAME) == (Remembered(expected, last) if expected == 4 else Remembered(expected))
 
 
 class _Vanishing(MemoryStore):
@@ -131,7 +129,7 @@ class _Vanishing(MemoryStore):
 
 def test_nothing_is_left_beside_an_experiment_that_is_gone() -> None:
     store = MemoryStore()
-    assert leave_round(store, NAME, Remembered(), partial(amended, stamp=stamp())) == Remembered()
+    assert leave_round(store, NAME, Remembered(), stamp(), amended) == Remembered()
     assert store.objects == {}
 
 
@@ -139,35 +137,35 @@ def test_nothing_is_left_beside_an_experiment_that_is_gone() -> None:
 
 
 def test_damage_that_was_told_of_is_known_until_it_is_mended_or_put_aside() -> None:
-    first = next_round(None, stamp(), found(BAD, WORSE), [WORSE])
-    assert told_before(first) == {BAD.folder}
-    assert told_before(None) == frozenset()
-    assert told_before(next_round(first, stamp(), found(), ())) == {BAD.folder}
+    first = next_round(NOTHING_YET, found(BAD, WORSE), [WORSE])
+    assert reported_folders(first) == {BAD.folder}
+    assert reported_folders(NOTHING_YET) == frozenset()
+    assert reported_folders(next_round(first, found(), ())) == {BAD.folder}
     whole = Inspection(live=(BAD,), inspected=(Inspected(BAD),))
-    assert told_before(next_round(first, stamp(), whole, ())) == frozenset()
+    assert reported_folders(next_round(first, whole, ())) == frozenset()
 
 
 def test_what_is_untold_stays_so_until_it_is_reported_whatever_becomes_of_it() -> None:
-    before = amended(Round(write_id="w", at="then", begins_at=5), stamp(), untold=[untold(WORSE)])
-    assert (before.begins_at, before.untold, told_before(before)) == (5, (untold(WORSE),), frozenset())
-    after = next_round(before, stamp(), found(BAD, WORSE, ends_at=9), [WORSE], [untold(BAD)])
+    before = amended(Round(write_id="w", at="then", begins_at=5), unreported=[untold(WORSE)])
+    assert (before.begins_at, before.untold, reported_folders(before)) == (5, (untold(WORSE),), frozenset())
+    after = next_round(before, found(BAD, WORSE, ends_at=9), [WORSE], [untold(BAD)])
     assert (after.begins_at, after.told) == (9, (BAD.folder,))
     assert after.untold == (untold(WORSE), untold(BAD))
-    assert told_before(after) == frozenset()
-    told = reported(after, stamp(), [WORSE.folder, BAD.folder])
+    assert reported_folders(after) == frozenset()
+    told = after_report(after, [WORSE.folder, BAD.folder])
     assert (told.begins_at, told.untold) == (9, ())
-    assert told_before(told) == {BAD.folder}
+    assert reported_folders(told) == {BAD.folder}
 
 
 def test_a_damaged_journal_is_known_until_it_is_read_again() -> None:
     own, whole = JournalKey(experiment=NAME, trial="t").entries, JournalKey(experiment=NAME).entries
     bad = Unreadable(own, "torn", "t", is_damage=True)
-    first = next_round(None, stamp(), found(unreadable=(bad, Unreadable(BAD.folder, "away"))), ())
-    assert told_before(first) == {own}
-    second = next_round(first, stamp(), found(journals=(whole,)), ())
-    assert told_before(second) == {own}
-    assert told_before(next_round(second, stamp(), found(journals=(whole, own)), ())) == frozenset()
+    first = next_round(NOTHING_YET, found(unreadable=(bad, Unreadable(BAD.folder, "away"))), ())
+    assert reported_folders(first) == {own}
+    second = next_round(first, found(journals=(whole,)), ())
+    assert reported_folders(second) == {own}
+    assert reported_folders(next_round(second, found(journals=(whole, own)), ())) == frozenset()
 
 
 def test_a_round_with_nothing_untold_is_written_as_before_anything_could_be() -> None:
-    assert b"untold" not in seal(amended(None, stamp()))
+    assert b"untold" not in seal(amended(NOTHING_YET))

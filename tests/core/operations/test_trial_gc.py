@@ -23,7 +23,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest
 from prefect_tune.core.messages.process_messages import GoOn
 from prefect_tune.core.messages.trial_replies import answer
 from prefect_tune.core.operations import checkpoint_gc
-from prefect_tune.core.operations.quarantine import put_aside, reinstate
+from prefect_tune.core.operations.quarantine import quarantine, reinstate
 from prefect_tune.core.operations.trial_gc import Collected, collect_from, look_for_garbage, prune
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
@@ -95,7 +95,7 @@ def doubts(scene: Scene, store: ObjectStore) -> None:
     """Maintenance puts aside what it takes for damaged, and deletes what nobody needs then."""
     member = scene.members["s"]
     stamp = scene.chronicle.stamp()
-    retried(lambda: put_aside(store, member.key, {newest(member): "doubted"}, stamp, side_by_side=map))
+    retried(lambda: quarantine(store, member.key, {newest(member): "doubted"}, stamp, side_by_side=map))
     collects()(scene, store)
 
 
@@ -428,7 +428,7 @@ def test_of_a_trial_that_is_not_there_nothing_is_put_aside_reinstated_or_collect
     nobody = TrialKey(experiment="nobodys", trial="t")
     key, stamp = CheckpointKey(trial=nobody, step=1, sequence=1), scene.chronicle.stamp()
     before = dict(scene.store.objects)
-    assert put_aside(scene.store, nobody, {key: "damaged"}, stamp, side_by_side=map) == []
+    assert quarantine(scene.store, nobody, {key: "damaged"}, stamp, side_by_side=map) == []
     assert reinstate(scene.store, nobody, [key], stamp, side_by_side=map) == []
     assert look_for_garbage(scene.store, nobody, side_by_side=map) == Collected("t")
     assert collect_from(scene.store, nobody, stamp, side_by_side=map) == Collected("t")

@@ -280,6 +280,16 @@ def test_each_code_means_the_same_in_the_text_of_another_client(text: str) -> No
         assert row.advice in str(said)
 
 
+def _arrow_s3(server: Canned) -> fs.S3FileSystem:
+    return fs.S3FileSystem(
+        access_key="k",
+        secret_key="s",
+        region="us-east-1",
+        endpoint_override=server.url,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
+    )
+
+
 @pytest.mark.parametrize(
     ("status", "code", "kind"),
     [
@@ -294,18 +304,19 @@ def test_pyarrow_itself_writes_the_code_where_it_is_looked_for(
     server: Canned, status: int, code: str, kind: type[TuneError]
 ) -> None:
     _answer(server, "s3", status, code)
-    client = fs.S3FileSystem(
-        access_key="k",
-        secret_key="s",
-        region="us-east-1",
-        endpoint_override=server.url,
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
-    )
     with pytest.raises(OSError, match="AWS Error") as raised:
-        client.open_output_stream("bucket/runs/AccessDenied/SlowDown.ckpt")
+        _arrow_s3(server).open_output_stream("bucket/runs/AccessDenied/SlowDown.ckpt")
     said = as_arrow_error(raised.value, "write")
     assert type(said) is kind
     assert CODES[code].advice in str(said)
+
+
+@pytest.mark.parametrize(("status", "code"), [(403, "InvalidObjectState"), (400, "InvalidRequest")])
+def test_a_code_that_pyarrow_has_no_name_for_is_final(server: Canned, status: int, code: str) -> None:
+    _answer(server, "s3", status, code)
+    with pytest.raises(OSError, match=r"AWS Error \[code ") as raised:
+        _arrow_s3(server).open_output_stream("bucket/a")
+    assert type(as_arrow_error(raised.value, "write")) is StoreRefused
 
 
 def test_pyarrow_itself_writes_the_reason_that_google_gives(server: Canned) -> None:

@@ -23,17 +23,6 @@ from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import in_digits, number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = [
-    "ArtifactFile",
-    "ArtifactIndex",
-    "ArtifactPart",
-    "beyond_use",
-    "files_folder",
-    "newest_index",
-    "part_path",
-    "publish_index",
-]
-
 _INDEXES_KEPT = 8
 _Count = Annotated[int, Field(ge=0)]
 

@@ -9,8 +9,6 @@ from pydantic import Field
 
 from prefect_tune.core.models import Value
 
-__all__ = ["Cadence"]
-
 
 class Cadence(Value):
     """When a class trainable saves: whichever comes first.

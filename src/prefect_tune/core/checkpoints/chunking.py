@@ -12,8 +12,6 @@ from typing import Protocol
 
 from prefect_tune.core.models import Digest, digest_of
 
-__all__ = ["BLOB_BYTES", "CHUNK_BYTES", "FileStat", "Piece", "Source", "blob_digest", "groups", "pieces"]
-
 CHUNK_BYTES = 4 * 1024 * 1024
 BLOB_BYTES = 16 * 1024 * 1024
 

@@ -26,8 +26,6 @@ from prefect_tune.core.storage.documents import as_read_back
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["CommitResult", "ParallelMap", "Reusable", "commit", "publish", "reusable"]
-
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 

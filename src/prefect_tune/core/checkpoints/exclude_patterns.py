@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-__all__ = ["NEVER_ARTIFACTS", "is_excluded"]
-
 NEVER_ARTIFACTS = (
     "./checkpoint_-00001*",
     "./checkpoint_tmp*",

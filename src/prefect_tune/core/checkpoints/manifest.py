@@ -13,8 +13,6 @@ from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 
-__all__ = ["About", "BlobRef", "ChunkRef", "FileRef", "Manifest", "decode_manifest", "encode_manifest"]
-
 _Count = Annotated[int, Field(ge=0, lt=2**53)]  # the range of every JSON reader, and of every store's offsets
 
 

@@ -25,8 +25,6 @@ from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["newest_metadata", "plain_metadata", "revise_metadata"]
-
 _TRIES = 1000  # each lost race is another writer's success; the store's deadline ends the loop earlier
 
 

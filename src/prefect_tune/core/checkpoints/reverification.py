@@ -18,8 +18,6 @@ from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.layout import blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["Reverification", "Unverified", "due_reads", "verify_read"]
-
 _HASH_DIGITS = 8
 
 

@@ -12,8 +12,6 @@ from prefect_tune.core.errors import CheckpointCorrupt, ObjectNotFound
 from prefect_tune.core.models import digest_of
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["NoSink", "Read", "Sink", "fetch", "reads"]
-
 
 class Sink(Protocol):
     """The destination of restored bytes, such as a fresh directory that is not visible until it is complete."""

@@ -73,11 +73,11 @@ class CheckpointRef(Value):
 
 
 class QuarantinedCheckpoint(Value):
-    """A checkpoint that is put aside: not used, its bytes are kept; it can be reinstated or retired."""
+    """A checkpoint that is quarantined: not used, its bytes are kept; it can be reinstated or retired."""
 
     checkpoint: CheckpointRef
     since: int
-    """The number of the entry that put it aside."""
+    """The number of the entry that quarantined it."""
     reason: str
 
 

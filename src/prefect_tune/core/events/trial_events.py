@@ -20,6 +20,7 @@ __all__ = [
     "Committed",
     "Decided",
     "ExternalWriterEvent",
+    "ExternallyQuarantined",
     "Finished",
     "GaveUp",
     "Inherited",
@@ -27,7 +28,6 @@ __all__ = [
     "Paused",
     "Pinned",
     "Pruned",
-    "PutAside",
     "Quarantined",
     "Questioned",
     "Rebased",
@@ -120,7 +120,7 @@ class Quarantined(TrialEvent):
     sequence: int
     reason: Message
     kills: bool = False
-    """Whether it is put aside because the trainable dies from it; its bytes are undamaged."""
+    """Whether it is quarantined because the trainable dies from it; its bytes are undamaged."""
 
 
 class Pinned(TrialEvent):
@@ -182,7 +182,7 @@ class Released(TrialEvent):
     clone: CheckpointKey
 
 
-class PutAside(TrialEvent):
+class ExternallyQuarantined(TrialEvent):
     """As `Quarantined`, for damage that another process than the owner found. By an external writer, as `Claimed`.
 
     Unlike `Retired` it is no limit for `is_acceptable`; a save that began before it is refused by `SaveOvertaken`.
@@ -194,7 +194,7 @@ class PutAside(TrialEvent):
 
 
 class Reinstated(TrialEvent):
-    """A checkpoint that was put aside or quarantined is used again. Written by an external writer, as `Claimed`."""
+    """A checkpoint that was quarantined is used again. Written by an external writer, as `Claimed`."""
 
     type: Literal["reinstated"] = "reinstated"
     sequence: int
@@ -274,7 +274,7 @@ class Decided(TrialEvent):
     decision: Decision
 
 
-ExternalWriterEvent: TypeAlias = Claimed | Released | PutAside | Reinstated | Pruned
+ExternalWriterEvent: TypeAlias = Claimed | Released | ExternallyQuarantined | Reinstated | Pruned
 """Events of external writers: an entry that holds only these does not supersede the owner."""
 OneTrialsEvent: TypeAlias = (
     Started

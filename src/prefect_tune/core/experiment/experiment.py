@@ -159,7 +159,7 @@ def following(experiment: Experiment, entry: Entry, digest: Digest) -> Experimen
     """As `apply`, for an entry that is about to be written.
 
     Raises:
-        SaveOvertaken: the entry commits a save that began before a checkpoint of its trial was put aside.
+        SaveOvertaken: the entry commits a save that began before a checkpoint of its trial was quarantined.
     """
     _require_not_overtaken(experiment, entry)
     return apply(experiment, entry, digest)
@@ -172,7 +172,7 @@ def _require_not_overtaken(experiment: Experiment, entry: Entry) -> None:
         if trial is not None and isinstance(event, Committed) and is_overtaken(trial, event.checkpoint.sequence):
             raise SaveOvertaken(
                 f"{experiment.key}: step {event.checkpoint.step} of trial {trial.trial!r} was saved while a checkpoint "
-                "was put aside, and may share its damaged blobs: save it again"
+                "was quarantined, and may share its damaged blobs: save it again"
             )
 
 

@@ -40,7 +40,7 @@ class FailurePolicy(Value):
             Default: 10.
         max_restarts: restarts of the whole run by automations in a row, without a commit or a decision in between.
             Default: 5.
-        quarantine_after: deaths before the first step, after which the checkpoint that was loaded is put aside.
+        quarantine_after: deaths before the first step, after which the checkpoint that was loaded is quarantined.
             Default: 3.
     """
 
@@ -55,7 +55,7 @@ class FailurePolicy(Value):
     )
     quarantine_after: Annotated[int, Field(ge=1)] = Field(
         default=3,
-        description="Deaths before the first step, after which the checkpoint that was loaded is put aside.",
+        description="Deaths before the first step, after which the checkpoint that was loaded is quarantined.",
     )
 
 
@@ -66,7 +66,7 @@ class TryAgain:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Put this checkpoint aside, then start another attempt from the one before it."""
+    """Quarantine this checkpoint, then start another attempt from the one before it."""
 
     sequence: int
     reason: str

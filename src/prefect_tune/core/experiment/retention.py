@@ -62,9 +62,9 @@ def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[in
 def retired_aside(
     aside: Sequence[QuarantinedCheckpoint], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
-    """Return checkpoints put aside that `policy` would retire if they were live beside `checkpoints`.
+    """Return quarantined checkpoints that `policy` would retire if they were live beside `checkpoints`.
 
-    A checkpoint put aside may be undamaged, and be reinstated. Therefore it is returned only when the trial has as
+    A quarantined checkpoint may be undamaged, and be reinstated. Therefore it is returned only when the trial has as
     many newer live checkpoints as the policy always keeps (`last`, or 1).
     """
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):

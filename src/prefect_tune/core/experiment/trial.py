@@ -148,7 +148,7 @@ def is_live(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
 
 
 def is_aside(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
-    """Return whether `checkpoint` is put aside: not used, but it can be reinstated."""
+    """Return whether `checkpoint` is quarantined: not used, but it can be reinstated."""
     refs = (each.checkpoint for each in trial.aside)
     return any((each.step, each.sequence) == (checkpoint.step, checkpoint.sequence) for each in refs)
 
@@ -156,14 +156,14 @@ def is_aside(trial: Trial, checkpoint: CheckpointKey | Claim) -> bool:
 def parent_of_next(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
     """Return the checkpoint whose bytes the next save may reuse: the newest one, or none.
 
-    None where the newest one is older than one that was put aside: they may share the damaged blobs.
+    None where the newest one is older than one that was quarantined: they may share the damaged blobs.
     """
     newest = newest_key(folder, trial)
     return None if newest is None or is_overtaken(trial, newest.sequence) else newest
 
 
 def is_overtaken(trial: Trial, sequence: int) -> bool:
-    """Return whether a checkpoint was put aside after the save that began at entry `sequence`."""
+    """Return whether a checkpoint was quarantined after the save that began at entry `sequence`."""
     return any(sequence < each.since for each in trial.aside)
 
 
@@ -171,7 +171,7 @@ def reused_from(trial: Trial) -> int:
     """Return the entry since which the next save may reuse blobs that no live checkpoint refers to.
 
     Blobs begun before the last retirement may be deleted at any time; those that existed when a checkpoint
-    was put aside may be the damaged ones.
+    was quarantined may be the damaged ones.
     """
     return max((trial.collected_up_to, *(each.since for each in trial.aside)))
 
@@ -195,7 +195,7 @@ def is_acceptable(trial: Trial, sequence: int) -> bool:
 def is_collectable(state: Trial, key: CheckpointKey) -> bool:
     """Return whether the bytes of `key` may be deleted, now and at any later time.
 
-    True if it is not live, not put aside, needed by no clone, and was begun before the last retirement in
+    True if it is not live, not quarantined, needed by no clone, and was begun before the last retirement in
     `state`. Then no later save reuses it, here or in a process that takes over during the deletion, and no
     new clone of it can be claimed.
     """

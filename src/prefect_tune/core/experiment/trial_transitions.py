@@ -15,6 +15,7 @@ from prefect_tune.core.events.experiment_events import (
     Cloned,
     Committed,
     Decided,
+    ExternallyQuarantined,
     Finished,
     GaveUp,
     Inherited,
@@ -22,7 +23,6 @@ from prefect_tune.core.events.experiment_events import (
     Paused,
     Pinned,
     Pruned,
-    PutAside,
     Quarantined,
     QuarantinedCheckpoint,
     Rebased,
@@ -106,7 +106,16 @@ _ONLY_WHILE_RUNNING = (Reported, Committed)
 _ONLY_WHILE_WAITING = (Cloned,)
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
 _OfCheckpoints: TypeAlias = (
-    Committed | Retired | Pruned | Quarantined | PutAside | Reinstated | Pinned | Inherited | Claimed | Released
+    Committed
+    | Retired
+    | Pruned
+    | Quarantined
+    | ExternallyQuarantined
+    | Reinstated
+    | Pinned
+    | Inherited
+    | Claimed
+    | Released
 )
 _CHANGES_STATUS = frozenset(event for _, event in NEXT)
 
@@ -168,8 +177,8 @@ def _stored(trial: Trial, event: _OfCheckpoints, number: int) -> Trial:
             return _retired(trial, event.retires, number)
         case Quarantined():
             return _quarantined(trial, event, number)
-        case PutAside():
-            return _put_aside(trial, event, number)
+        case ExternallyQuarantined():
+            return _set_aside(trial, event, number)
         case Reinstated():
             return _reinstated(trial, event.sequence)
         case Pinned():
@@ -209,7 +218,7 @@ def _reported(trial: Trial, report: StepReport) -> Trial:
 
 def _started(trial: Trial, event: Started) -> Trial:
     unheard = (each.checkpoint for each in trial.aside if each.since > trial.collected_up_to)
-    known = (*trial.checkpoints, *unheard)  # an external writer may put it aside after it was restored
+    known = (*trial.checkpoints, *unheard)  # an external writer may quarantine it after it was restored
     start = next((each for each in known if each.sequence == event.from_sequence), None)
     _require_lawful(trial, event, start)
     again = event.from_sequence == trial.started_from
@@ -308,7 +317,7 @@ def _require_acceptable(trial: Trial, checkpoint: CheckpointRef) -> None:
 
 
 def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
-    """Retire live checkpoints, and those put aside: these cannot be reinstated then, and are deleted as any other."""
+    """Retire live and quarantined checkpoints: the latter cannot be reinstated then, and are deleted as any other."""
     left = tuple(each for each in trial.checkpoints if each.sequence not in sequences)
     gone = {each.checkpoint.sequence for each in trial.aside} & set(sequences)
     return trial.model_copy(
@@ -322,14 +331,14 @@ def _retired(trial: Trial, sequences: tuple[int, ...], number: int) -> Trial:
 
 
 def _quarantined(trial: Trial, event: Quarantined, number: int) -> Trial:
-    """Put it aside, and let no later save reuse its blobs: one of them may be damaged."""
-    trial = _put_aside(trial, event, number)
+    """Quarantine it, and let no later save reuse its blobs: one of them may be damaged."""
+    trial = _set_aside(trial, event, number)
     blamed = trial.blamed_checkpoints + event.kills
     return trial.model_copy(update={"blamed_checkpoints": blamed, "collected_up_to": number})
 
 
-def _put_aside(trial: Trial, event: Quarantined | PutAside, number: int) -> Trial:
-    """Put a checkpoint aside; one that was never committed is only listed as quarantined: it cannot be reinstated."""
+def _set_aside(trial: Trial, event: Quarantined | ExternallyQuarantined, number: int) -> Trial:
+    """Quarantine a checkpoint; one that was never committed is only listed as quarantined: it cannot be reinstated."""
     found = [each for each in trial.checkpoints if each.sequence == event.sequence]
     aside = (QuarantinedCheckpoint(checkpoint=each, since=number, reason=event.reason) for each in found)
     known = trial.quarantined if event.sequence in trial.quarantined else (*trial.quarantined, event.sequence)

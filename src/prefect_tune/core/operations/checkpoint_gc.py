@@ -20,9 +20,7 @@ from prefect_tune.core.recovery.stale_reads import OutdatedStateError, require_s
 from prefect_tune.core.storage.layout import CheckpointKey, CheckpointName, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
 
-__all__ = ["LetGo", "collect", "is_collectable", "leftover", "nothing_let_go", "orphans"]
-
-LetGo: TypeAlias = Callable[[CheckpointKey, CheckpointKey], int]
+Release: TypeAlias = Callable[[CheckpointKey, CheckpointKey], int]
 """Called with a clone and its origin before the clone is deleted; returns the number of objects it deleted itself."""
 
 
@@ -35,7 +33,7 @@ class _Doomed:
     origin: CheckpointKey | None = None
 
 
-def nothing_let_go(clone: CheckpointKey, origin: CheckpointKey) -> int:
+def release_nothing(clone: CheckpointKey, origin: CheckpointKey) -> int:
     """Release nothing: the owner of the origin finds the claim to be over."""
     del clone, origin
     return 0
@@ -48,7 +46,7 @@ def collect(  # noqa: PLR0913 - the last one is for callers that handle clones
     doomed: Collection[CheckpointKey],
     *,
     side_by_side: ParallelMap,
-    let_go: LetGo = nothing_let_go,
+    release: Release = release_nothing,
 ) -> int:
     """Delete retired checkpoints: blobs that no other checkpoint needs, metadata, then manifests.
 
@@ -64,7 +62,7 @@ def collect(  # noqa: PLR0913 - the last one is for callers that handle clones
     """
     while True:
         try:
-            return _collected(store, trial, state, doomed, side_by_side, let_go)
+            return _collected(store, trial, state, doomed, side_by_side, release)
         except OutdatedStateError as outdated:
             state = outdated.current
 
@@ -75,7 +73,7 @@ def _collected(  # noqa: PLR0913, PLR0917 - as `collect`
     state: Trial,
     doomed: Iterable[CheckpointKey],
     side_by_side: ParallelMap,
-    let_go: LetGo,
+    release: Release,
 ) -> int:
     keys = [key for key in doomed if is_collectable(state, key)]
     found = [each for each in side_by_side(lambda key: _doomed(store, key), keys) if each is not None]
@@ -86,12 +84,12 @@ def _collected(  # noqa: PLR0913, PLR0917 - as `collect`
     store.delete(ours)
     store.delete([each.path for key in keys for each in store.list(key.metadata_folder)])
     store.delete([each.key.manifest_path for each in found if each.origin is None])
-    let_go_of = [_let_go(store, each.key, each.origin, let_go) for each in found if each.origin is not None]
-    return len(ours) + len(found) + sum(let_go_of)
+    released = [_release(store, each.key, each.origin, release) for each in found if each.origin is not None]
+    return len(ours) + len(found) + sum(released)
 
 
-def _let_go(store: ObjectStore, clone: CheckpointKey, origin: CheckpointKey, let_go: LetGo) -> int:
-    deleted = let_go(clone, origin)
+def _release(store: ObjectStore, clone: CheckpointKey, origin: CheckpointKey, release: Release) -> int:
+    deleted = release(clone, origin)
     store.delete([clone.manifest_path])
     return deleted
 
@@ -116,7 +114,7 @@ def orphans(store: ObjectStore, trial: TrialKey, state: Trial, *, side_by_side: 
     """Return the blobs that neither a live checkpoint nor a clone refers to, and that no save will ever reuse.
 
     Interrupted saves leave them, and so do deletions of unreadable manifests. They may be deleted at any time.
-    Blobs of checkpoints that were put aside are not among them: these may be reinstated.
+    Blobs of checkpoints that were quarantined are not among them: these may be reinstated.
 
     Raises:
         CheckpointCorrupt: a manifest that is live, or that a clone needs, is missing or unreadable.
@@ -143,7 +141,7 @@ def _doomed(store: ObjectStore, key: CheckpointKey) -> _Doomed | None:
 
 
 def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: ParallelMap) -> set[str]:
-    """Return the paths of blobs of checkpoints that are live, that a clone needs, or that were put aside."""
+    """Return the paths of blobs of checkpoints that are live, that a clone needs, or that were quarantined."""
     needed: Sequence[CheckpointName] = (*state.checkpoints, *state.claims)
     keys = dict.fromkeys(trial.checkpoint_key(each) for each in needed)
     found = dict(side_by_side(lambda key: (key, _needed(store, key)), keys))
@@ -154,7 +152,7 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial, side_by_side: 
 
 
 def _aside(store: ObjectStore, trial: TrialKey, aside: QuarantinedCheckpoint) -> frozenset[str]:
-    """Return the blobs of a checkpoint put aside; if its manifest is unreadable, all blobs up to its sequence."""
+    """Return the blobs of a quarantined checkpoint; if its manifest is unreadable, all blobs up to its sequence."""
     ref = aside.checkpoint
     try:
         return read_manifest(store, trial.checkpoint_key(ref)).blob_paths()

@@ -47,8 +47,6 @@ from prefect_tune.core.recovery.stale_reads import journal_of, trial_in
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["claims_over", "clear", "clone", "let_go", "let_go_of_all", "newest_of", "settle"]
-
 
 def newest_of(store: ObjectStore, trial: TrialKey, *, side_by_side: ParallelMap) -> CheckpointKey:
     """Return the newest checkpoint in the journal of `trial`, from which its next attempt would start.
@@ -168,8 +166,8 @@ def clear(  # noqa: PLR0913 - as `collect`, and a stamp for its entries in other
     """
     if any(is_held(state, key) for key in doomed):
         state = settle(store, trial, doomed, stamp, side_by_side=side_by_side)
-    lets_go = partial(let_go, store, stamp, side_by_side)
-    return collect(store, trial, state, doomed, side_by_side=side_by_side, let_go=lets_go)
+    releases = partial(release, store, stamp, side_by_side)
+    return collect(store, trial, state, doomed, side_by_side=side_by_side, release=releases)
 
 
 def settle(
@@ -199,7 +197,7 @@ def claims_over(
     return [each for each in claims if _is_over(store, each, side_by_side)]
 
 
-def let_go(
+def release(
     store: ObjectStore, stamp: Stamp, side_by_side: ParallelMap, clone: CheckpointKey, origin: CheckpointKey
 ) -> int:
     """Release a retired clone, which can never be a checkpoint again. Returns the number of deleted objects."""
@@ -209,7 +207,7 @@ def let_go(
     return _collect_released(store, origin.trial, after, [origin], side_by_side)
 
 
-def let_go_of_all(
+def release_all(
     store: ObjectStore, stamp: Stamp, trial: TrialKey, experiment: str, origins: Collection[CheckpointKey]
 ) -> int:
     """Release every clone of `trial`'s checkpoints in `experiment`, which is being deleted, and every claim for one.

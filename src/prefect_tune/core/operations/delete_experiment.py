@@ -27,13 +27,11 @@ from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import LoadedJournal, append, load, read, take_over
 from prefect_tune.core.models import Stamp
-from prefect_tune.core.operations.clone import let_go_of_all, settle
+from prefect_tune.core.operations.clone import release_all, settle
 from prefect_tune.core.recovery.deleted_journals import is_deletion
 from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, number_in
 from prefect_tune.core.storage.object_store import ObjectStore
-
-__all__ = ["remove"]
 
 _ROUNDS = 16
 _PARTS_OF_A_TRIALS_ENTRY = 5
@@ -204,7 +202,7 @@ def _is_gone(store: ObjectStore, claim: Claim) -> bool:
     return not any(store.list(key.entries) for key in journals)
 
 
-def _let_go(removal: _Removal, sealed: Sequence[Experiment], listed: Sequence[str]) -> int:
+def _release_claims(removal: _Removal, sealed: Sequence[Experiment], listed: Sequence[str]) -> int:
     """Release this experiment's claims in the experiments that it was forked from.
 
     Its manifests name them; for clones without a manifest, or with a damaged one, its journal names the origins.
@@ -214,12 +212,12 @@ def _let_go(removal: _Removal, sealed: Sequence[Experiment], listed: Sequence[st
     for name in _origins(removal, sealed):
         for trial in trials:
             held.setdefault(TrialKey(experiment=name, trial=trial), [])
-    let_go = partial(_let_go_in, removal)
-    return sum(removal.side_by_side(let_go, held.items()))
+    release = partial(_release_in, removal)
+    return sum(removal.side_by_side(release, held.items()))
 
 
-def _let_go_in(removal: _Removal, held: tuple[TrialKey, Sequence[CheckpointKey]]) -> int:
-    return let_go_of_all(removal.store, removal.stamp, held[0], removal.experiment, held[1])
+def _release_in(removal: _Removal, held: tuple[TrialKey, Sequence[CheckpointKey]]) -> int:
+    return release_all(removal.store, removal.stamp, held[0], removal.experiment, held[1])
 
 
 def _held_elsewhere(removal: _Removal, listed: Sequence[str]) -> dict[TrialKey, list[CheckpointKey]]:
@@ -265,7 +263,7 @@ def _origins(removal: _Removal, sealed: Sequence[Experiment]) -> Sequence[str]:
 def _delete(removal: _Removal, sealed: Sequence[Experiment]) -> int:
     """Delete every object, and those that a process superseded during an upload writes meanwhile."""
     listed = [each.path for each in removal.store.list(removal.experiment)]
-    deleted = _let_go(removal, sealed, listed)
+    deleted = _release_claims(removal, sealed, listed)
     said_at = {state.key: state.opened_at for state in sealed}
     for _ in range(_ROUNDS):
         if not listed or _is_another_one(removal):

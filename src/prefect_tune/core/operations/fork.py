@@ -44,8 +44,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.shared_writers import require_conditional_create
 
-__all__ = ["Fork", "Past", "begin_fork", "deleted_since", "fork", "past_of"]
-
 # A stop request that was not carried out by then was meant for the origin.
 _NOT_OF_THE_PAST = Opened | Adopted | Described | ForkBegun | Forked | StopAsked | RemovalBegun | RemovalGivenUp
 _NOT_OF_A_TRIALS_PAST = Opened | Absorbed | RemovalBegun | RemovalGivenUp
@@ -210,11 +208,11 @@ def _forked(  # noqa: PLR0913, PLR0917 - one trial of what `fork` is given
     return Rebased(trial=trial.trial, checkpoints=there.checkpoints, absorbed=state.number), lost
 
 
-def _opened(store: ObjectStore, into: Experiment, trial: str, told: Sequence[Event], stamp: Stamp) -> Experiment:
+def _opened(store: ObjectStore, into: Experiment, trial: str, past: Sequence[Event], stamp: Stamp) -> Experiment:
     if into.owner is None:
         raise InvalidInput(f"{into.key}: no owner has opened it")
     key = JournalKey(experiment=into.name, trial=trial)
-    first = (*told, Rebased(trial=trial))
+    first = (*past, Rebased(trial=trial))
     also = partial(_unless_there, first=first)
     opened = take_over(store, key, into.owner, stamp, side_by_side=map, also=also)
     entry = history(store, key, side_by_side=map)[0] if opened.epoch > 1 else None

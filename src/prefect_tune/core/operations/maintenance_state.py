@@ -1,8 +1,8 @@
 """The state that one maintenance round leaves to the next: where to continue, and which damage was reported or not yet.
 
 It is stored on the target as numbered documents, each written once, so that a round that dies loses nothing. A
-checkpoint that is put aside is not found damaged by later rounds: so its damage is stored here as not yet reported
-before it is put aside, and removed from there once it was reported.
+checkpoint that is quarantined is not found damaged by later rounds: so its damage is stored here as not yet reported
+before it is quarantined, and removed from there once it was reported.
 """
 
 from __future__ import annotations
@@ -22,24 +22,10 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, maintena
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.storage.shared_writers import require_conditional_create
 
-__all__ = [
-    "Change",
-    "Remembered",
-    "Round",
-    "Untold",
-    "amended",
-    "last_number",
-    "last_round",
-    "leave_round",
-    "next_round",
-    "reported",
-    "told_before",
-]
-
 _RACES = 16
 
 
-class Untold(Value):
+class UnreportedDamage(Value):
     """Damage that was found, and is not reported yet."""
 
     trial: str | None = None
@@ -49,7 +35,7 @@ class Untold(Value):
     folder: str
     damage: str
     is_aside: bool = False
-    """Whether it was put aside, or about to be by a round that died: then it is aside now, or is found again."""
+    """Whether it was quarantined, or about to be by a round that died: then it is aside now, or is found again."""
 
 
 class Round(Document):
@@ -63,25 +49,26 @@ class Round(Document):
     """The place on the ring at which the next round begins."""
     told: tuple[str, ...] = ()
     """The folders of checkpoints and journals that are known to be damaged, and still are."""
-    untold: tuple[Untold, ...] = ()
+    untold: tuple[UnreportedDamage, ...] = ()
     """The damage that the next round has to report, even if it is repaired by then."""
 
     @model_serializer(mode="wrap")
-    def _says_what_is_untold(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+    def _without_empty_untold(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Leave out an empty `untold`, as in documents written before this field existed."""
         return without_unset(dump(self), "untold")
 
 
+NOTHING_YET = Round(write_id="", at="")
+Change = Callable[[Round], Round]
+"""Returns a round's state, given that of the round before it; `leave_round` adds the stamp."""
+
+
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """The number of an experiment's last round, 0 where there was none, and its state, None if that is unreadable."""
+    """The number of an experiment's last round, 0 where there was none, and its state, empty if that is unreadable."""
 
     number: int = 0
-    last: Round | None = None
-
-
-Change = Callable[[Round | None], Round]
-"""Returns a round's state, given that of the round before it."""
+    last: Round = NOTHING_YET
 
 
 def last_number(store: ObjectStore, experiment: str) -> int:
@@ -103,7 +90,7 @@ def last_round(store: ObjectStore, experiment: str) -> Remembered:
     return Remembered(number)
 
 
-def leave_round(store: ObjectStore, experiment: str, known: Remembered, change: Change) -> Remembered:
+def leave_round(store: ObjectStore, experiment: str, known: Remembered, stamp: Stamp, change: Change) -> Remembered:
     """Write the state of the round after `known`, the last one, as `change` returns it; return what was written.
 
     If another process was faster, `change` is called again with the state that it left, so that neither loses damage
@@ -118,7 +105,8 @@ def leave_round(store: ObjectStore, experiment: str, known: Remembered, change: 
         return known
     require_conditional_create(store, maintenance_folder(experiment))
     for _ in range(_RACES):
-        number, left = known.number + 1, change(known.last)
+        number = known.number + 1
+        left = change(known.last).model_copy(update={"write_id": stamp.write_id, "at": stamp.at})
         if _is_last(store, experiment, number, left):
             return Remembered(number, left)
         known = last_round(store, experiment)
@@ -147,55 +135,35 @@ def _numbers(store: ObjectStore, experiment: str) -> Sequence[int]:
 # ----------------------------------------------------------------------------------------------- state changes
 
 
-def told_before(last: Round | None) -> frozenset[str]:
+def reported_folders(last: Round) -> frozenset[str]:
     """Return the folders of damaged objects that were reported."""
-    return frozenset(last.told) - {each.folder for each in last.untold} if last else frozenset()
+    return frozenset(last.told) - {each.folder for each in last.untold}
 
 
 def next_round(
-    last: Round | None,
-    stamp: Stamp,
+    last: Round,
     inspection: Inspection,
-    aside: Collection[CheckpointKey],
-    untold: Sequence[Untold] = (),
+    quarantined: Collection[CheckpointKey],
+    unreported: Sequence[UnreportedDamage] = (),
 ) -> Round:
-    """Return the state after a round with this `inspection`; checkpoints put `aside` no longer count as damage."""
-    known = frozenset(last.told if last else ())
+    """Return the state after a round with this `inspection`; `quarantined` checkpoints no longer count as damage."""
     live = {key.folder for key in inspection.live}
     seen = {each.key.folder for each in inspection.inspected}.union(inspection.journals)
-    still = {folder for folder in known - seen if folder in live or _is_journal(folder)}
-    now = {each.key.folder for each in inspection.damaged if each.key not in aside}
+    still = {folder for folder in {*last.told} - seen if folder in live or folder.endswith("/journal")}
+    now = {each.key.folder for each in inspection.damaged if each.key not in quarantined}
     journals = {each.folder for each in inspection.unreadable if each.is_damage}
-    return Round(
-        write_id=stamp.write_id,
-        at=stamp.at,
-        begins_at=inspection.ends_at,
-        told=tuple(sorted({*still, *now, *journals})),
-        untold=_with(last, untold),
-    )
+    told = tuple(sorted({*still, *now, *journals}))
+    return amended(last.model_copy(update={"begins_at": inspection.ends_at, "told": told}), unreported=unreported)
 
 
-def amended(last: Round | None, stamp: Stamp, *, told: Collection[str] = (), untold: Sequence[Untold] = ()) -> Round:
-    """Return the last state with `told` and `untold` added, for a round that has read nothing, or nothing yet."""
-    return Round(
-        write_id=stamp.write_id,
-        at=stamp.at,
-        begins_at=last.begins_at if last else 0,
-        told=tuple(sorted({*(last.told if last else ()), *told})),
-        untold=_with(last, untold),
-    )
+def amended(last: Round, *, known: Collection[str] = (), unreported: Sequence[UnreportedDamage] = ()) -> Round:
+    """Return the last state with `known` and `unreported` damage added, for a round that has read nothing yet."""
+    both = {each.folder: each for each in (*last.untold, *unreported)}
+    told = tuple(sorted({*last.told, *known}))
+    return last.model_copy(update={"told": told, "untold": tuple(both.values())})
 
 
-def reported(last: Round | None, stamp: Stamp, folders: Collection[str]) -> Round:
+def after_report(last: Round, folders: Collection[str]) -> Round:
     """Return the state after the damage of `folders` was reported."""
-    same = amended(last, stamp)
-    return same.model_copy(update={"untold": tuple(each for each in same.untold if each.folder not in folders)})
-
-
-def _with(last: Round | None, untold: Sequence[Untold]) -> tuple[Untold, ...]:
-    both = {each.folder: each for each in (*(last.untold if last else ()), *untold)}
-    return tuple(both.values())
-
-
-def _is_journal(folder: str) -> bool:
-    return folder.endswith("/journal")
+    untold = tuple(each for each in last.untold if each.folder not in folders)
+    return last.model_copy(update={"untold": untold})

@@ -1,4 +1,4 @@
-"""Put a damaged checkpoint aside, or reinstate one, in a journal of another owner.
+"""Quarantine a damaged checkpoint, or reinstate one, in a journal of another owner.
 
 The owner of a trial quarantines a checkpoint when it finds damage during a restore. A process that finds damage
 at any other time writes an entry to the trial's journal as an external writer, as for a claim: the owner stays the
@@ -14,22 +14,19 @@ checkpoint, so that it can be reinstated.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 from prefect_tune.core.checkpoints.commit import ParallelMap
-from prefect_tune.core.events.experiment_events import ExternalWriterEvent, PutAside, Reinstated
+from prefect_tune.core.events.experiment_events import ExternallyQuarantined, ExternalWriterEvent, Reinstated
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import is_aside, is_live
 from prefect_tune.core.journal.journal import append_as_guest
 from prefect_tune.core.models import Stamp
-from prefect_tune.core.recovery.stale_reads import journal_of
+from prefect_tune.core.recovery.stale_reads import journal_of, trial_in
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["put_aside", "reinstate"]
 
-
-def put_aside(
+def quarantine(
     store: ObjectStore,
     trial: TrialKey,
     damaged: Mapping[CheckpointKey, str],
@@ -37,7 +34,7 @@ def put_aside(
     *,
     side_by_side: ParallelMap,
 ) -> Sequence[CheckpointKey]:
-    """Put checkpoints of `trial` aside, each for the reason given; return those that are aside now.
+    """Quarantine checkpoints of `trial`, each for the reason given; return those that are quarantined now.
 
     One that was retired meanwhile is not among them. Idempotent.
 
@@ -45,40 +42,30 @@ def put_aside(
         JournalCorrupt, UnknownVersion: as `load`.
         StoreUnavailable, CommitUnknown: call again.
     """
-    say = partial(_put_aside, trial=trial, damaged=damaged)
-    after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
+
+    def events(state: Experiment) -> Sequence[ExternalWriterEvent]:
+        found = trial_in(state, trial)
+        live = {key: reason for key, reason in damaged.items() if found and is_live(found, key)}
+        return [ExternallyQuarantined(trial=trial.trial, sequence=key.sequence, reason=live[key]) for key in live]
+
+    after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
     found = after.trials.get(trial.trial)
-    return [key for key in damaged if found is not None and is_aside(found, key)]
+    return [key for key in damaged if found and is_aside(found, key)]
 
 
 def reinstate(
     store: ObjectStore, trial: TrialKey, keys: Collection[CheckpointKey], stamp: Stamp, *, side_by_side: ParallelMap
 ) -> Sequence[CheckpointKey]:
-    """Reinstate checkpoints of `trial` that were put aside; return those that are live now.
+    """Reinstate quarantined checkpoints of `trial`; return those that are live now.
 
     The caller has verified them. If one is the trial's newest, its next attempt starts from it.
-    Raises as `put_aside`.
+    Raises as `quarantine`.
     """
-    say = partial(_reinstated, trial=trial, keys=keys)
-    after = append_as_guest(store, journal_of(store, trial), say, stamp, side_by_side=side_by_side)
+
+    def events(state: Experiment) -> Sequence[ExternalWriterEvent]:
+        found = trial_in(state, trial)
+        return [Reinstated(trial=trial.trial, sequence=key.sequence) for key in keys if found and is_aside(found, key)]
+
+    after = append_as_guest(store, journal_of(store, trial), events, stamp, side_by_side=side_by_side)
     found = after.trials.get(trial.trial)
-    return [key for key in keys if found is not None and is_live(found, key)]
-
-
-def _put_aside(
-    state: Experiment, *, trial: TrialKey, damaged: Mapping[CheckpointKey, str]
-) -> Sequence[ExternalWriterEvent]:
-    found = None if state.is_removed else state.trials.get(trial.trial)
-    if found is None:
-        return ()
-    live = {key: reason for key, reason in damaged.items() if is_live(found, key)}
-    return [PutAside(trial=trial.trial, sequence=key.sequence, reason=reason) for key, reason in live.items()]
-
-
-def _reinstated(
-    state: Experiment, *, trial: TrialKey, keys: Collection[CheckpointKey]
-) -> Sequence[ExternalWriterEvent]:
-    found = None if state.is_removed else state.trials.get(trial.trial)
-    if found is None:
-        return ()
-    return [Reinstated(trial=trial.trial, sequence=key.sequence) for key in keys if is_aside(found, key)]
+    return [key for key in keys if found and is_live(found, key)]

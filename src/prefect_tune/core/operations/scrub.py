@@ -26,17 +26,6 @@ from prefect_tune.core.recovery.stale_reads import is_live_now
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = [
-    "Inspected",
-    "Inspection",
-    "ScrubLimits",
-    "inspect",
-    "inspect_one",
-    "on_arc",
-    "place_of",
-    "read_one",
-]
-
 _RING = 2**52
 
 

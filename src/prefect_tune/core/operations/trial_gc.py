@@ -39,8 +39,6 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, blob_seque
 from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.core.storage.shared_writers import ONE_WRITER
 
-__all__ = ["Collected", "collect_from", "look_for_garbage", "look_for_prunable", "prune"]
-
 _WAITS = frozenset({Status.PENDING, Status.PAUSED})
 
 

@@ -25,8 +25,6 @@ from prefect_tune.core.recovery.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["adopt", "ref_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class _OrphanedSaves:
@@ -48,7 +46,7 @@ def adopt(store: ObjectStore, experiment: Experiment, *, side_by_side: ParallelM
     running = [each for each in experiment.trials.values() if each.status is Status.RUNNING and not each.apart]
     found = list(side_by_side(lambda trial: _find(store, experiment, trial), running))
     adopted = {each.trial.trial: (ref_of(each.manifest),) for each in found if each.manifest}
-    return [Adopted(checkpoints=adopted), *(event for each in found for event in _told_by(each))]
+    return [Adopted(checkpoints=adopted), *(event for each in found for event in _events_of(each))]
 
 
 def _find(store: ObjectStore, experiment: Experiment, trial: Trial) -> _OrphanedSaves:
@@ -94,7 +92,7 @@ def ref_of(manifest: Manifest) -> CheckpointRef:
     )
 
 
-def _told_by(found: _OrphanedSaves) -> Iterator[OneTrialsEvent]:
+def _events_of(found: _OrphanedSaves) -> Iterator[OneTrialsEvent]:
     trial = found.trial
     yield from found.damaged
     for report in found.manifest.about.reports if found.manifest else ():

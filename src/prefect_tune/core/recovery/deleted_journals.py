@@ -8,8 +8,6 @@ from prefect_tune.core.journal.entries import decode_entry, read_if_there
 from prefect_tune.core.storage.layout import JournalKey, number_in
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["is_deletion"]
-
 _TAIL = 64
 """How many of the last entries are searched: after a `RemovalBegun` come only few entries of external writers."""
 

@@ -12,8 +12,6 @@ from prefect_tune.core.recovery.stale_reads import unless_retired
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["Sink", "checkpoints_with", "read_manifest", "restore", "verify"]
-
 
 def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
     """Return the manifest of `key`, after checking that it is the manifest of that checkpoint.

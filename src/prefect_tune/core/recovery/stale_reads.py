@@ -26,16 +26,6 @@ from prefect_tune.core.recovery.deleted_journals import is_deletion
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = [
-    "OutdatedStateError",
-    "current_trial",
-    "is_live_now",
-    "journal_of",
-    "require_still_needed",
-    "trial_in",
-    "unless_retired",
-]
-
 
 class OutdatedStateError(TuneError):
     """Checkpoints that the given state of the trial needs were retired since: repeat with the `current` state."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreRefused, StoreUnavailable
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 
-__all__ = ["create_or_recognize"]
-
 
 def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
     """Create `path`; if the object exists already and reads back as `data`, that is success.

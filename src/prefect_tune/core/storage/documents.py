@@ -14,8 +14,6 @@ from prefect_tune.core.errors import InvalidInput, UnknownVersion
 from prefect_tune.core.models import Value, canonical_json, digest_of, parse
 from prefect_tune.core.storage.object_store import Buffer
 
-__all__ = ["Document", "Upgrade", "as_read_back", "seal", "seal_and_read_back", "unseal", "upgraded", "verified"]
-
 _SEAL = "digest_of_document"
 
 Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]

@@ -9,8 +9,6 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["experiment_names"]
-
 
 def experiment_names(store: ObjectStore) -> Sequence[str]:
     """Return the names of the experiments on `store`, sorted: the folders that hold a journal's first entry."""

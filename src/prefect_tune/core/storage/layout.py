@@ -26,24 +26,6 @@ from typing import Protocol
 
 from prefect_tune.core.models import Digest, Value, valid_name
 
-__all__ = [
-    "MANIFEST",
-    "CheckpointKey",
-    "CheckpointName",
-    "JournalKey",
-    "TrialKey",
-    "below",
-    "blob_sequence",
-    "in_digits",
-    "journal_key",
-    "maintenance_folder",
-    "maintenance_path",
-    "number_in",
-    "numbered",
-    "request_path",
-    "requests_folder",
-]
-
 MANIFEST = "manifest.json"
 _DIGITS = 10
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-__all__ = ["Buffer", "Listed", "ObjectStore"]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 

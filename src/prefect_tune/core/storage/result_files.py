@@ -12,8 +12,6 @@ from prefect_tune.core.models import valid_name
 from prefect_tune.core.storage.layout import number_in, numbered
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["Rows", "delete_older_results", "results_path"]
-
 Rows: TypeAlias = Literal["trials", "reports"]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["ONE_WRITER", "require_conditional_create"]
-
 ONE_WRITER = (
     "expected a target with atomic create-if-absent, found one without: there one of two writers overwrites the "
     "other, and the target cannot show whether an owner is running. Stop every run on it, copy it to a target with "

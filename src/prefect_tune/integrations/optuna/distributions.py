@@ -19,17 +19,6 @@ from prefect_tune.core.search.domains import Choice, Domain, Grid, SampleFrom
 from prefect_tune.core.search.numeric_domains import Float, Integer, Normal
 from prefect_tune.core.search.space import below, option
 
-__all__ = [
-    "Parameters",
-    "distribution_of",
-    "drawn_from",
-    "named_domains",
-    "parameters_in",
-    "stored_as",
-    "without_functions",
-    "without_the_undrawn",
-]
-
 Scalar: TypeAlias = bool | int | float | str | None
 _NEVER = "\0"  # no configuration has it
 

@@ -23,8 +23,6 @@ from prefect_tune.core.schedulers.base import Continue, Decision, Schedule, Sche
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.integrations.optuna.study import Study, quiet, values_of
 
-__all__ = ["OptunaPruner"]
-
 
 @dataclass(frozen=True, slots=True)
 class OptunaPruner(Scheduler):

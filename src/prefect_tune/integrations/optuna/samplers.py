@@ -21,8 +21,6 @@ from prefect_tune.core.did_you_mean import did_you_mean
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.seeded_random import integer
 
-__all__ = ["SeededSampler", "check_sampler", "core_of", "ends_by_itself", "sampler_from"]
-
 _Chance: TypeAlias = LazyRandomState | np.random.RandomState | np.random.Generator | random.Random
 
 _NEEDS: Mapping[type[BaseSampler], Sequence[str]] = {

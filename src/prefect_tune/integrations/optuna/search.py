@@ -38,8 +38,6 @@ from prefect_tune.integrations.optuna.distributions import (
 from prefect_tune.integrations.optuna.samplers import SeededSampler, check_sampler, ends_by_itself, sampler_from
 from prefect_tune.integrations.optuna.study import Study, quiet, values_of
 
-__all__ = ["Constraints", "OptunaSearch"]
-
 Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, object], Mapping[str, object]], Sequence[float]]
 """Names of metrics, or a function of (config, metrics): a trial is feasible where each number is at most 0."""
 

@@ -18,8 +18,6 @@ from prefect_tune.core.models import Metrics
 from prefect_tune.core.search.objective import Mode, Objective
 from prefect_tune.integrations.optuna.distributions import Parameters
 
-__all__ = ["Study", "StudyStorage", "quiet", "values_of"]
-
 
 class StudyStorage(InMemoryStorage):
     """Optuna's storage in memory, whose trials can also be corrected."""

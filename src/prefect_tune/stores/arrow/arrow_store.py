@@ -24,8 +24,6 @@ from prefect_tune.stores.create_lock import one_at_a_time
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.path_validation import TEMPORARY, checked_folder, checked_path
 
-__all__ = ["ArrowStore", "open_fsspec"]
-
 _LEFTOVER_AFTER = timedelta(days=1)
 _WHOLE_OR_NOTHING = frozenset({"s3", "gcs", "abfs"})
 """Native object storages: an object appears when its upload completes, and there is no rename."""
@@ -62,7 +60,7 @@ class ArrowStore:
     def make_root(self) -> None:
         """Create the root folder if it is missing. A bucket is never created."""
         if self._filesystem.type_name not in _BUCKETS and self._root:
-            with self._told(f"making {self._root}"):
+            with self._store_errors(f"making {self._root}"):
                 self._filesystem.create_dir(self._root, recursive=True)
 
     def create(self, path: str, data: Buffer) -> None:
@@ -96,7 +94,7 @@ class ArrowStore:
         what = f"read of {path!r}"
         self._deadline.check(what)
         try:
-            with self._told(what), self._filesystem.open_input_file(full) as file:
+            with self._store_errors(what), self._filesystem.open_input_file(full) as file:
                 size_bytes = file.size()
                 end = size_bytes if length is None else min(size_bytes, offset + length)
                 file.seek(min(offset, size_bytes))
@@ -112,7 +110,7 @@ class ArrowStore:
     def size(self, path: str) -> int | None:
         """See `ObjectStore.size`."""
         full = self._full(path)
-        with self._told(f"size of {path!r}"):
+        with self._store_errors(f"size of {path!r}"):
             size_bytes = self._size_of(full)
         if size_bytes is None:
             self._check_root(f"size of {path!r}")
@@ -122,7 +120,7 @@ class ArrowStore:
         """See `ObjectStore.list`."""
         folder = checked_folder(prefix)
         base = self._full(folder) if folder else self._root
-        with self._told(f"list of {prefix!r}"):
+        with self._store_errors(f"list of {prefix!r}"):
             self._look_afresh()
             is_object = bool(folder) and self._filesystem.get_file_info(base).type == arrow.FileType.File
             selector = arrow.FileSelector(base or "/", recursive=True, allow_not_found=True)
@@ -137,7 +135,7 @@ class ArrowStore:
         """See `ObjectStore.delete`."""
         fulls = [self._full(path) for path in paths]
         for full in fulls:
-            with self._told(f"delete of {full!r}"):
+            with self._store_errors(f"delete of {full!r}"):
                 is_there = self._size_of(full) is not None
                 if is_there:
                     self._remove(full)
@@ -159,7 +157,7 @@ class ArrowStore:
         return full.lstrip("/").removeprefix(f"{root}/" if root else "")
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _store_errors(self, what: str) -> Iterator[None]:
         """Raise every error of the client as an error of the store; check the deadline first."""
         where = f"{what} in {self._root or '/'}"
         self._deadline.check(where)
@@ -185,7 +183,7 @@ class ArrowStore:
             return
         is_bucket = self._filesystem.type_name in _BUCKETS
         root = self._root.lstrip("/").partition("/")[0] if is_bucket else self._root
-        with self._told(what):
+        with self._store_errors(what):
             kind = self._filesystem.get_file_info(root).type
         if kind == arrow.FileType.NotFound and is_bucket:
             raise StoreRefused(f"{what}: there is no bucket {root!r}: create it, or correct its name")
@@ -228,14 +226,14 @@ class ArrowStore:
         """Write `data` under a hidden name and return it; on an object storage return the full `path`."""
         if self._is_whole_or_nothing:
             return self._full(path)
-        with self._told(what):
+        with self._store_errors(what):
             hidden = self._write(self._hidden(), data)
             self._sweep(hidden)
         return hidden
 
     def _publish(self, staged: str, path: str, data: Buffer, what: str) -> None:
         full = self._full(path)
-        with self._told(what):
+        with self._store_errors(what):
             if staged == full:
                 self._write(full, data)
                 return
@@ -271,8 +269,6 @@ class ArrowStore:
 
 def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None) -> ArrowStore:
     """Open the folder `root`, and make it if need be, with fsspec's file system for `scheme`.
-
-    For `IsolatedStore("prefect_tune.stores.arrow.arrow_store:open_fsspec", {"scheme": "sftp", ...})`.
 
     Raises:
         StoreRefused: the scheme is unknown, its package is missing, or it does not take these options.

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.deadline import Deadline
 
-__all__ = ["Head", "receive", "send"]
-
 Head: TypeAlias = Mapping[str, Any]
 _LENGTHS = struct.Struct(">QQ")
 _LONGEST_WAIT_SECONDS = 86_400.0  # of one system call; without a deadline the wait is repeated

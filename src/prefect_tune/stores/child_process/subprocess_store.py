@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import cloudpickle
 
@@ -24,8 +24,6 @@ from prefect_tune.stores.create_lock import one_at_a_time
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.path_validation import checked_folder, checked_path
 
-__all__ = ["IsolatedStore"]
-
 _CHILD_MODULE = "prefect_tune.stores.child_process.worker"
 _REAP_SECONDS = 2.0
 
@@ -33,8 +31,7 @@ _REAP_SECONDS = 2.0
 class IsolatedStore:
     """Passes every operation to a store in a child process, which is killed when the deadline passes.
 
-    `factory` makes the store in the child: `"package.module:name"`, called with `arguments` (plain JSON),
-    or a callable without arguments, which is pickled and sent to the child. Children start on demand, at most
+    `factory` makes the store; it is pickled and called in the child. Children start on demand, at most
     `children_max`, each in its own session and without Prefect. A caller that finds no free child waits until
     its deadline. A child also ends when this process ends, even by SIGKILL. Do not use it for a store that keeps
     its objects in memory (`memory://`): they would be lost with the child.
@@ -44,14 +41,12 @@ class IsolatedStore:
 
     def __init__(
         self,
-        factory: str | Callable[[], ObjectStore],
-        arguments: Mapping[str, Any] | None = None,
+        factory: Callable[[], ObjectStore],
         *,
         deadline: Deadline | None = None,
         children_max: int = 4,
     ) -> None:
         self._factory = factory
-        self._arguments = dict(arguments or {})
         self._deadline = deadline or Deadline.never()
         self._children_max = children_max
         self._children: set[_Child] = set()
@@ -97,7 +92,7 @@ class IsolatedStore:
 
     def _alone(self, child: _Child, path: str, what: str) -> AbstractContextManager[None]:
         """Without conditional create, let one thread at a time create `path`: children cannot lock each other out."""
-        place = f"{self._factory} {self._arguments} {path}"
+        place = f"{self._factory} {path}"
         return nullcontext() if child.conditional_create else one_at_a_time(place, what, self._deadline)
 
     def put(self, path: str, data: Buffer) -> None:
@@ -106,8 +101,8 @@ class IsolatedStore:
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytearray:
         """See `ObjectStore.read`."""
-        asked = {"method": "read", "path": checked_path(path), "offset": offset, "length": length}
-        return self._ask(asked)[1]
+        request = {"method": "read", "path": checked_path(path), "offset": offset, "length": length}
+        return self._ask(request)[1]
 
     def size(self, path: str) -> int | None:
         """See `ObjectStore.size`."""
@@ -123,10 +118,10 @@ class IsolatedStore:
         """See `ObjectStore.delete`."""
         self._ask({"method": "delete", "paths": [checked_path(path) for path in paths]})
 
-    def _ask(self, asked: Head, body: Buffer = b"") -> tuple[Head, bytearray]:
-        what = f"{asked['method']} of {asked.get('path', 'objects')!r}"
+    def _ask(self, request: Head, body: Buffer = b"") -> tuple[Head, bytearray]:
+        what = f"{request['method']} of {request.get('path', 'objects')!r}"
         with self._taken(what) as child:
-            return child.ask(what, asked, body)
+            return child.ask(what, request, body)
 
     @contextmanager
     def _taken(self, what: str) -> Iterator[_Child]:
@@ -159,7 +154,7 @@ class IsolatedStore:
         child = None
         try:
             child = _Child(self._deadline)
-            child.open(self._factory, self._arguments, what)
+            child.open(self._factory, what)
         finally:
             with self._changed:
                 self._starting -= 1
@@ -199,12 +194,9 @@ class _Child:
                 start_new_session=True,
             )
 
-    def open(self, factory: str | Callable[[], ObjectStore], arguments: Mapping[str, Any], what: str) -> None:
-        """Tell the child to make its store."""
-        if isinstance(factory, str):
-            reply, _ = self.ask(what, {"factory": factory, "arguments": arguments})
-        else:
-            reply, _ = self.ask(what, {}, cloudpickle.dumps(factory))
+    def open(self, factory: Callable[[], ObjectStore], what: str) -> None:
+        """Have the child make its store."""
+        reply, _ = self.ask(what, {}, cloudpickle.dumps(factory))
         self.conditional_create = reply["conditional_create"]
 
     def ask(self, what: str, head: Head, body: Buffer = b"") -> tuple[Head, bytearray]:

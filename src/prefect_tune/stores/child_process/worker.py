@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import select
@@ -17,8 +16,6 @@ from prefect_tune.core.errors import StoreRefused, TuneError
 from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
 from prefect_tune.stores.child_process.framing import Head, receive, send
 from prefect_tune.stores.deadline import Deadline
-
-__all__: list[str] = []
 
 _ORPHANED = 75
 
@@ -43,34 +40,27 @@ def _end_with_parent(channel: int) -> None:
 
 
 def _opened(channel: socket.socket) -> ObjectStore | None:
-    how, pickled = receive(channel, deadline=Deadline.never())
+    _, pickled = receive(channel, deadline=Deadline.never())
     try:
-        store = _made(how, bytes(pickled))
+        # Pickled by the parent process and sent over a socket pair that no other process has.
+        factory = cast("Callable[[], ObjectStore]", pickle.loads(pickled))  # noqa: S301  from our parent
+        store = factory()
         reply: Head = {"conditional_create": store.conditional_create}
     except TuneError as error:
-        store, reply = None, _told(error)
+        store, reply = None, _error_reply(error)
     except Exception as error:  # noqa: BLE001  the edge of a process: the parent raises it
         refused = StoreRefused(f"the store cannot be opened: {type(error).__name__}: {error}")
-        store, reply = None, _told(refused)
+        store, reply = None, _error_reply(refused)
     send(channel, reply, deadline=Deadline.never())
     return store
 
 
-def _made(how: Head, pickled: bytes) -> ObjectStore:
-    if pickled:
-        # Pickled by the parent process and sent over a socket pair that no other process has.
-        factory = cast("Callable[[], ObjectStore]", pickle.loads(pickled))  # noqa: S301  from our parent
-        return factory()
-    module, _, name = how["factory"].partition(":")
-    return cast("ObjectStore", getattr(importlib.import_module(module), name)(**how["arguments"]))
-
-
 def _answer(channel: socket.socket, store: ObjectStore) -> None:
-    asked, body = receive(channel, deadline=Deadline.never())
+    request, body = receive(channel, deadline=Deadline.never())
     result: Buffer = b""
     reply: Head = {}
     try:
-        match _done(store, asked, body):
+        match _done(store, request, body):
             case bytes() | bytearray() | memoryview() as result:
                 pass
             case [*entries]:
@@ -78,14 +68,14 @@ def _answer(channel: socket.socket, store: ObjectStore) -> None:
             case size_or_none:
                 reply = {"size": size_or_none}
     except TuneError as error:
-        reply = _told(error)
+        reply = _error_reply(error)
     except Exception:  # noqa: BLE001  the edge of a process: the parent raises it
         reply = {"bug": traceback.format_exc()}
     send(channel, reply, result, deadline=Deadline.never())
 
 
-def _done(store: ObjectStore, asked: Head, body: bytearray) -> Buffer | list[Listed] | int | None:
-    match asked:
+def _done(store: ObjectStore, request: Head, body: bytearray) -> Buffer | list[Listed] | int | None:
+    match request:
         case {"method": "create", "path": path}:
             store.create(path, body)
         case {"method": "put", "path": path}:
@@ -99,11 +89,11 @@ def _done(store: ObjectStore, asked: Head, body: bytearray) -> Buffer | list[Lis
         case {"method": "list", "path": prefix, "after": after}:
             return list(store.list(prefix, after=after))
         case _:
-            raise ValueError(asked)
+            raise ValueError(request)
     return None
 
 
-def _told(error: TuneError) -> Head:
+def _error_reply(error: TuneError) -> Head:
     return {"error": type(error).__name__, "message": str(error)}
 
 

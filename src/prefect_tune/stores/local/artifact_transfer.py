@@ -38,8 +38,6 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.download import plain_tree
 from prefect_tune.stores.local.staging import transfer_pool
 
-__all__ = ["Sent", "Writer", "delete_everything", "receive_artifacts", "send_artifacts"]
-
 _PART_BYTES = 16 * 1024 * 1024
 _RACES = 10
 _REREADS = 3

@@ -1,4 +1,4 @@
-"""Fill a directory that the caller names, once, even if many processes ask for it at the same time."""
+"""Fill a directory that the caller names, once, even if many processes request it at the same time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.directories import Seal, seal_of
 from prefect_tune.stores.local.file_lock import FileLock, Share
 from prefect_tune.stores.local.node_cache import Fetch, node_folder
-
-__all__ = ["DestinationInUse", "DirectoryCopy", "fill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ def fill(destination: Path, filling: DirectoryCopy, deadline: Deadline) -> None:
         InvalidInput: `destination` cannot be replaced by a rename.
         DeadlineExceeded: another process was still filling it at the deadline.
     """
-    asked_at_seconds = time.monotonic()
+    requested_at_seconds = time.monotonic()
     _require_fillable(destination)
     notes = node_folder() / "destinations"
     notes.mkdir(mode=0o700, exist_ok=True)
@@ -67,7 +65,7 @@ def fill(destination: Path, filling: DirectoryCopy, deadline: Deadline) -> None:
         note = _read(lock.path)
         _remove_rubbish(destination, note)
         if _is_taken(destination):
-            if not _is_as_wanted(destination, filling, note, asked_at_seconds):
+            if not _is_as_wanted(destination, filling, note, requested_at_seconds):
                 raise DestinationInUse(
                     f"{destination}: not empty, and not this checkpoint: remove it, or choose another"
                 )
@@ -95,11 +93,11 @@ def _require_fillable(destination: Path) -> None:
         raise InvalidInput(f"{destination}: a mount point cannot be replaced by a rename: choose a folder below it")
 
 
-def _is_as_wanted(destination: Path, filling: DirectoryCopy, note: _Note, asked_at_seconds: float) -> bool:
+def _is_as_wanted(destination: Path, filling: DirectoryCopy, note: _Note, requested_at_seconds: float) -> bool:
     if note.seal == seal_of(destination):
         if note.bytes_named == filling.bytes_named:
             return True
-        if note.source_named == filling.source_named and note.done_at_seconds >= asked_at_seconds:
+        if note.source_named == filling.source_named and note.done_at_seconds >= requested_at_seconds:
             return True
     return filling.verifies(destination)
 

@@ -14,8 +14,6 @@ from typing import NewType
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 
-__all__ = ["Seal", "copy_directory", "fresh_directory", "replace_file", "seal_of"]
-
 Seal = NewType("Seal", str)
 """A digest of a directory's names, sizes, modification times and inodes. Any write to it changes the seal."""
 

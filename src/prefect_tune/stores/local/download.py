@@ -15,16 +15,6 @@ from prefect_tune.core.storage.object_store import Listed, ObjectStore
 from prefect_tune.stores.local.directories import fresh_directory
 from prefect_tune.stores.local.staging import DirectorySink, transfer_pool
 
-__all__ = [
-    "METADATA_FILE",
-    "fetch_committed",
-    "fetch_plain",
-    "read_committed",
-    "read_file",
-    "read_metadata",
-    "written_metadata",
-]
-
 METADATA_FILE = ".metadata.json"
 """The metadata file of a plain directory; Ray's checkpoints use the same name."""
 _READ_BYTES = 16 * 1024 * 1024

@@ -13,8 +13,6 @@ from typing import Self
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.posix.posix_errors import as_store_error
 
-__all__ = ["FileLock", "Share", "tries"]
-
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05
 _open_files: set[int] = set()

@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["why_not_own"]
-
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEARCH = _FOLDER | getattr(os, "O_PATH", os.O_RDONLY)
 """Opens a folder that may be passed through; on Linux it need not be readable."""

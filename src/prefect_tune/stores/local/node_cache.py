@@ -17,11 +17,9 @@ from itertools import count
 from pathlib import Path
 
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.directories import Seal, copy_directory, seal_of
+from prefect_tune.stores.local.directories import Seal, seal_of
 from prefect_tune.stores.local.file_lock import FileLock, Share, tries
 from prefect_tune.stores.local.user_temp_folder import user_folder
-
-__all__ = ["Fetch", "NodeCopies", "node_folder"]
 
 Fetch = Callable[[Path], None]
 """Makes the directory at the given path, which must not exist; on an error there is no directory."""
@@ -82,22 +80,6 @@ class NodeCopies:
             yield self.folder / name
         finally:
             self._leave(name, lock)
-
-    def give(self, key: str, fetch: Fetch, destination: Path, deadline: Deadline) -> None:
-        """Make `destination` the copy of `key`: by a rename if no other process reads it, else as a second copy."""
-        name, lock = self._share(key, fetch, deadline)
-        lock.release()
-        alone = FileLock.try_take(self._beside(name, _LOCK), Share.ALONE)
-        if alone and self._is_as_fetched(name):
-            with alone:
-                (self.folder / name).rename(destination)
-                self._beside(name, _SEAL).unlink()
-                alone.remove()
-            return
-        if alone:
-            alone.release()
-        with self.reading(key, fetch, deadline) as copy:
-            copy_directory(copy, destination)
 
     def sweep(self) -> None:
         """Remove the copies and unfinished downloads of dead processes."""

@@ -19,8 +19,6 @@ from prefect_tune.core.checkpoints.commit import ParallelMap
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 
-__all__ = ["DirectorySink", "StagedFiles", "transfer_pool"]
-
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 TRANSFERS = 8

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from prefect_tune.core.errors import StoreRefused
 
-__all__ = ["user_folder"]
-
 _NAMES = 1000
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # of this process or machine, not a fault of the folder

@@ -11,8 +11,6 @@ from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.models import digest_of
 from prefect_tune.stores.local.staging import StagedFiles, transfer_pool
 
-__all__ = ["holds_exactly"]
-
 
 def holds_exactly(manifest: Manifest, directory: Path) -> bool:
     """Read `directory` and return whether it has exactly the files and folders of `manifest`, byte for byte."""

@@ -18,8 +18,6 @@ from prefect_tune.stores.local.download import read_committed
 if TYPE_CHECKING:
     from prefect_tune.stores.locations.checkpoint_location import TargetPlace
 
-__all__ = ["committed_view"]
-
 _TIMEOUT = timedelta(minutes=5)
 
 
@@ -69,35 +67,11 @@ class _View(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no 
     def open_input_stream(self, path: str) -> pa.PythonFile:
         return self.open_input_file(path)
 
-    def create_dir(self, *_: Any) -> NoReturn:
-        self._refuse()
-
-    def delete_dir(self, *_: Any) -> NoReturn:
-        self._refuse()
-
-    def delete_dir_contents(self, *_: Any) -> NoReturn:
-        self._refuse()
-
-    def delete_root_dir_contents(self) -> NoReturn:
-        self._refuse()
-
-    def delete_file(self, *_: Any) -> NoReturn:
-        self._refuse()
-
-    def move(self, *_: Any) -> NoReturn:
-        self._refuse()
-
-    def copy_file(self, *_: Any) -> NoReturn:
-        self._refuse()
-
-    def open_output_stream(self, *_: Any) -> NoReturn:
-        self._refuse()
-
-    def open_append_stream(self, *_: Any) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise PermissionError(f"{self._place.name}: a committed checkpoint is read-only; save a new one")
+
+    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
+    move = copy_file = open_output_stream = open_append_stream = _refuse
 
     @cached_property
     def _manifest(self) -> Manifest:

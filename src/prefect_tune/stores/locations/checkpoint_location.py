@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prefect_tune.stores.local.destination import DirectoryCopy
     from prefect_tune.stores.local.node_cache import NodeCopies
 
-__all__ = ["Change", "CheckpointLocation", "LocalPlace", "Opener", "TargetPlace", "place_of"]
-
 Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
 
 _COMMITTED = re.compile(
@@ -41,20 +39,6 @@ class Opener(Protocol):
     """Opens a target's root, as the `open` of a target block does. Must be picklable."""
 
     def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]: ...
-
-
-class CheckpointLocation(Protocol):
-    """What a `Checkpoint` needs from its location. `token` identifies the `Checkpoint` object and its copies."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    def filesystem(self) -> FileSystem: ...
-    def lent(self, token: str, deadline: Deadline) -> AbstractContextManager[str]: ...
-    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> DirectoryCopy: ...
-    def metadata(self, deadline: Deadline) -> dict[str, object]: ...
-    def revise_metadata(self, change: Change, deadline: Deadline) -> None: ...
 
 
 def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> LocalPlace | TargetPlace:
@@ -155,7 +139,7 @@ class LocalPlace:
         self._require_there()
         yield self.path
 
-    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> DirectoryCopy:  # noqa: ARG002  as above
+    def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:  # noqa: ARG002  as above
         from prefect_tune.stores.local.destination import DirectoryCopy
         from prefect_tune.stores.local.directories import copy_directory, seal_of
 
@@ -232,23 +216,19 @@ class TargetPlace:
                 path = copy.enter_context(_copies().reading(key, fetch, deadline))
             yield str(path)
 
-    def filling(self, token: str, deadline: Deadline, *, shared: bool) -> DirectoryCopy:
+    def filling(self, token: str, deadline: Deadline) -> DirectoryCopy:
         from prefect_tune.stores.local.destination import DirectoryCopy
         from prefect_tune.stores.local.verify_directory import holds_exactly
 
         with self._opened(deadline) as (_, manifest):
             pass
-        key = self._named(token, manifest)
 
         def fetch(destination: Path) -> None:
             with self._opened(deadline) as (store, _):
-                direct = self._fetch(store, manifest)
-                if shared:
-                    _copies().give(key, direct, destination, deadline)
-                else:
-                    direct(destination)
+                self._fetch(store, manifest)(destination)
 
-        return DirectoryCopy(key, self.name, fetch, partial(holds_exactly, manifest) if manifest else _never)
+        verifies = partial(holds_exactly, manifest) if manifest else _never
+        return DirectoryCopy(self._named(token, manifest), self.name, fetch, verifies)
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:
         from prefect_tune.core.checkpoints.metadata import newest_metadata

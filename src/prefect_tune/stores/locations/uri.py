@@ -14,7 +14,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never, cast
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from prefect_tune.core.errors import InvalidInput
@@ -24,8 +24,6 @@ from prefect_tune.stores.deadline import Deadline
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
-
-__all__ = ["Client", "Location", "arrow_filesystem", "open_arrow", "open_location", "read_uri"]
 
 
 class Client(Enum):
@@ -44,8 +42,10 @@ _CLIENTS: Mapping[str, Client] = {
     **dict.fromkeys(("gs", "gcs"), Client.GCS),
     **dict.fromkeys(("az", "azure", "abfs", "abfss", "wasb", "wasbs"), Client.AZURE),
 }
+ENDPOINT_OPTIONS = frozenset({"endpoint_url", "endpoint_override", "scheme"})
+"""Those of `Location.endpoint`; pyarrow's URIs have host:port in `endpoint_override`, and the scheme apart."""
 _OPTIONS: Mapping[Client, frozenset[str]] = {
-    Client.S3: frozenset({"endpoint_url", "endpoint_override", "region", "scheme", "allow_http", "anonymous"}),
+    Client.S3: ENDPOINT_OPTIONS | {"region", "allow_http", "anonymous"},
     Client.GCS: frozenset({"endpoint_url", "anonymous"}),
 }
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
@@ -85,6 +85,17 @@ class Location:
                 return _path_for_fsspec(self)
             case _:
                 return f"{self.container}/{self.path}".rstrip("/")
+
+    @property
+    def endpoint(self) -> str | None:
+        """The URL of the server, if the options name one."""
+        endpoint = self.options.get("endpoint_url") or self.options.get("endpoint_override")
+        return f"{self.options.get('scheme', 'https')}://{endpoint}" if endpoint and "://" not in endpoint else endpoint
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether requests are not signed."""
+        return _is_true(self.options.get("anonymous", ""))
 
     def at(self, path: str) -> Location:
         """Return this location with another path."""
@@ -171,7 +182,7 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
                 partial(arrow_filesystem, location), location.arrow_path, location.scheme, timeout=timeout
             ) as store:
                 yield store
-        case _:
+        case Client.S3 | Client.GCS | Client.AZURE:
             from prefect_tune.stores.object_store.obstore_store import ObstoreStore
 
             clouds = ObstoreStore(partial(_connected, location, _constructor(location)), deadline=deadline)
@@ -179,6 +190,8 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
                 yield clouds
             finally:
                 clouds.close()
+        case _:
+            assert_never(location.client)
 
 
 @contextmanager
@@ -205,52 +218,53 @@ def _arrow_store(filesystem: Callable[[], FileSystem], root: str, deadline: Dead
     return ArrowStore(filesystem(), root, deadline=deadline)
 
 
+def fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectStore:
+    """Open the folder `root` by fsspec, as `open_fsspec` does; imports its client when it is called, in a child."""
+    from prefect_tune.stores.arrow.arrow_store import open_fsspec
+
+    return open_fsspec(scheme, root, options)
+
+
 def _connected(location: Location, constructor: Callable[..., Any], limit: timedelta) -> Any:
-    from obstore.exceptions import BaseError
+    from prefect_tune.stores.object_store.obstore_store import connected
 
-    from prefect_tune.stores.object_store.obstore_store import client_times
-
-    times = client_times(limit)
-    options = {**times["client_options"], "allow_http": _allows_http(location)}
     try:
-        return constructor(client_options=options, retry_config=times["retry_config"])
-    except (BaseError, ValueError) as error:
-        raise InvalidInput(
-            f"{location.uri}: obstore does not accept this location: {str(error).partition(chr(10))[0]}"
-        ) from error
+        return connected(constructor, limit, {"allow_http": _allows_http(location)})
+    except ValueError as error:
+        raise InvalidInput(f"{location.uri}: obstore does not accept this location: {error}") from error
 
 
 def _constructor(location: Location) -> Callable[..., Any]:
     from obstore.store import AzureStore, GCSStore, S3Store
 
-    endpoint = _endpoint(location)
-    unsigned = {"skip_signature": True} if _is_true(location.options.get("anonymous", "")) else {}
+    kind: Any
+    config: Any
     match location.client:
         case Client.S3:
             access = _access(location)
-            config = {"endpoint": endpoint, "region": access.region}
-            keys: Any = access.keys
-            kind: Any = partial(S3Store, credential_provider=keys)
+            kind = partial(S3Store, credential_provider=cast("Any", access.keys))
+            config = {"endpoint": _s3_endpoint(location), "region": access.region}
         case Client.GCS:
-            config, kind = {"base_url": endpoint}, GCSStore
+            kind, config = GCSStore, {"base_url": location.endpoint}
+        case Client.AZURE:
+            kind, config = AzureStore, {"account_name": location.account.partition(".")[0]}
         case _:
-            config, kind = {"account_name": location.account.partition(".")[0] or None}, AzureStore
-    given = {name: value for name, value in config.items() if value}
-    return partial(kind, location.container, prefix=location.path or None, config={**given, **unsigned})
+            raise AssertionError(location.client)
+    given: Any = {name: value for name, value in config.items() if value}
+    given |= {"skip_signature": True} if location.is_anonymous else {}
+    return partial(kind, location.container, prefix=location.path or None, config=given)
 
 
-def _endpoint(location: Location) -> str | None:
-    endpoint = location.options.get("endpoint_url") or location.options.get("endpoint_override")
-    if endpoint and "://" not in endpoint:  # pyarrow's form: host:port, with the scheme as an option of its own
-        return f"{location.options.get('scheme', 'https')}://{endpoint}"
-    return endpoint or (ambient_endpoint(os.environ) if location.client is Client.S3 else None)
+def _s3_endpoint(location: Location) -> str | None:
+    return location.endpoint or ambient_endpoint(os.environ)
 
 
 def _allows_http(location: Location) -> bool:
     """Whether HTTP is allowed: by an option, the environment, or an endpoint that begins with `http://`."""
-    asked = location.options.get("allow_http")
-    is_allowed = ambient_http(os.environ) if asked is None else _is_true(asked)
-    return is_allowed or (_endpoint(location) or "").startswith("http://")
+    given = location.options.get("allow_http")
+    is_allowed = ambient_http(os.environ) if given is None else _is_true(given)
+    endpoint = _s3_endpoint(location) if location.client is Client.S3 else location.endpoint
+    return is_allowed or (endpoint or "").startswith("http://")
 
 
 def _is_true(text: str) -> bool:
@@ -259,7 +273,7 @@ def _is_true(text: str) -> bool:
 
 def _access(location: Location) -> S3Access:
     """Return credentials and region: the URI's region, the rest from the environment or a profile."""
-    found = ambient_access(os.environ, anonymous=_is_true(location.options.get("anonymous", "")))
+    found = ambient_access(os.environ, anonymous=location.is_anonymous)
     return replace(found, region=location.options.get("region") or found.region)
 
 
@@ -277,7 +291,7 @@ def arrow_filesystem(location: Location) -> FileSystem:
     if location.client is Client.S3:
         return _arrow_s3(location)
     if location.client is Client.GCS:
-        return arrow.GcsFileSystem(anonymous=_is_true(location.options.get("anonymous", "")))
+        return arrow.GcsFileSystem(anonymous=location.is_anonymous)
     if location.scheme in _ARROW_SCHEMES:
         return arrow.FileSystem.from_uri(location.uri)[0]
     options = {"account_name": location.account.partition(".")[0]} if location.account else {}
@@ -291,9 +305,9 @@ def arrow_filesystem(location: Location) -> FileSystem:
 def _arrow_s3(location: Location) -> FileSystem:
     import pyarrow.fs as arrow
 
-    endpoint = _endpoint(location)
+    endpoint = _s3_endpoint(location)
     return arrow.S3FileSystem(
-        anonymous=_is_true(location.options.get("anonymous", "")),
+        anonymous=location.is_anonymous,
         region=_access(location).region,
         endpoint_override=endpoint.partition("://")[2] if endpoint else None,
         scheme="http" if (endpoint or "").startswith("http://") else "https",

@@ -5,7 +5,8 @@ has one row, with the statuses of all of them. A code without a row is judged by
 `obstore_errors`); codes for which that gives the same meaning and advice have no row.
 
 A code is `passing` if its vendor says that the request may be repeated, or if the request was cut, altered or stalled
-on the way. It is `refused` if a person has to change something.
+on the way, or if the server is full (as ENOSPC and EDQUOT are: room comes back by itself, or by retention). It is
+`refused` if a person has to change something.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Final
-
-__all__ = ["CODES", "SOURCES", "ErrorCode", "Meaning"]
 
 SOURCES: Mapping[str, str] = MappingProxyType(
     {
@@ -143,6 +142,7 @@ PendingCopyOperation                          409      azure-blob               
 SystemInUse                                   409      azure-blob                    passing    -
 IDPCommunicationError                         400      sts                           passing    -
 temporarily_unavailable                       400,503  entra                         passing    -
+XMinioAdminBucketQuotaExceeded                400      minio                         passing    full
 InternalError                                 500      s3,gcs-unread,azure,r2,minio  unknown    -
 ServiceUnavailable                            503      s3,r2                         unknown    -
 ClientDisconnect                              400      r2                            unknown    network
@@ -152,7 +152,6 @@ XMinioIAMNotInitialized                       503      minio                    
 XMinioBucketMetadataNotInitialized            503      minio                         unknown    -
 XMinioBackendDown                             400      minio                         unknown    -
 XMinioStorageFull                             507      minio                         unknown    full
-XMinioAdminBucketQuotaExceeded                400      minio                         refused    full
 InvalidAccessKeyId                            403      s3,gcs-unread,minio           refused    key
 InvalidClientTokenId                          403      aws                           refused    key
 SignatureDoesNotMatch                         403      s3,gcs-unread,r2,minio        refused    secret

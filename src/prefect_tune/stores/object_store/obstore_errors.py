@@ -10,8 +10,6 @@ from types import MappingProxyType
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.stores.object_store.error_codes import CODES, ErrorCode, Meaning
 
-__all__ = ["Fault"]
-
 # The client has status and kind only in its error text, which ends with a dump of the error's fields.
 _STATUS = re.compile(r"\bstatus: (\d{3})\b|DeleteFailed \{[^}]*\bcode: \"(\d{3})\"")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")

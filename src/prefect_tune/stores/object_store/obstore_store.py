@@ -6,6 +6,9 @@ call cannot be interrupted from outside; only the timeout of its client ends it 
 clients are made for a series of timeouts, and a request goes to the client with the longest timeout that still
 ends before the deadline.
 
+Large ranges are read by the same client. A reader of our own, over signed URLs into buffers that are used again, saved
+0.25 of 2.0 CPU seconds per GiB restored without TLS and nothing over TLS, and took twice the time (obstore 0.12.1).
+
 The client's own retries are switched off, because they know neither the deadline nor that the outcome of a create
 may be unknown. This module retries instead.
 """
@@ -16,7 +19,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -30,14 +33,11 @@ from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFoun
 from prefect_tune.core.storage.object_store import Buffer, Listed
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.object_store.obstore_errors import Fault
-from prefect_tune.stores.object_store.presigned_reads import SignedReads
 from prefect_tune.stores.path_validation import checked_folder, checked_path
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Client
-
-__all__ = ["ClientTimes", "ObstoreStore", "client_times"]
 
 _T = TypeVar("_T")
 _Faults: TypeAlias = list[Fault]
@@ -66,6 +66,19 @@ def client_times(request_timeout: timedelta) -> ClientTimes:
     }
 
 
+def connected(constructor: Callable[..., Client], limit: timedelta, options: Mapping[str, Any]) -> Client:
+    """Return a client that ends every request within `limit`.
+
+    Raises:
+        ValueError: the client does not accept its settings.
+    """
+    times = client_times(limit)
+    try:
+        return constructor(client_options={**times["client_options"], **options}, retry_config=times["retry_config"])
+    except (BaseError, ValueError) as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
+
+
 class ObstoreStore:
     """An open `ObjectStore` on a bucket, or below a prefix of one.
 
@@ -87,7 +100,6 @@ class ObstoreStore:
         self._conditional_create = conditional_create
         self._limit_seconds = request_limit.total_seconds()
         self._clients = _Ladder(connect, min(request_limit, deadline.timeout).total_seconds())
-        self._signed_reads = SignedReads()
         self._bucket_seen = False
 
     @property
@@ -97,7 +109,6 @@ class ObstoreStore:
     def close(self) -> None:
         """Close the connections."""
         self._clients.clear()
-        self._signed_reads.close()
 
     def create(self, path: str, data: Buffer) -> None:
         def write(client: Client) -> None:
@@ -133,11 +144,6 @@ class ObstoreStore:
                 raise ObjectNotFound(f"{path}: no such object")
             return b""
 
-        if length is not None and length > _SMALL_BYTES:
-            view = self._signed_read(checked, offset, length)
-            if view is not None:
-                return view
-
         def fetch(client: Client) -> Buffer:
             try:
                 return memoryview(_fetch(client, checked, offset, length))
@@ -147,13 +153,6 @@ class ObstoreStore:
                 raise
 
         return self._ask(f"read {path}", fetch, moved_bytes=length)
-
-    def _signed_read(self, path: str, offset: int, length: int) -> memoryview | None:
-        left_seconds = min(self._limit_seconds, self._deadline.remaining_seconds)
-        if left_seconds < _SHORTEST_SECONDS:
-            return None
-        client = self._clients.within(left_seconds)
-        return self._signed_reads.read(client, path, offset, length, seconds=left_seconds)
 
     def size(self, path: str) -> int | None:
         checked = checked_path(path)

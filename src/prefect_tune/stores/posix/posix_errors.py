@@ -12,8 +12,6 @@ from types import MappingProxyType
 
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 
-__all__ = ["NOT_DONE", "UNSUPPORTED", "as_store_error"]
-
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
 """Error numbers by which a file system says that it does not support an operation."""
 

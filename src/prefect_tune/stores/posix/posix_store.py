@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,8 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.path_validation import TEMPORARY, checked_folder, checked_path
 from prefect_tune.stores.posix.posix_errors import as_store_error
 from prefect_tune.stores.posix.publish import Publisher, Temporary, discard, settle, status_at
-from prefect_tune.stores.posix.root_directory import make_root
 from prefect_tune.stores.posix.syscalls import FileSystemCalls, OsCalls, named
 from prefect_tune.stores.posix.temp_file_cleanup import LEFTOVER_AFTER, Sweeps, remove_leftovers
-
-__all__ = ["PosixStore", "make_root"]
 
 _WRITE_BYTES = 16 << 20  # per write; the deadline is checked before each
 _READ_BYTES = 64 << 20
@@ -64,13 +62,13 @@ class PosixStore:
     def create(self, path: str, data: Buffer) -> None:
         """See `ObjectStore.create`."""
         folder, _, name = checked_path(path).rpartition("/")
-        with self._told("create", path) as root, self._temporary(root, data) as fresh:
+        with self._operation("create", path) as root, self._temporary(root, data) as fresh:
             self._publish(root, folder, fresh, lambda target: self._publisher.link(fresh, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
         """See `ObjectStore.put`. An existing object of the same size is not written again."""
         folder, _, name = checked_path(path).rpartition("/")
-        with self._told("put", path) as root:
+        with self._operation("put", path) as root:
             if self._size(root, path) == memoryview(data).nbytes:
                 return
             with self._temporary(root, data) as fresh:
@@ -78,7 +76,7 @@ class PosixStore:
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         """See `ObjectStore.read`."""
-        with self._told("read", path) as root, self._opened_file(root, path) as (file, size_bytes):
+        with self._operation("read", path) as root, self._opened_file(root, path) as (file, size_bytes):
             end = size_bytes if length is None else min(size_bytes, offset + length)
             pieces: list[bytes] = []
             while offset < end:
@@ -92,13 +90,13 @@ class PosixStore:
 
     def size(self, path: str) -> int | None:
         """See `ObjectStore.size`."""
-        with self._told("size", path) as root:
+        with self._operation("size", path) as root:
             return self._size(root, path)
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
         """See `ObjectStore.list`."""
         folder = checked_folder(prefix)
-        with self._told("list", prefix) as root, ExitStack() as opened:
+        with self._operation("list", prefix) as root, ExitStack() as opened:
             start = self._walk(opened, root, folder)
             found = [] if start is None else list(self._below(start, f"{folder}/" if folder else "", after))
         return sorted(found, key=lambda listed: listed.path)
@@ -106,7 +104,7 @@ class PosixStore:
     def delete(self, paths: Sequence[str]) -> None:
         """See `ObjectStore.delete`. Folders that become empty are removed too."""
         split = sorted(checked_path(path).rpartition("/")[::2] for path in paths)
-        with self._told("delete", ", ".join(paths[:3])) as root:
+        with self._operation("delete", ", ".join(paths[:3])) as root:
             for folder, of_folder in groupby(split, key=lambda of: of[0]):
                 with ExitStack() as opened:
                     where = self._walk(opened, root, folder)
@@ -117,7 +115,7 @@ class PosixStore:
     # ------------------------------------------------------------------------------------ names and folders
 
     @contextmanager
-    def _told(self, doing: str, path: str) -> Iterator[int]:
+    def _operation(self, doing: str, path: str) -> Iterator[int]:
         """Open the root for one operation, and raise its `OSError`s as store errors."""
         what = f"{doing} of {path!r} in {self.root}"
         self._deadline.check(what)
@@ -313,3 +311,36 @@ class PosixStore:
         """Remove hidden files of killed writers; `now_ns` is by the file system's own clock."""
         if self._sweeps.is_due(os.fspath(self.root)):
             remove_leftovers(self._calls, folder, now_ns, older_than=LEFTOVER_AFTER)
+
+
+def make_root(root: Path) -> None:
+    """Create and sync the root directory of a store and its missing parents; do nothing if it exists.
+
+    Raises:
+        StoreRefused: not permitted, or `root` is not a directory.
+        StoreUnavailable: the disk is full or does not answer.
+    """
+    if root.is_dir():
+        return
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                OsCalls().fsync_folder(above)
+            finally:
+                os.close(above)
+        if not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(root))
+    except OSError as error:
+        raise as_store_error(error, f"making {root}") from error
+
+
+def open_folder(
+    root: Path, *, must_exist: bool, deadline: Deadline | None = None, sweeps: Sweeps | None = None
+) -> PosixStore:
+    """Open the folder `root`; create it first unless it `must_exist`. Raises as `make_root`."""
+    if not must_exist:
+        make_root(root)
+    return PosixStore(root, deadline=deadline, sweeps=sweeps)

@@ -11,8 +11,6 @@ from prefect_tune.core.errors import AlreadyExists, CommitUnknown
 from prefect_tune.stores.posix.posix_errors import NOT_DONE, as_store_error
 from prefect_tune.stores.posix.syscalls import FileStatus, FileSystemCalls
 
-__all__ = ["Publisher", "Temporary", "discard", "settle", "status_at"]
-
 
 @dataclass(frozen=True, slots=True)
 class Temporary:

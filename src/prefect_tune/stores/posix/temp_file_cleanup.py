@@ -8,8 +8,6 @@ from datetime import timedelta
 
 from prefect_tune.stores.posix.syscalls import FileSystemCalls
 
-__all__ = ["LEFTOVER_AFTER", "Sweeps", "remove_leftovers"]
-
 LEFTOVER_AFTER = timedelta(minutes=15)
 _THOUGH_LOCKED = timedelta(days=7)  # for file systems without locks, or that keep the locks of dead processes
 _EVERY = timedelta(minutes=1)

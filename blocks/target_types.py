@@ -1,0 +1,25 @@
+"""The storage targets of this package: the one list of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, TypeAlias
+
+from prefect_tune.blocks.azure_target import AzureTarget
+from prefect_tune.blocks.fsspec_target import FsspecTarget
+from prefect_tune.blocks.gcs_target import GcsTarget
+from prefect_tune.blocks.local_target import LocalTarget
+from prefect_tune.blocks.s3_target import S3Target
+from prefect_tune.blocks.storage_target import StorageTarget
+
+__all__ = ["TARGET_TYPES", "AnyTarget"]
+
+TARGET_TYPES: Sequence[type[StorageTarget]] = (LocalTarget, S3Target, GcsTarget, AzureTarget, FsspecTarget)
+"""The order is that of the choices in the form of `SyncConfig`."""
+
+if TYPE_CHECKING:
+    AnyTarget: TypeAlias = StorageTarget
+else:
+    AnyTarget = reduce(operator.or_, TARGET_TYPES)  # Prefect's forms list the members of the union
