@@ -24,7 +24,6 @@ __all__ = [
     "HOW_TO_GO_ON",
     "NewAnswers",
     "about",
-    "answers_for",
     "chosen_before",
     "extended",
     "hear",
@@ -148,8 +147,3 @@ def extended(asked: SearchRequest, choice: ResumeChoice, standing: Standing) -> 
         stop=stop_after(asked.stop, steps_only, standing),
         time_budget_seconds=3600 * choice.hours if choice.hours else asked.time_budget_seconds,
     )
-
-
-def answers_for(trial: str, answers: Sequence[Answered]) -> Mapping[str, Mapping[str, object]]:
-    """Return the answers to a trial's questions, by the keys of the questions."""
-    return {each.key: each.answer for each in answers if each.trial == trial}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from prefect_tune.blocks import StorageTarget
+from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.events.experiment_events import Cloned, Event, Finished, Requeued
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
+from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.parameters.resume_mode import read_known
+from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.parameters.training_request import experiment_name
 from prefect_tune.retry_policy import skip_prefect_introspection, with_retries
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
@@ -23,35 +26,37 @@ from prefect_tune.suspension.resume_forms import InputForm, form_of_training, pa
 from prefect_tune.suspension.suspend_flow_run import last_form, leave_with
 from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, answers_of_persons
 from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
-from prefect_tune.tasks.experiment_state import write_entry
 
-__all__ = ["TrainingTurn", "code_changed", "first_turn", "followed", "next_turn"]
+__all__ = ["TrainingTurn", "code_changed", "first_turn", "follow_up", "next_turn"]
 
 
 @dataclass
 class TrainingTurn(Turn):
-    """A turn of a single training: its request, and an answer to carry out."""
+    """A turn of a single training: its request, and what is known of its experiment."""
 
-    stop: object
-    trainable: object
+    request: SearchRequest
+    experiment: str
+    known: LoadedJournal | None = None
     choice: ResumeChoice | None = None
     """A person's answer that is not carried out yet."""
 
 
-def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: object) -> TrainingTurn:
+def first_turn(request: SearchRequest) -> TrainingTurn:
     """Return the first turn of a new, retried or resumed flow run. Raises `Pause` if it has to ask again."""
+    target, name = resolve_target(request.target), experiment_name(request.experiment)
     if (shown := last_form()) is None:
-        return TrainingTurn(stop, trainable)
-    state = with_retries(lambda: read_known(target, experiment)).experiment
+        return TrainingTurn(request, name)
+    known = with_retries(lambda: read_known(target, name))
+    state, stop = known.experiment, request.stop
     for choice in chosen_before(state):
         stop = stop_after(stop, choice, standing_of(stop))
-    form = partial(_form, target, TrainingTurn(stop, trainable), state)
+    form = partial(_form, target, replace(request, stop=stop), state)
     heard = hear(shown, state, _standing(stop, state), form)
     if heard.choice is not None:
         if why := _why_not_back(target, state, heard.choice):
             leave_with(form(why), HOW_TO_GO_ON)
         stop = stop_after(stop, heard.choice, standing_of(stop))
-    return TrainingTurn(stop, trainable, heard.choice, news=heard.news)
+    return TrainingTurn(replace(request, stop=stop), name, known, heard.choice, news=heard.news)
 
 
 def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str:
@@ -64,22 +69,22 @@ def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
-def next_turn(turn: TrainingTurn, target: StorageTarget, state: Experiment) -> TrainingTurn | None:
+def next_turn(turn: TrainingTurn, state: Experiment) -> TrainingTurn | None:
     """Return the next turn, with new answers; None without any. Raises `Pause` if the run is suspended for one."""
-    news = answers_of_persons(state, lambda: _form(target, turn, state))
-    return TrainingTurn(turn.stop, turn.trainable, news=news, answered=True, state=state) if news else None
+    target = resolve_target(turn.request.target)
+    news = answers_of_persons(state, lambda: _form(target, turn.request, state))
+    return replace(turn, known=None, choice=None, news=news, answered=True, state=state) if news else None
 
 
-def followed(plan: TrialSpec, state: Experiment, turn: TrainingTurn) -> Experiment:
-    """Carry out the answer, in the entry that journals it; after a kill before that entry, a retry does it.
+def follow_up(plan: TrialSpec, state: Experiment, turn: TrainingTurn) -> Sequence[Event]:
+    """Return the answer's events, and those that carry it out: one entry, so that a retry after a kill does it.
 
-    An answer that another start of this run has carried out is skipped.
+    Nothing if another start of this run has carried out the answer.
     """
     if not (news := unheard(turn.news, state)):
-        return state
+        return ()
     trial = state.trials.get(plan.trial.trial)
-    follows = _follows(plan, state, trial, turn.choice) if trial and turn.choice else []
-    return write_entry(plan.target, state, [*news, *follows])
+    return [*news, *(_follows(plan, state, trial, turn.choice) if trial and turn.choice else ())]
 
 
 def _follows(plan: TrialSpec, state: Experiment, trial: Trial, choice: ResumeChoice) -> Sequence[Event]:
@@ -115,9 +120,9 @@ def _standing(stop: object, state: Experiment) -> Standing:
     return standing_of(stop, checkpoints=sorted(set(steps)))
 
 
-def _form(target: StorageTarget, turn: TrainingTurn, state: Experiment, why: str = "") -> InputForm:
-    page = page_of(state, target.uri, None, _code_note(target, turn.trainable, state), why)
-    return form_of_training(_standing(turn.stop, state), page)
+def _form(target: StorageTarget, request: SearchRequest, state: Experiment, why: str = "") -> InputForm:
+    page = page_of(state, target.uri, None, _code_note(target, request.trainable, state), why)
+    return form_of_training(_standing(request.stop, state), page)
 
 
 def _code_note(target: StorageTarget, trainable: object, state: Experiment) -> str:

@@ -12,22 +12,18 @@ from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from prefect_tune.blocks import SyncConfig, resolve_target
 from prefect_tune.callbacks import SearchInfo
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import Described, Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment, of_trials
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective, objective_of
 from prefect_tune.core.seeded_random import seed_named
-from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor
@@ -52,14 +48,14 @@ from prefect_tune.parameters.resume_mode import read_known, require_presence, re
 from prefect_tune.parameters.samples_per_run import search_of
 from prefect_tune.parameters.search_request import SearchRequest, space_of
 from prefect_tune.parameters.target_requirements import require_one_runner
-from prefect_tune.parameters.training_request import existing_limits, name_of, stopper_for, valid_trainable
+from prefect_tune.parameters.training_request import stopper_for, trial_spec
 from prefect_tune.results.results import Results
 from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.supervisor.trial_spec import TrialSpec, pickled_or_path
+from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import unheard
 from prefect_tune.suspension.restart_guard import owner_after
 from prefect_tune.suspension.search_answers import SearchTurn, first_turn, next_turn
@@ -93,7 +89,7 @@ def _searched(turn: SearchTurn) -> Results:
     asked, name = turn.asked, turn.experiment
     objective = objective_of(asked.metric, asked.mode)
     stopper = of_trials(whole := stopper_for(asked.stop))
-    require_possible(plan := _plan(asked, name, stopper))
+    require_possible(plan := trial_spec(asked, name, stopper))
     warn_of_limits(stopper, objective, get_run_logger())
     policy = _policy(asked, name, objective, whole)
     executor, slots = _executor(asked, plan)
@@ -184,27 +180,6 @@ def _learn(policy: SearchPolicy, journal_writer: JournalWriter) -> None:
         lessons = lessons_known(journal_writer)
         used, names = policy.warm_start(lessons), ", ".join(journal_writer.experiment.learned)
         get_run_logger().info("warm start: %d finished trials of %s; the search can use %d", len(lessons), names, used)
-
-
-def _plan(asked: SearchRequest, experiment: str, stopper: Stopper) -> TrialSpec:
-    silence = asked.silence_timeout_seconds
-    return TrialSpec(
-        target=resolve_target(asked.target),
-        trial=TrialKey(experiment=experiment, trial="any"),
-        trainable=pickled_or_path(valid_trainable(asked.trainable)),
-        fingerprint=name_of(asked.trainable),
-        stopper=pickled_or_path(stopper),
-        needs_curve=stopper.looks_back,
-        cadence=asked.checkpoint or Cadence(),
-        retention=asked.retention or Retention(),
-        sync=asked.sync or SyncConfig(),
-        isolation=asked.isolation,
-        grace=timedelta(seconds=asked.grace_period_seconds),
-        silence=None if silence is None else timedelta(seconds=silence),
-        tags=tuple(asked.trial_tags or ()),
-        concurrency_limits=existing_limits(asked.concurrency_limits or ()),
-        apart=True,
-    )
 
 
 def _limits(turn: SearchTurn, plan: TrialSpec, stopper: Stopper, slots: Slots) -> SearchLimits:
