@@ -19,7 +19,9 @@ from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import HOW_TO_GO_ON
 from prefect_tune.suspension.resume_forms import form_of_training
-from prefect_tune.suspension.training_answers import TrainingTurn, first_turn, follow_up
+from prefect_tune.suspension.suspend_flow_run import last_form
+from prefect_tune.suspension.suspend_loop import Turn, first_turn
+from prefect_tune.suspension.training_answers import QUESTION, follow_up
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.experiment_state import write_directly
 from tests.flows.left_run import LeftRun
@@ -46,7 +48,7 @@ def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_doe
     plan = TrialSpec(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
     answered = Answered(key="form", answer=_BACK, flow_run="run")
     choice = ResumeChoice(way="other checkpoint", checkpoint=5)
-    turn = TrainingTurn(trained.request(None), "troubled", choice=choice, news=(answered,))
+    turn = Turn(trained.request(None), "troubled", choice=choice, news=(answered,))
     opened = _opened(trained)
     back = write_directly(trained.target, opened, follow_up(plan, opened, turn)).trial("trial")
     assert (back.status, back.checkpoints[-1].step) == (Status.PENDING, 5)
@@ -83,10 +85,10 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
     (manifest,) = Path(trained.target.path).rglob("0000000005-*/manifest.json")
     _DAMAGE[damage](Path(trained.target.path), manifest)
     before = experiment_at(trained.target, "troubled")
-    turns: list[TrainingTurn] = []
+    turns: list[Turn] = []
 
     def start() -> None:
-        turns.append(first_turn(trained.request(None)))
+        turns.append(first_turn(Turn(trained.request(None), "troubled"), QUESTION, last_form()))
 
     with pytest.raises(Pause):
         left_run.within(start)

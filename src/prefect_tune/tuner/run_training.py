@@ -32,7 +32,7 @@ from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_request import SearchRequest
-from prefect_tune.parameters.training_request import stopper_for, storable_config, trial_spec
+from prefect_tune.parameters.training_request import experiment_name, stopper_for, storable_config, trial_spec
 from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
@@ -40,8 +40,9 @@ from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.restart_guard import owner_after
-from prefect_tune.suspension.suspend_loop import as_one_owner, say_what_is_resumable
-from prefect_tune.suspension.training_answers import TrainingTurn, code_changed, first_turn, follow_up, next_turn
+from prefect_tune.suspension.suspend_flow_run import last_form
+from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, say_what_is_resumable
+from prefect_tune.suspension.training_answers import QUESTION, code_changed, follow_up
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.experiment_state import check_target, write_entry
 from prefect_tune.terminal.progress_state import SearchEstimate
@@ -59,16 +60,17 @@ def trained(request: SearchRequest, config: Mapping[str, object] | None) -> tupl
     Returns:
         its specification, and its state. Raises what `durable_trainable` raises.
     """
-    turn: TrainingTurn | None = (first := first_turn(request))
+    name = experiment_name(request.experiment)
+    turn: Turn | None = (first := first_turn(Turn(request, name), QUESTION, last_form()))
     stopper = _of_one_trial(stopper_for(first.request.stop))
-    plan = trial_spec(first.request, first.experiment, stopper)
-    plan = replace(plan, trial=TrialKey(experiment=first.experiment, trial=ONLY_TRIAL), apart=False)
+    plan = trial_spec(first.request, name, stopper)
+    plan = replace(plan, trial=TrialKey(experiment=name, trial=ONLY_TRIAL), apart=False)
     require_possible(plan)
     failures = request.failures or FailurePolicy()
     training = _TrainingPlan(plan, storable_config(config), stopper, failures, request.trainable)
     while turn is not None:
         state = _trained(training, turn)
-        turn = next_turn(turn, state)
+        turn = next_turn(turn, QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.status is Status.ERRORED:
         raise TrialFailed(f"{state.name}: {trial.reason}")
@@ -100,7 +102,7 @@ class _TrainingPlan:
         return trial is not None and trial.status is Status.FINISHED and has_had_enough(self.plan, trial, self.stopper)
 
 
-def _trained(training: _TrainingPlan, turn: TrainingTurn) -> Experiment:
+def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
     plan = training.plan
 
     def train(stop: threading.Event) -> Experiment:
@@ -179,7 +181,7 @@ class _Interruption:
         del count
 
 
-def _opened(training: _TrainingPlan, turn: TrainingTurn, known: LoadedJournal) -> Experiment:
+def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experiment:
     """Take ownership of the experiment. Raises what `restore_experiment_state` and `owner_after` raise."""
     owner = owner_after(known.experiment, training.failures.max_restarts, answered=turn.answered)
     read = skip_prefect_introspection(known)
