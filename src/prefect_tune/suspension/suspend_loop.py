@@ -194,7 +194,9 @@ def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[Non
         yield
     except (TerminationSignal, KeyboardInterrupt):
         state = look()
-        get_run_logger().warning("%s", resumable(state) if state else "the run had not begun: run it again")
+        get_run_logger().warning(
+            "%s", resumable(state) if state and state.trials else "the run had not begun: run it again"
+        )
         raise
 
 
