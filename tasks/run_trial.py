@@ -128,17 +128,21 @@ def _as_journaled(result: AttemptResult, plan: TrialSpec, log: Log) -> AttemptRe
 
 def _journal_writer(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> JournalWriter | AttemptResult:
     """Return a journal writer, after closing an attempt without a journaled end; or the result of an ended trial."""
-    if orders.epoch is None:
-        return _own_book(plan, orders, line)
-    experiment = read_experiment(plan.target, plan.trial.experiment)
-    if experiment.epoch != orders.epoch:
-        raise Superseded(f"{plan.journal}: epoch {orders.epoch} has ended; it was taken over by {experiment.owner}")
+    return _own_journal(plan, orders, line) if plan.apart else _experiments_journal(plan, orders, line)
+
+
+def _experiments_journal(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> JournalWriter | AttemptResult:
+    """Read the experiment's journal, which the run that requested the attempt has opened."""
+    experiment, epoch = read_experiment(plan.target, plan.trial.experiment), orders.search_epoch
+    if experiment.epoch != epoch:
+        raise Superseded(f"{plan.journal}: epoch {epoch} has ended; it was taken over by {experiment.owner}")
     journal_writer = JournalWriter(plan.target, experiment, write_entry, line.wrote)
     if (ended := _ended(experiment, plan)) is not None:
         return ended
     if experiment.trial(plan.trial.trial).status is Status.RUNNING:
         lost = "its supervisor failed, and was retried"
         journal_writer.write([AttemptEnded(trial=plan.trial.trial, cause=Cause.MACHINE, message=lost)])
+    _carry_out(plan, orders, journal_writer)
     return journal_writer
 
 
@@ -150,7 +154,7 @@ def _ended(experiment: Experiment, plan: TrialSpec) -> AttemptResult | None:
     return AttemptResult(Yielded(trial.reason), experiment) if trial.status is Status.PAUSED else None
 
 
-def _own_book(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> JournalWriter | AttemptResult:
+def _own_journal(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> JournalWriter | AttemptResult:
     """Open the trial's own journal, or create it, and take it over from an earlier writer.
 
     A request is carried out once its attempt has begun: running it again only makes a further attempt, if the trial

@@ -19,8 +19,11 @@ from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.suspension.answers import HOW_TO_GO_ON
 from prefect_tune.suspension.resume_forms import form_of_training
-from prefect_tune.suspension.training_answers import TrainingTurn, first_turn, followed
+from prefect_tune.suspension.suspend_flow_run import last_form
+from prefect_tune.suspension.suspend_loop import Turn, first_turn
+from prefect_tune.suspension.training_answers import QUESTION, follow_up
 from prefect_tune.tasks import restore_experiment_state
+from prefect_tune.tasks.experiment_state import write_directly
 from tests.flows.left_run import LeftRun
 from tests.flows.training import experiment_at
 from tests.flows.trouble import Trouble
@@ -44,11 +47,14 @@ def _opened(trained: Trouble) -> Experiment:
 def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_does(trained: Trouble) -> None:
     plan = TrialSpec(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
     answered = Answered(key="form", answer=_BACK, flow_run="run")
-    turn = TrainingTurn(None, trained.trainable, ResumeChoice(way="other checkpoint", checkpoint=5), news=(answered,))
-    back = followed(plan, _opened(trained), turn).trial("trial")
+    choice = ResumeChoice(way="other checkpoint", checkpoint=5)
+    turn = Turn(trained.request(None), "troubled", choice=choice, news=(answered,))
+    opened = _opened(trained)
+    back = write_directly(trained.target, opened, follow_up(plan, opened, turn)).trial("trial")
     assert (back.status, back.checkpoints[-1].step) == (Status.PENDING, 5)
     trained.run(steps=20)
-    second = followed(plan, _opened(trained), turn)
+    second = _opened(trained)
+    assert follow_up(plan, second, turn) == ()
     assert [each.step for each in second.trial("trial").checkpoints] == [5, 10, 15, 5, 10, 15, 20]
     assert second.trial("trial").status is Status.FINISHED
     assert list(experiment_at(trained.target, "troubled").answers) == [answered]
@@ -79,10 +85,10 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
     (manifest,) = Path(trained.target.path).rglob("0000000005-*/manifest.json")
     _DAMAGE[damage](Path(trained.target.path), manifest)
     before = experiment_at(trained.target, "troubled")
-    turns: list[TrainingTurn] = []
+    turns: list[Turn] = []
 
     def start() -> None:
-        turns.append(first_turn(trained.target, "troubled", None, trained.trainable))
+        turns.append(first_turn(Turn(trained.request(None), "troubled"), QUESTION, last_form()))
 
     with pytest.raises(Pause):
         left_run.within(start)

@@ -9,11 +9,13 @@ import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.trial_map import TrialMap
 from prefect_tune.core.experiment.trial_stoppers import MaxSteps, Never, Plateau, Stopper
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.flows.durable_trainable import _require_same
 from prefect_tune.parameters.limits import has_had_enough
+from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.training_request import name_of
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from tests.fakes.experiments import write_experiment
@@ -41,23 +43,28 @@ def plan(tmp_path: Path) -> TrialSpec:
     )
 
 
+def known(**fingerprint: str) -> Experiment:
+    """A training that its journal knows."""
+    trial = Trial(trial="trial", config={}, fingerprint=fingerprint)
+    return nothing_yet(NAME).model_copy(update={"trials": TrialMap.of([trial])})
+
+
 @pytest.mark.parametrize("trainable", [train, "some.module:train", "another.module:Other"])
 def test_another_trainable_under_the_same_name_is_refused_and_both_are_named(
     plan: TrialSpec, trainable: object
 ) -> None:
-    trial = Trial(trial="trial", config={}, fingerprint=name_of(trainable))
     with pytest.raises(InvalidInput, match="'Model'") as refused:
-        _require_same(plan, trial, {})
-    assert repr(trial.fingerprint["trainable"]) in str(refused.value)
+        require_same_training(known(**name_of(trainable)), plan, {})
+    assert repr(name_of(trainable)["trainable"]) in str(refused.value)
 
 
 @pytest.mark.parametrize("trainable", [Model, "moved.elsewhere:Model", "some.module:Outer.Model"])
 def test_the_same_trainable_may_be_named_otherwise(plan: TrialSpec, trainable: object) -> None:
-    _require_same(plan, Trial(trial="trial", config={}, fingerprint=name_of(trainable)), {})
+    require_same_training(known(**name_of(trainable)), plan, {})
 
 
 def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(plan: TrialSpec) -> None:
-    _require_same(plan, Trial(trial="trial", config={}, fingerprint={"code": "0123"}), {})
+    require_same_training(known(code="0123"), plan, {})
 
 
 # ------------------------------------------------------------------------------------------------- enough

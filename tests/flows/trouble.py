@@ -12,6 +12,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
+from prefect_tune.parameters.search_request import SearchRequest
 from tests.flows.training import trial_at
 from tests.trainables.witness import told
 
@@ -41,6 +42,10 @@ class Trouble:
         """Call the flow, as often as one likes."""
         options = {"stop": {"step": steps} if steps else None, **self.options, **more}
         return durable_trainable(self.trainable, self.config, target=self.target, experiment=_NAME, **options)
+
+    def request(self, stop: object) -> SearchRequest:
+        """What the flow makes of its parameters."""
+        return SearchRequest(trainable=self.trainable, target=self.target, experiment=_NAME, stop=stop)
 
     def poison(self, step: int, way: str) -> None:
         """From now on whoever has loaded the checkpoint of `step` fails before its next step."""

@@ -79,7 +79,7 @@ class Desk:
 
     def given(self, orders: AttemptRequest) -> JournalWriter:
         """Carry orders out up to where the attempt begins."""
-        journal_writer: JournalWriter = module._own_book(self.plan, orders, self.line)
+        journal_writer: JournalWriter = module._own_journal(self.plan, orders, self.line)
         return journal_writer
 
     def begun(self, orders: AttemptRequest) -> JournalWriter:
@@ -321,6 +321,7 @@ def test_a_training_that_has_finished_is_told_of_by_a_retry_of_its_task(
     opening = Opening(Owner(name="it", host="h", pid=1), new_write_id(), lambda _: began)
     state = open_journal(desk.target, JournalKey(experiment="e"), opening)
     monkeypatch.setattr(module, "write_entry", write_directly)
-    result = desk.run(AttemptRequest(epoch=state.epoch))
+    desk.plan = replace(desk.plan, apart=False)
+    result = desk.run(AttemptRequest(search_epoch=state.epoch))
     assert result.outcome == Done("enough", returned=False)
     assert result.experiment == state

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Protocol, TypeAlias
 
 from prefect import Task
@@ -27,7 +29,9 @@ __all__ = [
     "RemoteAttemptStarted",
     "TrialExecutor",
     "attempt_of",
+    "call_attempt",
     "have_ended",
+    "submit_attempt",
 ]
 
 _PATIENCE = timedelta(seconds=0.5)
@@ -114,37 +118,72 @@ def have_ended(executor: TrialExecutor, grace: timedelta) -> None:
                 executor.forget(message.trial)
 
 
+Ended: TypeAlias = Callable[[BaseException | None], None]
+"""Called when an attempt has ended, with the error of its task if there was one."""
+Launch: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchLink, Ended], object]
+"""Starts an attempt; returns what has to be kept until it has ended."""
+
+
+def submit_attempt(plan: TrialSpec, orders: AttemptRequest, line: SearchLink, ended: Ended) -> object:
+    """Submit an attempt to the flow's thread pool."""
+    future = attempt_of(plan).submit(
+        skip_prefect_introspection(plan), skip_prefect_introspection(orders), skip_prefect_introspection(line)
+    )
+    future.add_done_callback(lambda done: ended(_error_of(done)))
+    return future
+
+
+def call_attempt(plan: TrialSpec, orders: AttemptRequest, line: SearchLink, ended: Ended) -> object:
+    """Call an attempt's task, with the task's own retries, in a thread that does not delay the process's exit."""
+
+    def call() -> None:
+        try:
+            run_trial(plan, orders, line)
+        except BaseException as error:  # noqa: BLE001  the driver handles the error
+            ended(error)
+        else:
+            ended(None)
+
+    thread = threading.Thread(target=copy_context().run, args=(call,), name="run-trial", daemon=True)
+    thread.start()
+    return thread
+
+
 class LocalExecutor:
     """Runs attempts on this machine, each as a task in a thread that supervises a process of its own."""
 
     survives_search = False
 
-    def __init__(self, pool: TrialProcessPool, environments: Sequence[Mapping[str, str]] = ()) -> None:
+    def __init__(
+        self,
+        pool: TrialProcessPool,
+        environments: Sequence[Mapping[str, str]] = (),
+        launch: Launch = submit_attempt,
+    ) -> None:
         """Args: environments: environment variables of each slot; an attempt takes the lowest free slot."""
         self._pool = pool
         self._environments = environments
+        self._launch = launch
         self._places: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lines: dict[str, InProcessLink] = {}
-        self._futures: dict[str, PrefectFuture[AttemptResult]] = {}
+        self._running: dict[str, object] = {}
 
     def __len__(self) -> int:
-        return len(self._futures)
+        return len(self._lines)
 
     def __contains__(self, trial: str) -> bool:
-        return trial in self._futures
+        return trial in self._lines
 
     def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
         del attempt, absorbed  # a local attempt sends every entry through the queue
         trial = plan.trial.trial
         line = InProcessLink(trial, self._inbox.put, self._pool)
         self._lines[trial] = line
-        self._futures[trial] = attempt_of(plan).submit(
-            skip_prefect_introspection(plan),
-            skip_prefect_introspection(self._placed(trial, orders)),
-            skip_prefect_introspection(line),
+        exited = partial(AttemptExited, trial)
+        self._running[trial] = self._launch(
+            plan, self._placed(trial, orders), line, lambda error: self._inbox.put(exited(error))
         )
-        self._futures[trial].add_done_callback(lambda future: self._inbox.put(AttemptExited(trial, _error_of(future))))
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
         del step  # the connection belongs to the attempt that asked
@@ -165,7 +204,7 @@ class LocalExecutor:
             return heard
 
     def forget(self, trial: str) -> None:
-        del self._lines[trial], self._futures[trial]
+        del self._lines[trial], self._running[trial]
         self._places.pop(trial, None)
 
     def _placed(self, trial: str, orders: AttemptRequest) -> AttemptRequest:

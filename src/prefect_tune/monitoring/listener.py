@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from prefect_tune.core.events.experiment_events import Event
-from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.supervisor.search_link import StepReported
 
-__all__ = ["ObserverGroup", "SearchObserver", "TrainingObserver"]
+__all__ = ["ObserverGroup", "SearchObserver"]
 
 
 class SearchObserver(Protocol):
@@ -45,23 +45,3 @@ class ObserverGroup:
     def wrote(self, experiment: Experiment) -> None:
         for each in self._listeners:
             each.wrote(experiment)
-
-
-class TrainingObserver:
-    """Passes the reports and events of an experiment with a single trial to a listener."""
-
-    def __init__(self, listener: SearchObserver, experiment: Experiment) -> None:
-        self._listener = listener
-        self._experiment = experiment
-
-    def told(self, told: StepReported) -> None:
-        self._listener.told(told, self._experiment)
-
-    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        for each in events[:-1]:
-            self._experiment = after_event(self._experiment, each, experiment.number)
-            self._listener.happened(each, self._experiment)
-        self._experiment = experiment  # with the entries of external writers
-        for each in events[-1:]:
-            self._listener.happened(each, experiment)
-        self._listener.wrote(experiment)

@@ -14,12 +14,14 @@ from prefect_tune.parameters.samples_per_run import search_of
 from prefect_tune.parameters.search_request import SearchRequest, only_in_code, settings_of, space_of
 from prefect_tune.parameters.training_request import name_of
 from prefect_tune.supervisor.process_channel import Log
+from prefect_tune.supervisor.trial_spec import TrialSpec
 
 __all__ = [
     "code_note",
     "require_code",
     "require_goes_on",
     "require_same",
+    "require_same_training",
     "say_code",
     "say_errored",
     "say_space",
@@ -72,6 +74,33 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
                 f"{why}. Pass {before!r}, or choose another experiment name"
             )
+
+
+def require_same_training(state: Experiment, plan: TrialSpec, config: Mapping[str, object]) -> None:
+    """Require that the experiment is new, or the single training that `plan` and `config` specify.
+
+    Raises:
+        InvalidInput: the experiment is a search, or trains another trainable or configuration.
+        ResumeFailed: the experiment is an incomplete fork, or is being deleted.
+    """
+    require_goes_on(state)
+    where = f"experiment {state.name!r} at {plan.target.uri}"
+    if state.settings or any(trial.apart for trial in state.trials.values()):
+        raise InvalidInput(f"{where} is a search: resume it by pt.resume(...), or choose another experiment name")
+    trial = state.trials.get(plan.trial.trial)
+    if trial is None:
+        return
+    if trial.config != config:
+        raise InvalidInput(
+            f"{where}: expected its config {dict(trial.config)}, found {dict(config)}. "
+            "Pass the same config, or choose another experiment name"
+        )
+    before, now = trial.fingerprint.get("trainable"), plan.fingerprint.get("trainable")
+    if before and now and before != now:
+        raise InvalidInput(
+            f"{where}: expected its trainable {before!r}, found {now!r}. Pass the same trainable, or choose another "
+            "experiment name; the default name is different for each flow run"
+        )
 
 
 def require_goes_on(state: Experiment) -> None:

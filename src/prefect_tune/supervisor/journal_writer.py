@@ -33,6 +33,10 @@ class JournalWriter:
             StoreUnavailable, CommitUnknown: all retries failed; writing the same entry again with the same stamp
                 is safe.
         """
-        self.experiment = self._writer(self.target, self.experiment, events, stamp)
-        self._listener(events, self.experiment)
-        return self.experiment
+        return self.follow(events, self._writer(self.target, self.experiment, events, stamp))
+
+    def follow(self, events: Sequence[Event], experiment: Experiment) -> Experiment:
+        """Take over `experiment`, the state after an entry of this owner, which another writer may have written."""
+        self.experiment = experiment
+        self._listener(events, experiment)
+        return experiment

@@ -16,15 +16,12 @@ from prefect_tune.supervisor.process_channel import TrialChannel
 from prefect_tune.supervisor.process_output import Log
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.supervisor.trial_spec import TrialSpec
 
 __all__ = [
     "Answer",
     "EntryWritten",
     "InProcessLink",
     "SearchLink",
-    "StandaloneLink",
-    "StepObserver",
     "StepReported",
     "TrialMessage",
 ]
@@ -77,27 +74,29 @@ class StepReported:
 
 @dataclass(frozen=True, slots=True)
 class EntryWritten:
-    """An entry of the trial's own journal."""
+    """An entry that the attempt has written to its journal: the trial's own one, or that of a single training."""
 
     trial: str
     number: int
     events: tuple[Event, ...]
     at: str | None = None
     """When it was written, as an ISO timestamp."""
+    journal: Experiment | None = None
+    """The state of the journal after it; None if the entry was read from the target."""
 
 
 TrialMessage: TypeAlias = StepReported | EntryWritten
 
 
 class InProcessLink:
-    """A link within one process: it calls `hear` with each message, in the sender's thread."""
+    """A link within one process: it calls `receive` with each message, in the sender's thread."""
 
-    def __init__(self, trial: str, hear: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
+    def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         self.trial = trial
         self.reads_journal = False
         self.process = pool.process
         self.stop = threading.Event()
-        self._hear = hear
+        self._receive = receive
         self._guard = threading.Lock()
         self._early: list[Answer] = []
         self._tell: Callable[[Answer], None] | None = None
@@ -117,41 +116,10 @@ class InProcessLink:
                 self._tell(answer)
 
     def told(self, report: StepReport, *, asks: bool) -> None:
-        self._hear(StepReported(self.trial, report, asks))
+        self._receive(StepReported(self.trial, report, asks))
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        self._hear(EntryWritten(self.trial, experiment.number, tuple(events), new_write_id().at))
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-
-class StepObserver(Protocol):
-    """Observes a single training. Its methods must return at once."""
-
-    def told(self, told: StepReported) -> None: ...
-
-    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None: ...
-
-
-class StandaloneLink:
-    """The link of a single training: it passes messages to an observer, and no answer ever comes."""
-
-    def __init__(self, plan: TrialSpec, pool: TrialProcessPool, stop: threading.Event, hearer: StepObserver) -> None:
-        self.stop = stop
-        self.reads_journal = False
-        self.process = pool.process
-        self._trial = plan.trial.trial
-        self._hearer = hearer
-
-    def connect(self, tell: Callable[[Answer], None]) -> None:
-        del tell
-
-    def told(self, report: StepReport, *, asks: bool) -> None:
-        self._hearer.told(StepReported(self._trial, report, asks))
-
-    def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:
-        self._hearer.wrote(events, experiment)
+        self._receive(EntryWritten(self.trial, experiment.number, tuple(events), new_write_id().at, experiment))
 
     def close(self) -> None:
         """Nothing to let go of."""

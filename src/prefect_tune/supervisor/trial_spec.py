@@ -50,7 +50,7 @@ class TrialSpec:
     concurrency_limits: tuple[str, ...] = ()
     """Prefect's global concurrency limits; an attempt holds a slot in each of them."""
     apart: bool = False
-    """Whether the trial has a journal of its own, beside the experiment's."""
+    """Whether the trial has a journal of its own, as in a search; a single training writes the experiment's."""
 
     @property
     def journal(self) -> JournalKey:
@@ -62,10 +62,8 @@ class TrialSpec:
 class AttemptRequest:
     """The request for one attempt of a trial."""
 
-    epoch: int | None = None
-    """The epoch in which the caller owns the journal; None: the attempt opens the trial's own journal itself."""
     search_epoch: int = 0
-    """The epoch in which the requesting search owns the experiment; 0 for a single training."""
+    """The epoch in which the requesting run owns the experiment."""
     experiment_id: str = ""
     """The id of the requesting experiment; empty if it is not checked: in a process of the search itself."""
     attempt: int = 0

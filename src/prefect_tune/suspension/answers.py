@@ -1,9 +1,9 @@
-"""Read the form answers of a suspended run, and apply them to the request of the search or training."""
+"""Read the form answers of a suspended run, and apply them to a stop criterion."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from prefect.runtime import flow_run
 
@@ -15,7 +15,6 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing, 
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.models import digest_of
 from prefect_tune.parameters.json_specs import spelled_stop
-from prefect_tune.parameters.search_request import SearchRequest
 from prefect_tune.parameters.training_request import stopper_for
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, leave_with
@@ -24,13 +23,11 @@ __all__ = [
     "HOW_TO_GO_ON",
     "NewAnswers",
     "about",
-    "answers_for",
     "chosen_before",
-    "extended",
-    "hear",
+    "new_answers",
     "standing_of",
     "stop_after",
-    "unheard",
+    "unjournaled",
 ]
 
 HOW_TO_GO_ON = "how-to-go-on"
@@ -58,7 +55,7 @@ def chosen_before(known: Experiment) -> Sequence[ResumeChoice]:
     return [ResumeChoice.model_validate(each.answer) for each in mine]
 
 
-def hear(shown: Shown, known: Experiment, standing: Standing, form: Callable[[str], InputForm]) -> NewAnswers:
+def new_answers(shown: Shown, known: Experiment, standing: Standing, form: Callable[[str], InputForm]) -> NewAnswers:
     """Return the answer that this flow run was resumed with, unless the journal holds it already.
 
     Args:
@@ -97,14 +94,14 @@ def _answered(given: Mapping[str, object], question: Questioned, known: Experime
     return NewAnswers(None, (Answered(key=question.key, answer=answer, trial=question.trial, flow_run=flow_run.id),))
 
 
-def unheard(news: Sequence[Answered], state: Experiment) -> Sequence[Answered]:
+def unjournaled(news: Sequence[Answered], state: Experiment) -> Sequence[Answered]:
     """Return those of `news` that the opened journal does not hold.
 
     Two starts of one run read the same answer. Only the first one applies it.
     """
-    heard = {(each.trial, each.key) for each in state.answers}
-    heard -= {(name, each.key) for name, each in state.questions.items()}  # asked again: no answer yet
-    return [each for each in news if (each.trial, each.key) not in heard]
+    known = {(each.trial, each.key) for each in state.answers}
+    known -= {(name, each.key) for name, each in state.questions.items()}  # asked again: no answer yet
+    return [each for each in news if (each.trial, each.key) not in known]
 
 
 # ------------------------------------------------------------------------------------------------ applying a choice
@@ -128,28 +125,11 @@ def _hours_in(stopper: Stopper) -> float:
     return min((each.time.total_seconds() / 3600 for each in parts if isinstance(each, MaxTime)), default=0.0)
 
 
-def stop_after(stop: object, choice: ResumeChoice, standing: Standing) -> object:
-    """Return the stop criterion of a training, extended by the choice; unchanged for any choice but "extend"."""
+def stop_after(stop: object, choice: ResumeChoice) -> object:
+    """Return the stop criterion of a trial, extended by the choice; unchanged for any choice but "extend"."""
     if choice.way != "extend":
         return stop
+    standing = standing_of(stop)
     steps = choice.steps if choice.steps > standing.steps else 0
     hours = choice.hours if choice.hours > standing.hours else 0
     return stop_extended(spelled_stop(stop), steps, hours) if steps or hours else stop
-
-
-def extended(asked: SearchRequest, choice: ResumeChoice, standing: Standing) -> SearchRequest:
-    """Return the request of a search, extended by the choice; unchanged for any choice but "extend"."""
-    if choice.way != "extend":
-        return asked
-    steps_only = choice.model_copy(update={"hours": 0.0})
-    return replace(
-        asked,
-        num_samples=choice.samples if choice.samples > standing.samples else asked.num_samples,
-        stop=stop_after(asked.stop, steps_only, standing),
-        time_budget_seconds=3600 * choice.hours if choice.hours else asked.time_budget_seconds,
-    )
-
-
-def answers_for(trial: str, answers: Sequence[Answered]) -> Mapping[str, Mapping[str, object]]:
-    """Return the answers to a trial's questions, by the keys of the questions."""
-    return {each.key: each.answer for each in answers if each.trial == trial}

@@ -5,36 +5,59 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.blocks import StorageTarget
+from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
 from prefect_tune.core.events.experiment_events import Answered, Questioned
 from prefect_tune.core.events.questions import answer_to
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
+from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.parameters.resume_mode import read_known
+from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.retry_policy import with_retries
 from prefect_tune.supervisor.suspend_request import is_suspended
-from prefect_tune.suspension.answers import HOW_TO_GO_ON, about
+from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
-from prefect_tune.suspension.suspend_flow_run import can_be_suspended, leave_with, leave_without, pause_with
+from prefect_tune.suspension.suspend_flow_run import Shown, can_be_suspended, leave_with, leave_without, pause_with
 from prefect_tune.suspension.terminal_prompt import asked_in_terminal
 from prefect_tune.tasks.experiment_state import read_experiment
 
-__all__ = ["STOPPED_HERE", "Turn", "answers_of_persons", "as_one_owner", "say_what_is_resumable"]
+__all__ = [
+    "STOPPED_HERE",
+    "ResumeQuestion",
+    "Turn",
+    "as_one_owner",
+    "first_turn",
+    "next_turn",
+    "say_what_is_resumable",
+]
 
 STOPPED_HERE = "stopped here, as was chosen when the run was resumed"
 _PATIENCE = timedelta(days=30)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Turn:
     """One turn of a flow run: the work until a person has to answer, or none is left."""
 
+    request: SearchRequest
+    """The flow run's parameters, extended by the persons' answers so far."""
+    experiment: str
+    known: LoadedJournal | None = None
+    """Its journal, if it has been read."""
+    choice: ResumeChoice | None = None
+    """A person's choice of how to continue, which is not carried out yet."""
+    stops: bool = False
+    """Whether no trial of a search is to start any more."""
     news: Sequence[Answered] = ()
     """Answers of persons that the journal does not hold yet."""
     answered: bool = False
@@ -47,7 +70,57 @@ class Turn:
         self.state = state
 
 
-def answers_of_persons(state: Experiment, form: Callable[[], InputForm]) -> Sequence[Answered]:
+@dataclass(frozen=True, slots=True)
+class ResumeQuestion:
+    """The question of how a suspended run continues, of a search or of a single training."""
+
+    standing: Callable[[SearchRequest, Experiment], Standing]
+    """Returns the values that the form offers to change."""
+    extended: Callable[[SearchRequest, ResumeChoice], SearchRequest]
+    """Returns the request, extended by a choice."""
+    form: Callable[[SearchRequest, Experiment, str], InputForm]
+    """Makes the form, with the reason why it is shown again; empty if it is not."""
+    why_not: Callable[[StorageTarget, Experiment, ResumeChoice], str] = lambda _target, _state, _choice: ""
+    """Returns why a choice cannot be carried out; empty if it can."""
+
+
+def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Turn:
+    """Return the first turn of a flow run, which may be new, retried or resumed, from one without answers.
+
+    Args:
+        turn: the request, and what is known of the experiment.
+        question: what the run is asked if it is suspended.
+        shown: the form with which it was suspended last.
+
+    Raises:
+        Pause: the person's answer is invalid: the run is suspended again with the form.
+        ResumeFailed: the experiment cannot be read. No new one was started.
+    """
+    if shown is None:
+        return turn
+    target, request = resolve_target(turn.request.target), turn.request
+    known = turn.known or with_retries(lambda: read_known(target, turn.experiment))
+    state, chosen = known.experiment, list(chosen_before(known.experiment))
+    for choice in chosen:
+        request = question.extended(request, choice)
+    form = partial(question.form, request, state)
+    new = new_answers(shown, state, question.standing(request, state), form)
+    if new.choice is not None:
+        if why := question.why_not(target, state, new.choice):
+            leave_with(form(why), HOW_TO_GO_ON)
+        chosen.append(new.choice)
+        request = question.extended(request, new.choice)
+    stops = bool(chosen) and chosen[-1].way == "stop here"
+    return Turn(request, turn.experiment, known, new.choice, stops, new.news)
+
+
+def next_turn(turn: Turn, question: ResumeQuestion, state: Experiment) -> Turn | None:
+    """Return the next turn, with new answers; None without any. Raises `Pause` if the run is suspended for one."""
+    news = _answers_of_persons(state, lambda: question.form(turn.request, state, ""))
+    return replace(turn, known=None, choice=None, news=news, answered=True, state=state) if news else None
+
+
+def _answers_of_persons(state: Experiment, form: Callable[[], InputForm]) -> Sequence[Answered]:
     """Return the answers with which the run takes another turn; nothing if no question is open.
 
     Args:
@@ -121,7 +194,9 @@ def say_what_is_resumable(look: Callable[[], Experiment | None]) -> Iterator[Non
         yield
     except (TerminationSignal, KeyboardInterrupt):
         state = look()
-        get_run_logger().warning("%s", resumable(state) if state else "the run had not begun: run it again")
+        get_run_logger().warning(
+            "%s", resumable(state) if state and state.trials else "the run had not begun: run it again"
+        )
         raise
 
 

@@ -1,12 +1,11 @@
-"""Turns of a single training: the request of each, and a person's answer, carried out once."""
+"""How a suspended training continues: the form, and a person's choice, carried out once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 
-from prefect_tune.blocks import StorageTarget
+from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.events.experiment_events import Cloned, Event, Finished, Requeued
 from prefect_tune.core.experiment.experiment import Experiment
@@ -14,44 +13,16 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.parameters.code_fingerprint import code_of
-from prefect_tune.parameters.resume_mode import read_known
-from prefect_tune.retry_policy import skip_prefect_introspection, with_retries
+from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
-from prefect_tune.suspension.answers import HOW_TO_GO_ON, chosen_before, hear, standing_of, stop_after, unheard
+from prefect_tune.suspension.answers import standing_of, stop_after, unjournaled
 from prefect_tune.suspension.resume_forms import InputForm, form_of_training, page_of
-from prefect_tune.suspension.suspend_flow_run import last_form, leave_with
-from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, answers_of_persons
+from prefect_tune.suspension.suspend_loop import STOPPED_HERE, ResumeQuestion, Turn
 from prefect_tune.tasks.checkpoints import clone_checkpoint, code_of_checkpoint, damage_of_checkpoint
-from prefect_tune.tasks.experiment_state import write_entry
 
-__all__ = ["TrainingTurn", "code_changed", "first_turn", "followed", "next_turn"]
-
-
-@dataclass
-class TrainingTurn(Turn):
-    """A turn of a single training: its request, and an answer to carry out."""
-
-    stop: object
-    trainable: object
-    choice: ResumeChoice | None = None
-    """A person's answer that is not carried out yet."""
-
-
-def first_turn(target: StorageTarget, experiment: str, stop: object, trainable: object) -> TrainingTurn:
-    """Return the first turn of a new, retried or resumed flow run. Raises `Pause` if it has to ask again."""
-    if (shown := last_form()) is None:
-        return TrainingTurn(stop, trainable)
-    state = with_retries(lambda: read_known(target, experiment)).experiment
-    for choice in chosen_before(state):
-        stop = stop_after(stop, choice, standing_of(stop))
-    form = partial(_form, target, TrainingTurn(stop, trainable), state)
-    heard = hear(shown, state, _standing(stop, state), form)
-    if heard.choice is not None:
-        if why := _why_not_back(target, state, heard.choice):
-            leave_with(form(why), HOW_TO_GO_ON)
-        stop = stop_after(stop, heard.choice, standing_of(stop))
-    return TrainingTurn(stop, trainable, heard.choice, news=heard.news)
+__all__ = ["QUESTION", "code_changed", "follow_up"]
 
 
 def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str:
@@ -64,22 +35,15 @@ def _why_not_back(target: StorageTarget, state: Experiment, choice: ResumeChoice
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
-def next_turn(turn: TrainingTurn, target: StorageTarget, state: Experiment) -> TrainingTurn | None:
-    """Return the next turn, with new answers; None without any. Raises `Pause` if the run is suspended for one."""
-    news = answers_of_persons(state, lambda: _form(target, turn, state))
-    return TrainingTurn(turn.stop, turn.trainable, news=news, answered=True, state=state) if news else None
+def follow_up(plan: TrialSpec, state: Experiment, turn: Turn) -> Sequence[Event]:
+    """Return the answer's events, and those that carry it out: one entry, so that a retry after a kill does it.
 
-
-def followed(plan: TrialSpec, state: Experiment, turn: TrainingTurn) -> Experiment:
-    """Carry out the answer, in the entry that journals it; after a kill before that entry, a retry does it.
-
-    An answer that another start of this run has carried out is skipped.
+    Nothing if another start of this run has carried out the answer.
     """
-    if not (news := unheard(turn.news, state)):
-        return state
+    if not (news := unjournaled(turn.news, state)):
+        return ()
     trial = state.trials.get(plan.trial.trial)
-    follows = _follows(plan, state, trial, turn.choice) if trial and turn.choice else []
-    return write_entry(plan.target, state, [*news, *follows])
+    return [*news, *(_follows(plan, state, trial, turn.choice) if trial and turn.choice else ())]
 
 
 def _follows(plan: TrialSpec, state: Experiment, trial: Trial, choice: ResumeChoice) -> Sequence[Event]:
@@ -110,14 +74,19 @@ def _checkpoint_at(place: TrialKey, trial: Trial, step: int) -> CheckpointKey:
     return place.checkpoint_key(found[-1])
 
 
-def _standing(stop: object, state: Experiment) -> Standing:
+def _standing(request: SearchRequest, state: Experiment) -> Standing:
     steps = [each.step for trial in state.trials.values() for each in trial.checkpoints]
-    return standing_of(stop, checkpoints=sorted(set(steps)))
+    return standing_of(request.stop, checkpoints=sorted(set(steps)))
 
 
-def _form(target: StorageTarget, turn: TrainingTurn, state: Experiment, why: str = "") -> InputForm:
-    page = page_of(state, target.uri, None, _code_note(target, turn.trainable, state), why)
-    return form_of_training(_standing(turn.stop, state), page)
+def _extended(request: SearchRequest, choice: ResumeChoice) -> SearchRequest:
+    return replace(request, stop=stop_after(request.stop, choice))
+
+
+def _form(request: SearchRequest, state: Experiment, why: str) -> InputForm:
+    target = resolve_target(request.target)
+    page = page_of(state, target.uri, None, _code_note(target, request.trainable, state), why)
+    return form_of_training(_standing(request, state), page)
 
 
 def _code_note(target: StorageTarget, trainable: object, state: Experiment) -> str:
@@ -137,3 +106,7 @@ def code_changed(target: StorageTarget, folder: TrialKey, trial: Trial, trainabl
     if key is None or not before or before == now:
         return ""
     return f"the source of the trainable has changed since the checkpoint of step {key.step} ({before} -> {now})"
+
+
+QUESTION = ResumeQuestion(_standing, _extended, _form, _why_not_back)
+"""How to continue a single training."""

@@ -42,7 +42,7 @@ from prefect_tune.supervisor.search_link import EntryWritten, StepReported
 from prefect_tune.supervisor.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.policy import SearchPolicy, standing_decision, trial_id
+from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy, standing_decision, trial_id
 from prefect_tune.tuner.stop_handling import Outside, Stopping
 from prefect_tune.tuner.trial_journal_intake import TrialJournalMerger
 
@@ -160,21 +160,19 @@ class Driver:
             return self._without_new_trials()
         match self._policy.suggest():
             case Proposed(config=config):
-                trial = trial_id(self._policy.proposed)
-                self._put(TrialAdded(trial=trial, config=config, fingerprint=self._plan.fingerprint, apart=True))
+                plan, trial = self._plan, trial_id(self._policy.proposed) if self._plan.apart else ONLY_TRIAL
+                self._put(TrialAdded(trial=trial, config=config, fingerprint=plan.fingerprint, apart=plan.apart))
                 return trial
             case Wait():
-                return None if self._is_busy else self._without_new_trials()
+                is_busy = len(self._executor) or self._page.is_awaited
+                return None if is_busy else self._without_new_trials()
             case Exhausted(reason=reason):
-                self._log.info("no more trials: %s", reason)
+                if self._plan.apart:
+                    self._log.info("no more trials: %s", reason)
                 self._search_is_done = True
                 return self._without_new_trials()
             case never:
                 assert_never(never)
-
-    @property
-    def _is_busy(self) -> bool:
-        return bool(len(self._executor) or self._page.is_awaited)
 
     def _without_new_trials(self) -> str | None:
         self._policy.no_more()
@@ -287,14 +285,15 @@ class Driver:
         began = trial.attempt > self._attempts.pop(over.trial)
         if over.trial in self._broken:
             self._failure_handler.give_up(trial.trial, Cause.BAD_METRIC, self._broken.pop(trial.trial))
+        elif over.error is not None and not (trial.apart and isinstance(over.error, Exception)):
+            raise over.error  # such as KeyboardInterrupt: end the search; a single training ends with any error
         elif isinstance(over.error, ResumeFailed | InvalidInput):
             self._failure_handler.give_up(trial.trial, Cause.USER, str(over.error))
-        elif over.error is not None and not isinstance(over.error, Exception):
-            raise over.error  # such as KeyboardInterrupt: end the search
         elif trial.trial in self._state.stops:
             self._stopping.finish(trial.trial)
         elif trial.trial in self._state.questions:
-            self._stopping.end(f"trial {trial.trial} asks a question")
+            if trial.apart:  # the other trials save and end, too
+                self._stopping.end(f"trial {trial.trial} asks a question")
         elif trial.status is Status.PENDING and trial.cause is not None and began:
             self._failure_handler.failed(trial, trial.cause, over.error)
         elif trial.status is Status.PENDING and self._stopping.ends:

@@ -51,7 +51,9 @@ class FailureHandler:
         """
         if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.failures):
             raise error
-        if not (self._stopping.ends and cause is Cause.PREEMPTED):
+        if not trial.apart:
+            self._log.warning("attempt %d: %s: %s", trial.attempt, cause, trial.reason)
+        elif not (self._stopping.ends and cause is Cause.PREEMPTED):
             self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
         self.failure_handler(trial.trial, cause)
 
@@ -62,7 +64,7 @@ class FailureHandler:
             case TryAgain() | Resumable():
                 self._startable.append(trial)
             case Quarantine(sequence=sequence, reason=reason):
-                self._log.error("trial %s: a checkpoint is quarantined: %s", trial, reason)
+                self._log.error("%sa checkpoint is quarantined: %s", f"trial {trial}: " if state.apart else "", reason)
                 aside = Quarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
                 self.put_aside[trial] = (aside,)
                 self._startable.append(trial)

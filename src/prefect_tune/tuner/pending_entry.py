@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from prefect_tune.core.events.experiment_events import Event
@@ -48,6 +48,23 @@ class PendingEntry:
             trial = self.state.trial(str(getattr(event, "trial", "")))
             for happening in trial.past[before - self.state.happened :]:
                 self._policy.record(trial, happening)
+
+    def follow(self, events: Sequence[Event], experiment: Experiment) -> None:
+        """Take over an entry that the attempt of a single training has written to this journal.
+
+        While such an attempt runs, nothing else is put: an entry has one writer.
+
+        Args:
+            events: the events of the entry.
+            experiment: the state after it, which may hold entries of external writers before it, too.
+        """
+        for event in events[:-1]:
+            self.state = after_event(self.state, event, experiment.number)
+            self._listener.happened(event, self.state)
+        self.state = self._journal_writer.follow(events, experiment)
+        for event in events[-1:]:
+            self._listener.happened(event, self.state)
+        self._listener.wrote(self.state)
 
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` once every event so far is written."""

@@ -15,17 +15,20 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.schedulers.base import Decision, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
 
-__all__ = ["SearchPolicy", "number_of", "standing_decision", "trial_id"]
+__all__ = ["ONLY_TRIAL", "SearchPolicy", "number_of", "standing_decision", "trial_id"]
+
+ONLY_TRIAL = "trial"
+"""The id of the trial of a single training."""
 
 
 def trial_id(number: int) -> str:
-    """Return the id of the trial with proposal number `number`, counted from 0."""
+    """Return the id of a search's trial with proposal number `number`, counted from 0."""
     return f"{number:05d}"
 
 
 def number_of(trial: str) -> int:
     """Return the proposal number of a trial."""
-    return int(trial)
+    return 0 if trial == ONLY_TRIAL else int(trial)
 
 
 def standing_decision(trial: Trial) -> Happening | None:

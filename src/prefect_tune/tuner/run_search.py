@@ -12,22 +12,18 @@ from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from prefect_tune.blocks import SyncConfig, resolve_target
 from prefect_tune.callbacks import SearchInfo
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import Described, Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment, of_trials
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective, objective_of
 from prefect_tune.core.seeded_random import seed_named
-from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor
@@ -52,18 +48,18 @@ from prefect_tune.parameters.resume_mode import read_known, require_presence, re
 from prefect_tune.parameters.samples_per_run import search_of
 from prefect_tune.parameters.search_request import SearchRequest, space_of
 from prefect_tune.parameters.target_requirements import require_one_runner
-from prefect_tune.parameters.training_request import existing_limits, name_of, stopper_for, valid_trainable
+from prefect_tune.parameters.training_request import stopper_for, trial_spec
 from prefect_tune.results.results import Results
 from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.run_identity import new_write_id
-from prefect_tune.supervisor.trial_spec import TrialSpec, pickled_or_path
-from prefect_tune.suspension.answers import unheard
+from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.suspension.answers import unjournaled
 from prefect_tune.suspension.restart_guard import owner_after
-from prefect_tune.suspension.search_answers import SearchTurn, first_turn, next_turn
-from prefect_tune.suspension.suspend_loop import STOPPED_HERE, as_one_owner, say_what_is_resumable
+from prefect_tune.suspension.search_answers import QUESTION, first_search_turn
+from prefect_tune.suspension.suspend_loop import STOPPED_HERE, Turn, as_one_owner, next_turn, say_what_is_resumable
 from prefect_tune.tasks import restore_experiment_state
 from prefect_tune.tasks.experiment_state import check_target, write_directly
 from prefect_tune.terminal.progress_state import SearchEstimate
@@ -82,18 +78,18 @@ _NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 def searched(asked: SearchRequest, known: LoadedJournal | None = None) -> Results:
     """Run the requested search within a flow run; a `known` journal is not read again. Raises what `tune` raises."""
-    turn: SearchTurn | None = first_turn(asked, known)
+    turn: Turn | None = first_search_turn(asked, known)
     while turn is not None:
         results = _searched(turn)
-        turn = next_turn(turn, results)
+        turn = next_turn(turn, QUESTION, results.experiment)
     return results
 
 
-def _searched(turn: SearchTurn) -> Results:
-    asked, name = turn.asked, turn.experiment
+def _searched(turn: Turn) -> Results:
+    asked, name = turn.request, turn.experiment
     objective = objective_of(asked.metric, asked.mode)
     stopper = of_trials(whole := stopper_for(asked.stop))
-    require_possible(plan := _plan(asked, name, stopper))
+    require_possible(plan := trial_spec(asked, name, stopper))
     warn_of_limits(stopper, objective, get_run_logger())
     policy = _policy(asked, name, objective, whole)
     executor, slots = _executor(asked, plan)
@@ -110,7 +106,7 @@ def _searched(turn: SearchTurn) -> Results:
             turn.reached(state)
             journal_writer = JournalWriter(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
             learns = [each for each in learned if each.source not in state.learned]
-            if news := [*unheard(turn.news, state), *changes, *learns]:
+            if news := [*unjournaled(turn.news, state), *changes, *learns]:
                 journal_writer.write(news)
             if journal_writer.experiment.questions:
                 return journal_writer.experiment  # no trial starts before they are answered
@@ -129,14 +125,14 @@ def _searched(turn: SearchTurn) -> Results:
 
 
 def _opened(
-    turn: SearchTurn, plan: TrialSpec, limits: SearchLimits, known: LoadedJournal
+    turn: Turn, plan: TrialSpec, limits: SearchLimits, known: LoadedJournal
 ) -> tuple[Experiment, SearchRequest, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
     Returns:
         its state, the request with the samples that this run adds, and the events that journal both changes.
     """
-    asked, log = turn.asked, get_run_logger()
+    asked, log = turn.request, get_run_logger()
     # Check before the takeover: a refused run must not disturb the present owner.
     require_same(known.experiment, settings_today(asked))
     if asked.on_code_change == "refuse":
@@ -186,29 +182,8 @@ def _learn(policy: SearchPolicy, journal_writer: JournalWriter) -> None:
         get_run_logger().info("warm start: %d finished trials of %s; the search can use %d", len(lessons), names, used)
 
 
-def _plan(asked: SearchRequest, experiment: str, stopper: Stopper) -> TrialSpec:
-    silence = asked.silence_timeout_seconds
-    return TrialSpec(
-        target=resolve_target(asked.target),
-        trial=TrialKey(experiment=experiment, trial="any"),
-        trainable=pickled_or_path(valid_trainable(asked.trainable)),
-        fingerprint=name_of(asked.trainable),
-        stopper=pickled_or_path(stopper),
-        needs_curve=stopper.looks_back,
-        cadence=asked.checkpoint or Cadence(),
-        retention=asked.retention or Retention(),
-        sync=asked.sync or SyncConfig(),
-        isolation=asked.isolation,
-        grace=timedelta(seconds=asked.grace_period_seconds),
-        silence=None if silence is None else timedelta(seconds=silence),
-        tags=tuple(asked.trial_tags or ()),
-        concurrency_limits=existing_limits(asked.concurrency_limits or ()),
-        apart=True,
-    )
-
-
-def _limits(turn: SearchTurn, plan: TrialSpec, stopper: Stopper, slots: Slots) -> SearchLimits:
-    asked = turn.asked
+def _limits(turn: Turn, plan: TrialSpec, stopper: Stopper, slots: Slots) -> SearchLimits:
+    asked = turn.request
     budget = asked.time_budget_seconds
     if budget is not None and budget <= 0:
         raise InvalidInput(f"time_budget_seconds: expected more than 0, found {budget:g}")

@@ -26,7 +26,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class TrialJournalMerger:
-    """Merges each entry of each trial's journal, once, in order.
+    """Merges each entry of each trial's journal, once, in order; a single training has the experiment's only.
 
     Methods that read or write a journal raise `StoreUnavailable` if the target fails for longer than the retries last.
     """
@@ -38,6 +38,9 @@ class TrialJournalMerger:
 
     def absorb(self, wrote: EntryWritten) -> None:
         """Merge an entry that a trial has announced, after any missing entries before it."""
+        if wrote.journal is not None and wrote.journal.key == self._page.state.key:
+            self._page.follow(wrote.events, wrote.journal)
+            return
         due = self._page.state.trial(wrote.trial).absorbed + 1
         if wrote.number > due:
             self.catch_up(wrote.trial)
@@ -46,6 +49,8 @@ class TrialJournalMerger:
 
     def catch_up(self, trial: str) -> None:
         """Merge entries that were not announced here: of an earlier owner, or of a trial that outlived one."""
+        if not self._page.state.trial(trial).apart:
+            return  # the experiment's journal holds them
         absorbed = self._page.state.trial(trial).absorbed
 
         def read() -> Sequence[Entry]:

@@ -1,0 +1,227 @@
+"""Run a single training: a search of one trial, with a given configuration, that writes the experiment's journal."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+
+from prefect_tune.core.errors import InvalidInput, TrialFailed
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.experiment_stoppers import of_experiment
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
+from prefect_tune.core.journal.journal import LoadedJournal
+from prefect_tune.core.messages.stop_requests import StopRequest
+from prefect_tune.core.schedulers.fifo import FIFO
+from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
+from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
+from prefect_tune.monitoring.assets import ExperimentAddress
+from prefect_tune.monitoring.event_builder import EventContext
+from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events, this_run
+from prefect_tune.monitoring.listener import ObserverGroup
+from prefect_tune.monitoring.live_report import Reporter, reported
+from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require_possible
+from prefect_tune.parameters.resume_compatibility import require_same_training
+from prefect_tune.parameters.resume_mode import read_known
+from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.parameters.training_request import experiment_name, stopper_for, storable_config, trial_spec
+from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
+from prefect_tune.supervisor.graceful_shutdown import interruptible
+from prefect_tune.supervisor.journal_writer import JournalWriter
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.run_identity import new_write_id
+from prefect_tune.supervisor.trial_spec import TrialSpec
+from prefect_tune.suspension.restart_guard import owner_after
+from prefect_tune.suspension.suspend_flow_run import last_form
+from prefect_tune.suspension.suspend_loop import Turn, as_one_owner, first_turn, next_turn, say_what_is_resumable
+from prefect_tune.suspension.training_answers import QUESTION, code_changed, follow_up
+from prefect_tune.tasks import restore_experiment_state
+from prefect_tune.tasks.experiment_state import check_target, write_entry
+from prefect_tune.terminal.progress_state import SearchEstimate
+from prefect_tune.tuner.driver import Driver
+from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
+
+__all__ = ["trained"]
+
+_NO_OBJECTIVE = Objective(metrics=("unnamed",), modes=("min",))
+
+
+def trained(request: SearchRequest, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial]:
+    """Train the one trial of `request` within a flow run, until it is done or a retry budget is spent.
+
+    Returns:
+        its specification, and its state. Raises what `durable_trainable` raises.
+    """
+    name = experiment_name(request.experiment)
+    turn: Turn | None = (first := first_turn(Turn(request, name), QUESTION, last_form()))
+    stopper = _of_one_trial(stopper_for(first.request.stop))
+    plan = trial_spec(first.request, name, stopper)
+    plan = replace(plan, trial=TrialKey(experiment=name, trial=ONLY_TRIAL), apart=False)
+    require_possible(plan)
+    failures = request.failures or FailurePolicy()
+    training = _TrainingPlan(plan, storable_config(config), stopper, failures, request.trainable)
+    while turn is not None:
+        state = _trained(training, turn)
+        turn = next_turn(turn, QUESTION, state)
+    trial = state.trial(ONLY_TRIAL)
+    if trial.status is Status.ERRORED:
+        raise TrialFailed(f"{state.name}: {trial.reason}")
+    _say_what_is_not_saved(trial)
+    return plan, trial
+
+
+def _of_one_trial(stopper: Stopper) -> Stopper:
+    if found := of_experiment(stopper):
+        raise InvalidInput(
+            f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
+        )
+    return stopper
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingPlan:
+    """The validated request of the flow run."""
+
+    plan: TrialSpec
+    config: Mapping[str, object]
+    stopper: Stopper
+    failures: FailurePolicy
+    trainable: object
+
+    def is_done(self, state: Experiment) -> bool:
+        """Whether the trial has finished, by today's stop criterion too."""
+        trial = state.trials.get(ONLY_TRIAL)
+        return trial is not None and trial.status is Status.FINISHED and has_had_enough(self.plan, trial, self.stopper)
+
+
+def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
+    plan = training.plan
+
+    def train(stop: threading.Event) -> Experiment:
+        check_target(plan.target)
+        known = turn.known or read_known(plan.target, turn.experiment)
+        require_same_training(known.experiment, plan, training.config)  # before an earlier owner is superseded
+        if plan.isolation == "process" and not _is_finished(known.experiment):
+            pool.prepare()  # a child process starts while the experiment opens
+        opened = _opened(training, turn, known)
+        emitter = EventEmitter(_events_of(plan), known.experiment, get_run_logger())
+        emitter.opened(opened)
+        journal_writer = JournalWriter(plan.target, opened, write_entry, lambda _events, now: turn.reached(now))
+        with retrying_refusals():
+            if news := follow_up(plan, opened, turn):
+                journal_writer.write(news)
+            return _driven(training, journal_writer, emitter, LocalExecutor(pool, launch=call_attempt), stop)
+
+    with (
+        TrialProcessPool(slots=0) as pool,
+        as_one_owner(plan.target, turn.experiment),
+        say_what_is_resumable(lambda: turn.state),
+    ):
+        return interruptible(train, grace=plan.grace)
+
+
+def _driven(
+    training: _TrainingPlan,
+    journal_writer: JournalWriter,
+    emitter: EventEmitter,
+    executor: TrialExecutor,
+    stop: threading.Event,
+) -> Experiment:
+    plan, log, state = training.plan, get_run_logger(), journal_writer.experiment
+    is_done = training.is_done(state)
+    _say_where_it_stands(training, state, is_done=is_done)
+    limits = SearchLimits(
+        max_concurrent_trials=1,
+        failures=training.failures,
+        reruns_errored=True,
+        has_had_enough=lambda _: is_done,
+    )
+    policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(_NO_OBJECTIVE, 0))
+    reporter = Reporter(plan.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
+    observers = ObserverGroup([emitter, reporter])
+    with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop):
+        if not state.questions:  # else they are answered first
+            driver = Driver(plan, limits, policy, executor, journal_writer, log=log, listener=observers)
+            state = driver.run(_Interruption(stop))
+        reporter.conclude()  # it draws the last page while the event emitter ends
+    return state
+
+
+class _OneConfig(Proposals):
+    """Proposes the one configuration that was passed."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._config = config
+
+    def suggest(self, number: int) -> Suggestion:
+        return Exhausted(reason="its one trial was added") if number else Proposed(config=self._config)
+
+    def recall(self, number: int, config: Mapping[str, object]) -> None:
+        del number, config
+
+
+class _Interruption:
+    """The interruption of the process, as the only cause from outside that ends a single training."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.is_interrupted = stop.is_set
+
+    def take(self) -> Sequence[StopRequest]:
+        return ()
+
+    def heard(self, count: int) -> None:
+        del count
+
+
+def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experiment:
+    """Take ownership of the experiment. Raises what `restore_experiment_state` and `owner_after` raise."""
+    owner = owner_after(known.experiment, training.failures.max_restarts, answered=turn.answered)
+    read = skip_prefect_introspection(known)
+    state = restore_experiment_state(training.plan.target, turn.experiment, owner, new_write_id(), read)
+    require_same_training(state, training.plan, training.config)  # another run may have begun it since it was read
+    turn.reached(state)
+    return state
+
+
+def _is_finished(state: Experiment) -> bool:
+    return ONLY_TRIAL in state.trials and state.trial(ONLY_TRIAL).status is Status.FINISHED
+
+
+def _events_of(plan: TrialSpec) -> EventContext:
+    place = ExperimentAddress(plan.target.uri, plan.trial.experiment)
+    return EventContext(place, sync_period=plan.sync.sync_period, run=this_run())
+
+
+def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done: bool) -> None:
+    plan, trial, log = training.plan, state.trials.get(ONLY_TRIAL), get_run_logger()
+    where = f"experiment {state.name!r} at {plan.target.uri}"
+    newest = newest_checkpoint(trial) if trial else None
+    if trial is not None and is_done:
+        log.info("%s: finished already, at step %d: %s", where, trial.step, trial.reason)
+    elif trial is not None and newest is not None:
+        log.info("%s: resumes from step %d, after %d attempts", where, newest.step, trial.attempt)
+        if changed := code_changed(plan.target, plan.trial, trial, training.trainable):
+            log.warning("%s: training continues with the new code", changed)
+    elif (trial and trial.attempt) or (flow_run.run_count or 1) > 1:
+        log.warning("%s: no checkpoint was ever committed, so training starts again from step 0", where)
+    else:
+        log.info("%s: starts from step 0", where)
+
+
+def _say_what_is_not_saved(trial: Trial) -> None:
+    newest = newest_checkpoint(trial)
+    saved = newest.step if newest else 0
+    if trial.status is Status.FINISHED and saved < trial.step:
+        get_run_logger().warning(
+            "the newest checkpoint is of step %d; the %d steps after it were reported, but not saved",
+            saved,
+            trial.step - saved,
+        )
