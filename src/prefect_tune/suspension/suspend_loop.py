@@ -18,7 +18,7 @@ from prefect_tune.core.events.experiment_events import Answered, Questioned
 from prefect_tune.core.events.questions import answer_to
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
-from prefect_tune.supervisor.suspend_request import is_suspended
+from prefect_tune.prefect_api.suspension import is_suspended
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import can_be_suspended, leave_with, leave_without, pause_with
