@@ -33,8 +33,8 @@ from prefect_tune.core.notifications.lifecycle_events import (
     news_of,
 )
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.monitoring.asset_lineage import Lineage
-from prefect_tune.monitoring.assets import ExperimentAddress, PrefectEvent
+from prefect_tune.monitoring.assets import ExperimentAddress, Lineage
+from prefect_tune.prefect_api.asset_events import PrefectEvent
 
 __all__ = ["EventBuilder", "EventContext", "budgets_of"]
 

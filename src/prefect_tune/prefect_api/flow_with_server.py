@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
+from copy import copy
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -47,10 +48,13 @@ class FlowWithServer(Flow[_P, _R]):
             return super().__call__(*args, **options)
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too."""
-        other: Any = super().with_options(**options)
-        other.__class__ = type(self)  # Prefect returns a plain Flow
-        return other  # type: ignore[no-any-return]  # its class is set above
+        """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too.
+
+        To ask upstream: that `Flow.with_options` returns an object of its own class, not a plain `Flow`.
+        """
+        other = copy(self)
+        vars(other).update(vars(super().with_options(**options)))
+        return other
 
 
 def flow_with_server(**options: Any) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:

@@ -14,6 +14,7 @@ from prefect_tune.parameters.resume_compatibility import code_note
 from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_request import SearchRequest
 from prefect_tune.parameters.training_request import experiment_name
+from prefect_tune.prefect_api.call_path import call_path
 from prefect_tune.results.results import Results
 from prefect_tune.retry_policy import with_retries
 from prefect_tune.suspension.answers import chosen_before, extended, hear, standing_of
@@ -47,7 +48,7 @@ def first_turn(asked: SearchRequest, known: LoadedJournal | None) -> SearchTurn:
         asked = asked if known is None else samples_per_run.with_default_samples(asked, known.experiment)
         return SearchTurn(asked, name, known)
     known = known or with_retries(lambda: read_known(resolve_target(asked.target), name))
-    asked, _ = samples_per_run.extended(asked, known.experiment, samples_per_run.place_of_run)
+    asked, _ = samples_per_run.extended(asked, known.experiment, call_path)
     if shown is None:
         return SearchTurn(asked, name, known)
     state, chosen = known.experiment, list(chosen_before(known.experiment))

@@ -53,6 +53,7 @@ from prefect_tune.parameters.samples_per_run import search_of
 from prefect_tune.parameters.search_request import SearchRequest, space_of
 from prefect_tune.parameters.target_requirements import require_one_runner
 from prefect_tune.parameters.training_request import existing_limits, name_of, stopper_for, valid_trainable
+from prefect_tune.prefect_api.call_path import call_path
 from prefect_tune.results.results import Results
 from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.supervisor.graceful_shutdown import interruptible
@@ -145,7 +146,7 @@ def _opened(
     state = restore_experiment_state(
         plan.target, turn.experiment, owner, new_write_id(), skip_prefect_introspection(known)
     )
-    now, added = samples_per_run.extended(asked, state, samples_per_run.place_of_run)
+    now, added = samples_per_run.extended(asked, state, call_path)
     require_same(state, today := settings_today(now))
     settings = signed_settings(plan.target, state, today)
     say_code(state, now, log)
