@@ -1,7 +1,7 @@
 """*Suspend* of a flow run: detect it, keep it from interrupting tasks, and give it an input form.
 
 To ask upstream: a public `is_suspended()`; a context in which tasks still run, so that a suspended run can save;
-`suspend_flow_run` on a run that is Suspended already; and that it saves the form before the state, not after it.
+`suspend_flow_run` on a run that is Suspended already; and that form and state are set in one request.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
-from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.input import RunInput, keyset_from_paused_state
-from prefect.states import Suspended
 
 from prefect_tune.prefect_api.compatibility import prefect_changed
 
-__all__ = ["ignoring_suspension", "is_suspended", "suspend_with_form", "suspended_state"]
+__all__ = ["ignoring_suspension", "is_suspended", "set_with_form", "suspended_state"]
 
 _FIELD = "flow_run_suspension_request"
 
@@ -61,30 +59,21 @@ def _suspension_of(context: FlowRunContext) -> Any:
     return getattr(context, _FIELD)
 
 
-def suspend_with_form(client: SyncPrefectClient, run_id: UUID, form: type[RunInput], key: str) -> State[Any]:
-    """Set a running or suspended flow run to Suspended with `form`; return the state.
+def set_with_form(client: SyncPrefectClient, run_id: UUID, state: State[Any], form: type[RunInput]) -> None:
+    """Set a running or suspended flow run to `state`, Suspended or Paused, with the form that *Resume* asks.
 
-    `suspend_flow_run(wait_for_input=...)` refuses a run that was suspended in the UI. And it saves the form after the
-    state: a process that ends in between leaves a run that the UI cannot resume.
-
-    Args:
-        client: a client of the run's server.
-        run_id: the flow run.
-        form: its fields and description.
-        key: identifies the form among those of the run.
+    `suspend_flow_run` and `pause_flow_run` save the form after the state: a process that ends in between leaves a run
+    that the UI cannot resume, and they refuse a run that was suspended in the UI. So the form is saved first. The state
+    is forced: the server's rules refuse it for a suspended run, and from 3.9 on delete the form when they accept it.
 
     Raises:
         Abort: the run is neither running nor suspended any more.
     """
-    state: State[Any] = Suspended(pause_key=key)
     keyset = keyset_from_paused_state(state)
     state.state_details.run_input_keyset = {str(name): each for name, each in keyset.items()}
     form.save(keyset, run_id)
-    if client.set_flow_run_state(run_id, state).status is SetStateStatus.ACCEPT:
-        return state
     now = client.read_flow_run(run_id).state
-    if now is None or not now.is_paused():
+    if now is None or not (now.is_running() or now.is_paused()):
         raise Abort(f"The flow run is {now.name if now else 'deleted'} now: this process leaves it so.")
-    state.state_details.pause_timeout = now.state_details.pause_timeout
-    client.set_flow_run_state(run_id, state, force=True)  # the server's rules allow no form for a suspended run
-    return state
+    state.state_details.pause_timeout = state.state_details.pause_timeout or now.state_details.pause_timeout
+    client.set_flow_run_state(run_id, state, force=True)

@@ -12,14 +12,13 @@ from uuid import UUID, uuid4
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
-from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
-from prefect.input import RunInput, keyset_from_paused_state
-from prefect.states import Paused
+from prefect.input import RunInput
+from prefect.states import Paused, Suspended
 
 from prefect_tune.prefect_api.run_states import in_order, is_resumed
-from prefect_tune.prefect_api.suspension import suspend_with_form, suspended_state
+from prefect_tune.prefect_api.suspension import set_with_form, suspended_state
 
 __all__ = ["Shown", "can_be_suspended", "last_form", "leave_with", "leave_without", "pause_with"]
 
@@ -58,36 +57,29 @@ def leave_with(form: type[RunInput], about: str) -> NoReturn:
         Pause: the run is Suspended: the process is to end, and *Resume* starts the run again.
         Abort: the run was resumed in another process, or has ended, meanwhile.
     """
+    state: State[Any] = Suspended(pause_key=f"{_PREFIX}{about}-{uuid4().hex[:12]}")
     with get_client(sync_client=True) as client:
-        state = suspend_with_form(client, _run_id(), form, f"{_PREFIX}{about}-{uuid4().hex[:12]}")
+        set_with_form(client, _run_id(), state, form)
     raise Pause(state=state)
 
 
 def pause_with(form: type[RunInput], timeout: timedelta) -> Mapping[str, object]:
     """Set the flow run Paused with `form`, wait in this process for *Resume*, and return the answer.
 
-    Prefect's own `pause_flow_run` saves the form after the run is Paused, and its server rejects a Resume in between.
-
     Returns:
         The answer, by field; empty if the form was submitted unchanged.
 
     Raises:
-        Abort: the run cannot be paused, or was cancelled or ended while it waited.
+        Abort: the run has ended, or was cancelled before or while it waited.
     """
     state: State[Any] = Paused(timeout_seconds=int(timeout.total_seconds()), pause_key=uuid4().hex)
-    keyset = keyset_from_paused_state(state)
-    keyset_as_text = {str(name): key for name, key in keyset.items()}
-    state.state_details.run_input_keyset = keyset_as_text
     run_id = _run_id()
-    form.save(keyset, run_id)
     with get_client(sync_client=True) as client:
-        paused = client.set_flow_run_state(run_id, state)
-        if paused.status is not SetStateStatus.ACCEPT:
-            raise Abort(f"The flow run cannot be paused: {paused.details}")
+        set_with_form(client, run_id, state, form)
         resumed = _state_after_pause(client, run_id)
         if not resumed.is_running():
             raise Abort(f"The flow run is {resumed.name} now, without an answer: its process ends.")
-        return _read(lambda: _stored_answer(client, run_id, keyset_as_text)) or {}
+        return _read(lambda: _stored_answer(client, run_id, state.state_details.run_input_keyset or {})) or {}
 
 
 def _state_after_pause(client: SyncPrefectClient, run_id: UUID) -> State[Any]:
