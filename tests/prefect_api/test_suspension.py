@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prefect import flow, task
 from prefect.context import FlowRunContext
@@ -10,6 +12,7 @@ from prefect.flow_engine import run_flow
 from prefect.states import Suspended
 
 from prefect_tune.core.errors import TuneError
+from prefect_tune.prefect_api.compatibility import OLDEST_TESTED
 from prefect_tune.prefect_api.suspension import ignoring_suspension, is_suspended
 
 
@@ -47,3 +50,8 @@ def test_a_prefect_without_it_is_refused_in_one_sentence(monkeypatch: pytest.Mon
 
     with pytest.raises(TuneError, match=r"Prefect 3\..* has changed: .* is gone, .*: install one of these, or a newer"):
         flow(train, name="refused")()
+
+
+def test_the_oldest_prefect_that_is_tested_is_the_oldest_allowed() -> None:
+    allowed = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"prefect>={OLDEST_TESTED.removesuffix(".0")},<4"' in allowed
