@@ -30,7 +30,7 @@ def test_they_are_those_of_a_materializing_task(monkeypatch: pytest.MonkeyPatch)
     def train() -> None:
         add_asset_metadata(model, _METADATA)
 
-    flow(train, name="trains")()
+    flow(name="trains")(train)()
     told = [each for each in emitted if each.event.startswith("prefect.asset.")]
     assert told == [_listed(referenced(source)), _listed(materialized(model, [source], _METADATA))]
 

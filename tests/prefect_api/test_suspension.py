@@ -36,7 +36,7 @@ def test_a_suspended_run_is_noticed_and_saves_before_prefect_ends_it() -> None:
         _saves()
 
     with pytest.raises(Pause):
-        run_flow(flow(train, name="suspended"))
+        run_flow(flow(name="suspended")(train))
     assert seen == [False, True, "saved"]
 
 
@@ -49,7 +49,7 @@ def test_a_prefect_without_it_is_refused_in_one_sentence(monkeypatch: pytest.Mon
             raise AssertionError
 
     with pytest.raises(TuneError, match=r"Prefect 3\..* has changed: .* is gone, .*: install one of these, or a newer"):
-        flow(train, name="refused")()
+        flow(name="refused")(train)()
 
 
 def test_the_oldest_prefect_that_is_tested_is_the_oldest_allowed() -> None:
