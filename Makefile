@@ -15,7 +15,7 @@ CODE = $(foreach room,$(ROOMS),$(if $(shell find $(room) -name '*.py' 2>/dev/nul
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE  # images set it; here it would have hundreds of processes compile all of Prefect anew
-.PHONY: FORCE help demo test test-all test-newer check lint house layers types docs screenshots deep integrations bench lock format clean
+.PHONY: FORCE help demo test test-all test-newer test-prefect on-prefect check lint house layers types docs screenshots deep integrations bench lock format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -47,6 +47,25 @@ test-all:  ## the normal suite on each Python that is there, 3.11 to 3.13
 
 test-newer:  ## some seconds of it on 3.12 and 3.13, where they are there
 	@$(call ON_EACH,$(NEWER_PYTHONS),$(VENV)-$$version/bin/python -W error::ResourceWarning -m pytest -q -n 2 $(QUICK_TESTS))
+
+# The oldest Prefect that pyproject.toml allows and the newest that there is, over the lock, each in a venv of its own.
+PREFECTS := oldest newest
+PREFECT_oldest = "prefect==$(shell sed -n 's/^  "prefect>=\([0-9.]*\),.*/\1/p' pyproject.toml).0"
+PREFECT_newest = --upgrade "prefect>=3,<4"
+# What hangs on Prefect most: suspend, forms, retries, deployments, calls, artifacts, assets, the server of a script.
+PREFECT_TESTS := tests/prefect_api tests/suspension tests/deploy tests/cli/test_deploy.py \
+	tests/monitoring/test_live_report.py tests/flows/test_last_form.py tests/flows/test_asking_here.py \
+	tests/flows/test_suspension.py tests/flows/test_deployed.py tests/flows/test_extending.py
+
+test-prefect:  ## what hangs on Prefect most, on the oldest and the newest Prefect allowed
+	@failed=0; for which in $(PREFECTS); do \
+		$(MAKE) --no-print-directory WHICH=$$which VENV=$(VENV)-prefect-$$which on-prefect || failed=1; \
+	done; exit $$failed
+
+on-prefect: $(VENV)/.dev
+	$(call INSTALL,$(PREFECT_$(WHICH)) "fastapi<0.151" "sqlalchemy<2.1")
+	$(BIN)/python -c 'import prefect; print("Prefect", prefect.__version__)'
+	$(BIN)/python -m pytest -q -n 2 -m "not integrations" $(PREFECT_TESTS)
 
 check: lint house layers types  ## lint, format, house numbers, layers, types
 
@@ -97,7 +116,7 @@ lock: $(VENV)/.venv  ## newest versions that fit, into requirements/
 	$(LOCK) --extra demo -c requirements/dev.txt -o requirements/demo.txt pyproject.toml requirements/build.in
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(VENV)-integrations $(addprefix $(VENV)-,$(ALL_PYTHONS)) build dist site prefect_tune.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-integrations $(addprefix $(VENV)-,$(ALL_PYTHONS)) $(addprefix $(VENV)-prefect-,$(PREFECTS)) build dist site prefect_tune.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(ROOMS) -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.venv:

@@ -67,9 +67,8 @@ def target_reference(target: StorageTarget) -> str:
     Raises:
         InvalidInput: the target is not saved and has settings that its URI does not contain.
     """
-    name = target._block_document_name  # noqa: SLF001  Prefect has no public name for it
-    if name is not None:
-        return f"{target.get_block_type_slug()}/{name}"
+    if target.saved_name is not None:
+        return f"{target.get_block_type_slug()}/{target.saved_name}"
     if _read(target.uri) == target:
         return target.uri
     raise InvalidInput(

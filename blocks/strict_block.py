@@ -67,6 +67,11 @@ class StrictBlock(Block, ABC):
         """Whether an optional text field was left empty in a form: Prefect then sends "", which here means None."""
         return isinstance(value, str) and not value and cls.model_fields[name].default is None
 
+    @property
+    def saved_name(self) -> str | None:
+        """The name under which this block is saved on the Prefect server; None if it is not."""
+        return self._block_document_name
+
     def secret_values(self) -> Iterator[str]:
         """Yield every secret value in this block's own fields, so that messages can mask it."""
         for name in type(self).model_fields:

@@ -19,6 +19,7 @@ from tools.house import (
     main,
     nesting,
     shared_class_names,
+    unpromised,
     violations,
 )
 
@@ -129,3 +130,25 @@ def test_each_command_is_in_the_module_of_its_name() -> None:
         for each in group.typer_instance.registered_commands
     }
     assert homes == {name: f"prefect_tune.cli.{name}" for name in COMMANDS}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import prefect._internal.observers",
+        "from prefect._flow_run_suspension import FlowRunSuspensionRequest",
+        "from prefect.context import _private",
+        "from prefect.context import FlowRunContext as Context\nContext._of()",
+        "client.set_flow_run_state(run, state, force=True)",
+        "flow.__class__ = Other",
+    ],
+)
+def test_what_prefect_does_not_promise_is_a_violation(text: str) -> None:
+    assert len(list(unpromised(source(text)))) == 1
+
+
+def test_what_prefect_promises_is_none() -> None:
+    text = (
+        "import prefect\nfrom prefect import flow\nprefect.__version__\nflow.name\nself._flow = flow\nlock(force=False)"
+    )
+    assert list(unpromised(source(text))) == []

@@ -27,6 +27,7 @@ NESTING = 3
 
 SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
 PACKAGE = ("src", "blocks", "tasks", "flows")
+PREFECT_API = Path("src/prefect_tune/prefect_api")  # the one package that may lean on what Prefect does not promise
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _NESTS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match)
@@ -142,6 +143,40 @@ def unexplained(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line}: an exemption without its reason on the line"
 
 
+def unpromised(source: Source) -> Iterator[str]:
+    """Every use of Prefect that Prefect does not promise: private modules and names, forced states, other classes."""
+    theirs = {name.asname or name.name for node in _imports(source) for name in node.names}
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Import(names=names) if any(_is_private(each.name) for each in names):
+                found = "imports a private module of Prefect"
+            case ast.ImportFrom(module=str(module), names=names) if any(
+                _is_private(f"{module}.{each.name}") for each in names
+            ):
+                found = "imports a private name of Prefect"
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name in theirs and _is_private(f"prefect.{attr}"):
+                found = f"reads {name}.{attr}, which is private to Prefect"
+            case ast.keyword(arg="force", value=ast.Constant(value=True)):
+                found = "forces a state, against the rules of Prefect's server"
+            case ast.Attribute(attr="__class__", ctx=ast.Store()):
+                found = "changes the class of an object"
+            case _:
+                continue
+        yield f"{source.path}:{getattr(node, 'lineno', 1)}: {found}: only {PREFECT_API} may"
+
+
+def _imports(source: Source) -> Iterator[ast.ImportFrom]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "prefect":
+            yield node
+
+
+def _is_private(name: str) -> bool:
+    """Whether the dotted name is Prefect's, and private; `__version__` and the like are not."""
+    room, *parts = name.split(".")
+    return room == "prefect" and any(part.startswith("_") and not part.endswith("__") for part in parts)
+
+
 def full_folders(sources: Sequence[Source]) -> Iterator[str]:
     """Every folder with more files than one sees at a glance."""
     for folder, count in sorted(Counter(source.path.parent for source in sources).items()):
@@ -171,6 +206,7 @@ def main(root: Path) -> int:
     ]
     package = [source for source in inside if source.path.parts[0] in PACKAGE]
     found += [*full_folders(package), *shared_class_names(package)]
+    found += [each for source in package if PREFECT_API not in source.path.parents for each in unpromised(source)]
     lengths = [function_lines(each) for source in inside for each in source.functions()]
     middle = median(lengths or [0])
     if middle > FUNCTION_LINES_MEDIAN:

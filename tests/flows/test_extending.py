@@ -18,8 +18,9 @@ from prefect_tune.core.events.experiment_events import Described, Event
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
 from prefect_tune.parameters.resume_compatibility import settings_today
 from prefect_tune.parameters.resume_mode import read_known
-from prefect_tune.parameters.samples_per_run import extended, place_of_run, search_of
+from prefect_tune.parameters.samples_per_run import extended, search_of
 from prefect_tune.parameters.search_request import SearchRequest, from_settings, settings_of, space_of
+from prefect_tune.prefect_api.call_path import call_path
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
 
@@ -232,7 +233,7 @@ def test_what_a_run_left_over_comes_first_in_the_next_one(local_target: LocalTar
 
 @flow
 def _search_run() -> str:
-    return place_of_run()
+    return call_path()
 
 
 @flow
@@ -250,7 +251,7 @@ def test_each_call_has_a_place_of_its_own_that_a_retry_of_whoever_calls_does_not
         tries.append([_search_run(), *_weekly()])
         if _is_first_try():
             raise _Dies
-        return place_of_run()
+        return call_path()
 
     run = yearly()
     before, again = tries

@@ -38,9 +38,10 @@ from prefect_tune.core.notifications.health import Budget
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.monitoring import event_emitter as heralds
-from prefect_tune.monitoring.assets import ExperimentAddress, PrefectEvent, asset_of
+from prefect_tune.monitoring.assets import ExperimentAddress
 from prefect_tune.monitoring.event_builder import EventBuilder, EventContext, budgets_of
 from prefect_tune.monitoring.event_emitter import EventEmitter, emitting_events
+from prefect_tune.prefect_api.asset_events import PrefectEvent, asset_of
 from prefect_tune.supervisor.search_link import StepReported
 
 LOG = logging.getLogger("prefect_tune.tests.dispatches")

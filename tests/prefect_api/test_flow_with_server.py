@@ -119,7 +119,7 @@ class NeverReady:
         self.has_ended = True
 
 server = NeverReady()
-own_server.start_prefect_server = lambda surroundings: server
+own_server.start_prefect_server = lambda environment, services: server
 try:
     pt.tune(print, target="./runs", metric="loss")
 except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
-from prefect.states import Completed, Crashed, Running, Suspended
+from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Suspended
 
 from prefect_tune.core.errors import CrashLoop
 from prefect_tune.core.events.experiment_events import Owner
@@ -37,10 +37,13 @@ def _known(flow_run_id: str, restarts: int) -> Experiment:
     return nothing_yet("e").model_copy(update={"owner": owner, "restarts": restarts})
 
 
-def _run_from(state: State[Any], restarts: int) -> Owner:
-    """A run of which `state` is the last that it was scheduled with."""
+def _run_from(*states: State[Any], restarts: int) -> Owner:
+    """Start a run that has had these states."""
     with get_client(sync_client=True) as client:
-        made = client.create_flow_run(owning, parameters={"before": None, "restarts": restarts}, state=state)
+        made = client.create_flow_run(owning, parameters={"before": None, "restarts": restarts})
+        for state in states:
+            client.set_flow_run_state(made.id, state, force=True)
+        made = client.read_flow_run(made.id)
     owner: Any = run_flow(owning, flow_run=made)
     assert isinstance(owner, Owner)
     return owner
@@ -50,23 +53,28 @@ def _scheduled(name: str, message: str | None = None) -> State[Any]:
     return State(type=StateType.SCHEDULED, name=name, message=message)
 
 
+_BY_AUTOMATION = _scheduled("AwaitingRetry", "State changed by Automation 3")
+
+
 def test_a_run_that_nothing_came_of_is_not_started_again_by_itself() -> None:
-    assert _run_from(_scheduled("AwaitingRetry"), restarts=4).by_hand is False
+    assert _run_from(Running(), Crashed(), _BY_AUTOMATION, restarts=4).by_hand is False
     with pytest.raises(CrashLoop, match="restarted 5 times in a row"):
-        _run_from(_scheduled("AwaitingRetry", "State changed by Automation 3"), restarts=5)
+        _run_from(Running(), Crashed(), _BY_AUTOMATION, restarts=5)
 
 
 @pytest.mark.parametrize(
-    "by_hand",
+    "states",
     [
-        _scheduled("AwaitingRetry", "Retry from the UI"),
-        _scheduled("Scheduled", "Retried via CLI"),
-        _scheduled("Resuming"),
+        [Crashed(), _scheduled("AwaitingRetry", "Retry from the UI")],
+        [Crashed(), _scheduled("Scheduled", "Retried via CLI")],
+        [Failed(), _scheduled("AwaitingRetry", "in the words of another release")],
+        [Cancelled(), _scheduled("AwaitingRetry")],
+        [Suspended(), _scheduled("Resuming")],
     ],
-    ids=lambda state: state.message or state.name,
+    ids=lambda states: f"{states[0].name}, {states[1].message or states[1].name}",
 )
-def test_a_person_may_start_it_again_as_often_as_they_like(by_hand: State[Any]) -> None:
-    assert _run_from(by_hand, restarts=99).by_hand is True
+def test_a_person_may_start_it_again_as_often_as_they_like(states: list[State[Any]]) -> None:
+    assert _run_from(Running(), *states, restarts=99).by_hand is True
 
 
 @flow(name="asks-to-own")

@@ -12,13 +12,14 @@ from datetime import timedelta
 from typing import Literal
 from uuid import UUID
 
-from httpx import HTTPError, HTTPStatusError
+from httpx import HTTPError
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 
 from prefect_tune.core.models import digest_of
+from prefect_tune.prefect_api.artifacts import update_artifact
 from prefect_tune.supervisor.process_output import Log
 
 __all__ = ["ArtifactContent", "ArtifactPublisher", "artifact_key"]
@@ -47,7 +48,7 @@ class ArtifactPublisher:
     """Publishes the result of `render` after 2 s, then at most every 15 s, and once at the end. Best effort.
 
     Each flow run creates an artifact once and updates it in place: `create_markdown_artifact` would add a version
-    each time, and the client's `update_artifact` would send an event with the whole text.
+    each time.
     While the API is unreachable nothing is published and nothing fails; the next round tries again.
     """
 
@@ -121,7 +122,8 @@ class ArtifactPublisher:
     def _show(self, client: SyncPrefectClient, sheet: ArtifactContent) -> None:
         if self._shown.get(sheet.key) == sheet:
             return
-        if sheet.key not in self._made or not self._changed(client, sheet):
+        made = self._made.get(sheet.key)
+        if made is None or not update_artifact(client, made, sheet.data, sheet.description):
             self._made[sheet.key] = self._make(client, sheet)
         self._shown[sheet.key] = sheet
 
@@ -135,19 +137,6 @@ class ArtifactPublisher:
             task_run_id=UUID(sheet.task_run) if sheet.task_run else None,
         )
         return client.create_artifact(made).id
-
-    def _changed(self, client: SyncPrefectClient, sheet: ArtifactContent) -> bool:
-        """Update the artifact; return False if it has been deleted."""
-        content = {"data": sheet.data, "description": sheet.description}
-        try:
-            client.request("PATCH", "/artifacts/{id}", path_params={"id": self._made[sheet.key]}, json=content)
-        except ObjectNotFound:
-            return False
-        except HTTPStatusError as error:
-            if error.response.status_code != 404:
-                raise
-            return False
-        return True
 
 
 def artifact_key(*names: str) -> str:

@@ -1,33 +1,26 @@
-"""Checkpoints as Prefect assets: one asset for each trial's checkpoints, one for the experiment's best model.
+"""Checkpoints and best models as Prefect assets: their names, and which of them one was made from.
 
-A commit is a materialization. It is emitted as Prefect's own event of a materialization, without a task run for each.
+There is one asset for each trial's checkpoints, and one for the experiment's best model; a commit is a materialization.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from uuid import UUID
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from prefect.assets import Asset, AssetProperties
-from prefect.context import AssetContext
-from pydantic import ValidationError
+from prefect.assets import Asset
 
-__all__ = ["ExperimentAddress", "Materialized", "PrefectEvent", "asset_of", "referenced"]
+from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint
+from prefect_tune.core.notifications.lifecycle_events import BestImproved, CheckpointCommitted, TrialLifecycleEvent
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.prefect_api.asset_events import PrefectEvent, as_related, asset_of, materialized, referenced
 
-_BY = "prefect-tune"
+__all__ = ["ExperimentAddress", "Lineage"]
 
-
-@dataclass(frozen=True, slots=True)
-class PrefectEvent:
-    """An event to be emitted."""
-
-    event: str
-    resource: Mapping[str, str]
-    related: Sequence[Mapping[str, str]] = ()
-    payload: Mapping[str, object] = field(default_factory=dict)
-    identity: UUID | None = None
-    """The event id if the event may be emitted twice: Prefect stores two events of one id once."""
+_MOST_SOURCES = 20
+_OF_A_TRIAL = "The checkpoints of one trial; each commit is a materialization."
+_OF_AN_EXPERIMENT = "The best model of an experiment; each better one is a materialization."
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,40 +69,6 @@ class ExperimentAddress:
         return ExperimentAddress(self.target_uri, experiment)
 
 
-@dataclass(frozen=True, slots=True)
-class Materialized:
-    """An asset has new content."""
-
-    asset: Asset
-    upstream: Sequence[Asset]
-    """The assets that it was made from."""
-    metadata: Mapping[str, object]
-
-    def notice(self) -> PrefectEvent:
-        """Return the event as Prefect's own `@materialize` tasks emit it."""
-        made_from = [AssetContext.asset_as_related(each) for each in self.upstream]
-        return PrefectEvent(
-            "prefect.asset.materialization.succeeded",
-            AssetContext.asset_as_resource(self.asset),
-            [*made_from, AssetContext.related_materialized_by(_BY)],
-            self.metadata,
-        )
-
-
-def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:
-    """Return the asset with this key; None if Prefect refuses the key, for a blank in it or its length."""
-    properties = AssetProperties(name=name, description=description) if name else None
-    try:
-        return Asset(key=key, properties=properties)
-    except ValidationError:
-        return None
-
-
-def referenced(asset: Asset) -> PrefectEvent:
-    """Return the event by which Prefect records an asset as the source of others."""
-    return PrefectEvent("prefect.asset.referenced", AssetContext.asset_as_resource(asset))
-
-
 def _within(target: str, experiment: str) -> str:
     return f"{target if target.endswith('/') else f'{target}/'}{experiment}"
 
@@ -121,3 +80,63 @@ def _plain(uri: str) -> str:
     authority, slash, path = rest.partition("/")
     user, at, host = authority.rpartition("@")
     return f"{scheme}{separator}{user.partition(':')[0]}{at}{host}{slash}{path}"
+
+
+class Lineage:
+    """Builds the asset events of one experiment; none if Prefect refuses its URI as an asset key."""
+
+    def __init__(self, place: ExperimentAddress) -> None:
+        self._place = place
+        self._exploited: dict[str, str] = {}
+        self._known: set[str] = set()
+
+    def committed(self, news: CheckpointCommitted) -> Iterator[PrefectEvent]:
+        """Return the events of a commit."""
+        source = self._exploited.get(news.trial)
+        upstream = [self._place.checkpoints(source)] if source else []
+        yield from self._of_trial(news.trial, news.payload() | {"exploited": source}, upstream)
+
+    def exploited(self, trial: Trial, source: str) -> Iterator[PrefectEvent]:
+        """Return the events of a clone: a new checkpoint of `trial`, made from a checkpoint of `source`."""
+        self._exploited[trial.trial] = source
+        if (clone := newest_checkpoint(trial)) is None:
+            return
+        key = TrialKey(experiment=self._place.experiment, trial=trial.trial).checkpoint_key(clone)
+        metadata = {"step": clone.step, "manifest": key.manifest_path, "exploited": source}
+        yield from self._of_trial(trial.trial, metadata, [self._place.checkpoints(source)])
+
+    def related(self, news: TrialLifecycleEvent) -> Sequence[Mapping[str, str]]:
+        """Return the asset of a commit, as a related resource of its event; empty for other events."""
+        asset = asset_of(self._place.checkpoints(news.trial)) if isinstance(news, CheckpointCommitted) else None
+        return [as_related(asset)] if asset else []
+
+    def best(self, news: BestImproved, experiment: Experiment) -> Iterator[PrefectEvent]:
+        """Return the events of a better model; none if it is not saved.
+
+        Its sources are the trial's checkpoints, and the best models of the fork's origin and of warm-start experiments.
+        """
+        if news.manifest is None:
+            return
+        teachers = list(experiment.teachers[:_MOST_SOURCES])
+        origin = experiment.origin.experiment if experiment.origin else None
+        forked = [self._place.beside(origin).best] if origin else []
+        upstream = [*forked, *(f"{each}/best" for each in teachers)]
+        metadata = {**news.payload(), "warm_start": teachers, "forked_from": origin}
+        best = asset_of(self._place.best, f"{self._place.experiment}: best model", _OF_AN_EXPERIMENT)
+        yield from self._made(best, [self._place.checkpoints(news.trial), *upstream], metadata)
+
+    def _of_trial(self, trial: str, metadata: Mapping[str, object], upstream: Sequence[str]) -> Iterator[PrefectEvent]:
+        name = f"{self._place.experiment}/{trial}: checkpoints"
+        yield from self._made(asset_of(self._place.checkpoints(trial), name, _OF_A_TRIAL), upstream, metadata)
+
+    def _made(
+        self, asset: Asset | None, upstream: Sequence[str], metadata: Mapping[str, object]
+    ) -> Iterator[PrefectEvent]:
+        if asset is None:
+            return
+        sources = [found for key in upstream if (found := asset_of(key)) is not None]
+        for source in sources:
+            if source.key not in self._known:
+                self._known.add(source.key)
+                yield referenced(source)
+        yield materialized(asset, sources, metadata)

@@ -33,8 +33,8 @@ from prefect_tune.core.notifications.lifecycle_events import (
     lifecycle_events_of,
 )
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.monitoring.asset_lineage import Lineage
-from prefect_tune.monitoring.assets import ExperimentAddress, PrefectEvent
+from prefect_tune.monitoring.assets import ExperimentAddress, Lineage
+from prefect_tune.prefect_api.asset_events import PrefectEvent
 
 _AT_ONCE, _PER_SECOND = 100, 5
 _BEST_EVERY_SECONDS = 30.0

@@ -32,8 +32,8 @@ from prefect_tune.core.notifications.lifecycle_events import (
     LifecycleEvent,
     short,
 )
-from prefect_tune.monitoring.assets import PrefectEvent
 from prefect_tune.monitoring.event_builder import EventBuilder, EventContext
+from prefect_tune.prefect_api.asset_events import PrefectEvent
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.search_link import StepReported
 

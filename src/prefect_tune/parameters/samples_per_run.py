@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun, TaskRun, TaskRunResult
-from prefect.context import FlowRunContext
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import Extended
@@ -19,38 +14,7 @@ from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, Ran
 from prefect_tune.parameters.json_specs import search_from
 from prefect_tune.parameters.search_request import SearchRequest, only_in_code, space_of
 
-__all__ = ["DEFAULT_SAMPLES", "extended", "place_of_run", "require_one_count", "search_of", "with_default_samples"]
-
-
-def place_of_run() -> str:
-    """Return a key of this run that stays the same if it, or a run that called it, is started again by any means.
-
-    A run that is started again keeps its id; its subflow runs may be new runs. The key therefore consists of the
-    root run's id and, for each level, the flow and the number of its call. A run that calls the search every night
-    has another key for each call.
-    """
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        raise RuntimeError("samples_per_run: expected to run in a flow run, found none")
-    run, places = context.flow_run, deque[str]()
-    with get_client(sync_client=True) as client:
-        while run.parent_task_run_id is not None:
-            call = client.read_task_run(run.parent_task_run_id)
-            places.appendleft(_place(run, call))
-            if call.flow_run_id is None:
-                break
-            run = client.read_flow_run(call.flow_run_id)
-    return "/".join([str(run.id), *places])
-
-
-def _place(run: FlowRun, call: TaskRun) -> str:
-    """Return the flow and the call of a subflow run: the caller's task run if a task called it, else the call's number.
-
-    Calls from tasks have no stable number: it depends on the order in which tasks run.
-    """
-    callers = call.task_inputs.get("__parents__", ())
-    task = next((str(each.id) for each in callers if isinstance(each, TaskRunResult)), None)
-    return f"{run.flow_id}-{task or call.dynamic_key}"
+__all__ = ["DEFAULT_SAMPLES", "extended", "require_one_count", "search_of", "with_default_samples"]
 
 
 def require_one_count(num_samples: int | None, samples_per_run: int | None) -> None:

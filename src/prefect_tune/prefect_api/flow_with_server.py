@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
+from copy import copy
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FlowWithServer", "flow_with_server"]
 
-_PREFECTS_OWN = "prefect.server.api.server"
+_SERVER_MODULE = "prefect.server.api.server"
 _guard = threading.Lock()
 _started_here: set[str] = set()  # URLs of the APIs
 _P = ParamSpec("_P")
@@ -47,10 +48,13 @@ class FlowWithServer(Flow[_P, _R]):
             return super().__call__(*args, **options)
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too."""
-        other: Any = super().with_options(**options)
-        other.__class__ = type(self)  # Prefect returns a plain Flow
-        return other  # type: ignore[no-any-return]  # its class is set above
+        """Return a copy with other options, as Prefect does; the copy is a `FlowWithServer` too.
+
+        To ask upstream: that `Flow.with_options` returns an object of its own class, not a plain `Flow`.
+        """
+        other = copy(self)
+        vars(other).update(vars(super().with_options(**options)))
+        return other
 
 
 def flow_with_server(**options: Any) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:
@@ -66,17 +70,17 @@ def _have_server(settings: ExitStack) -> None:
     """
     with _guard:
         current = get_current_settings()
-        if current.api.url or not current.server.ephemeral.enabled or _PREFECTS_OWN in sys.modules:
+        if current.api.url or not current.server.ephemeral.enabled or _SERVER_MODULE in sys.modules:
             if current.api.url in _started_here:
-                settings.enter_context(_heard_by_nobody())
+                settings.enter_context(_without_heartbeats())
             return
-        server = start_prefect_server(_surroundings())
+        server = start_prefect_server(_environment(), services="few")
         get_logger("prefect_tune").info("Starting a Prefect server for this process at %s", server.url)
         atexit.register(server.end)
         answers = False
         try:
             _set_up(server.url)  # takes about as long as the server's start; early requests wait
-            settings.enter_context(_heard_by_nobody())
+            settings.enter_context(_without_heartbeats())
             _warm_up()
             answers = server.answers()
         finally:
@@ -97,17 +101,16 @@ def _set_up(url: str | None) -> None:
     refresh_global_settings_context()
 
 
-def _heard_by_nobody() -> AbstractContextManager[object]:
+def _without_heartbeats() -> AbstractContextManager[object]:
     """Switch heartbeats off: no automation waits for them, and each flow would end up to 1 s later."""
     return temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
 
 
-def _surroundings() -> Mapping[str, str]:
+def _environment() -> Mapping[str, str]:
     """Return the server's environment: Prefect's own, and lighter defaults that the user's settings override."""
     return {
         **_LIGHTER,
         **os.environ,
-        **_EPHEMERAL,
         **get_current_settings().to_environment_variables(exclude_unset=True),
     }
 
@@ -123,7 +126,6 @@ _LIGHTER = {
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
 }
-_EPHEMERAL = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 
 
 _WANTED_LATER = (

@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
 from importlib import import_module
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal, TypeAlias
 from urllib.error import URLError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["PrefectServer", "RetryOn503Middleware", "is_cut_short", "start_prefect_server"]
+__all__ = ["PrefectServer", "RetryOn503Middleware", "Services", "is_cut_short", "start_prefect_server"]
+
+Services: TypeAlias = Literal["all", "few"]
 
 _PATIENCE = timedelta(minutes=3)  # the first start on an empty database runs every migration
 _GOODBYE = timedelta(seconds=5)
@@ -59,12 +61,20 @@ class PrefectServer:
         self.process.communicate()  # reaps it and closes its stdin; not before, since that would end it at once
 
 
-def start_prefect_server(environment: Mapping[str, str], log: IO[bytes] | None = None) -> PrefectServer:
-    """Start a server on a free port, with its settings in `environment`; its output goes to `log`, or is inherited."""
+def start_prefect_server(
+    environment: Mapping[str, str], log: IO[bytes] | None = None, services: Services = "all"
+) -> PrefectServer:
+    """Start a server on a free port.
+
+    Args:
+        environment: the environment of its process, with its settings.
+        log: receives its output. Default: this process's output.
+        services: "few" leaves out the UI, the scheduler and others that only a permanent server needs.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(listening.fileno())],
+            [sys.executable, "-P", "-m", __name__, str(listening.fileno()), services],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
@@ -83,17 +93,20 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _serve(descriptor: int) -> None:
+def _serve(descriptor: int, services: str) -> None:
     """Serve on the inherited socket until a signal arrives or the parent process is gone."""
     import uvicorn
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    gc.disable()  # garbage collection takes a fifth of the start, among objects that all stay
+    gc.disable()  # of the 4.0 s of CPU time that the import takes, 0.7 s is garbage collection that finds nothing
     create_app = import_module("prefect.server.api.server").create_app
     gc.freeze()
     gc.enable()
-    config = uvicorn.Config(lambda: RetryOn503Middleware(create_app()), factory=True, log_level="error")
-    server = uvicorn.Server(config)
+
+    def application() -> ASGIApp:
+        return RetryOn503Middleware(create_app(ephemeral=services == "few", final=True))
+
+    server = uvicorn.Server(uvicorn.Config(application, factory=True, log_level="error"))
     logging.getLogger(_RECORDER).addFilter(lambda record: not (server.should_exit and is_cut_short(record)))
     server.run(sockets=[socket.socket(fileno=descriptor)])
 
@@ -107,8 +120,10 @@ class RetryOn503Middleware:
     """ASGI middleware that retries a request if the application answers 503 within a second.
 
     SQLite rejects a write at once if the transaction has read before another one wrote. After a start, while old
-    events are deleted, this happens to every fourth flow run. The request has had no effect. Prefect's client would
-    retry it too, but 2 s later.
+    events are deleted, this happens to every fourth flow run (with 20,000 old events, on a busy machine, to two of the
+    first four). The request has had no effect. Prefect's client would retry it too, but 2 s later.
+
+    To ask upstream: that the server begins writing transactions with `BEGIN IMMEDIATE`, or the client's first pause.
     """
 
     def __init__(self, app: ASGIApp, pauses_seconds: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.4)) -> None:
@@ -119,49 +134,39 @@ class RetryOn503Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = await _whole(receive)
-        answer = await self._answer(scope, asked, receive)
-        for pause_seconds in self._pauses_seconds:
-            if not answer.is_refusal_at_once:
+        request = await _whole_request(receive)
+        for pause_seconds in (*self._pauses_seconds, None):
+            began = time.monotonic()
+            answer, error = await self._answer(scope, request, receive)
+            is_busy = bool(answer) and answer[0].get("status") == HTTPStatus.SERVICE_UNAVAILABLE
+            if pause_seconds is None or not is_busy or time.monotonic() - began >= _AT_ONCE_SECONDS:
                 break
             await asyncio.sleep(pause_seconds)
-            answer = await self._answer(scope, asked, receive)
-        for message in answer.messages:
+        for message in answer:
             await send(message)
-        if answer.error:
-            raise answer.error  # so that the server logs it
+        if error:
+            raise error  # so that the server logs it
 
-    async def _answer(self, scope: Scope, asked: Sequence[Message], receive: Receive) -> _Answer:
-        left, began = list(asked), time.monotonic()
-        messages: list[Message] = []
+    async def _answer(
+        self, scope: Scope, request: Sequence[Message], receive: Receive
+    ) -> tuple[Sequence[Message], Exception | None]:
+        unread = list(request)
+        answer: list[Message] = []
 
-        async def heard() -> Message:
-            return left.pop(0) if left else await receive()
+        async def read() -> Message:
+            return unread.pop(0) if unread else await receive()
 
-        async def told(message: Message) -> None:
-            messages.append(message)
+        async def write(message: Message) -> None:
+            answer.append(message)
 
-        error = None
         try:
-            await self._app(dict(scope), heard, told)
-        except Exception as raised:  # noqa: BLE001  Starlette sends an error response and raises too
-            error = raised
-        return _Answer(messages, error, time.monotonic() - began)
+            await self._app(dict(scope), read, write)
+        except Exception as error:  # noqa: BLE001  Starlette sends an error response and raises too
+            return answer, error
+        return answer, None
 
 
-@dataclass(frozen=True)
-class _Answer:
-    messages: Sequence[Message]
-    error: Exception | None
-    took_seconds: float
-
-    @property
-    def is_refusal_at_once(self) -> bool:
-        is_refusal = bool(self.messages) and self.messages[0].get("status") == HTTPStatus.SERVICE_UNAVAILABLE
-        return is_refusal and self.took_seconds < _AT_ONCE_SECONDS
-
-
-async def _whole(receive: Receive) -> Sequence[Message]:
+async def _whole_request(receive: Receive) -> Sequence[Message]:
     """Read a whole request into memory; requests to this server are small."""
     messages = [await receive()]
     while messages[-1].get("more_body"):
@@ -178,4 +183,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(int(sys.argv[1]), sys.argv[2])

@@ -14,8 +14,8 @@ from typing import TypeVar
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 
+from prefect_tune.prefect_api.suspension import ignoring_suspension, is_suspended
 from prefect_tune.retry_policy import retrying_until
-from prefect_tune.supervisor.suspend_request import is_suspended, undisturbed
 
 __all__ = ["interruptible"]
 
@@ -72,7 +72,7 @@ def _begin(
 ) -> None:
     def run() -> None:
         try:
-            with undisturbed(), retrying_until(abandoned):
+            with ignoring_suspension(), retrying_until(abandoned):
                 done.set_result(work(stop))
         except BaseException as error:  # noqa: BLE001 - the thread's edge: raised by `done.result()`
             done.set_exception(error)

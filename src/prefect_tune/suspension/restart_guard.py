@@ -9,7 +9,7 @@ from uuid import UUID
 
 from httpx import HTTPError
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventOrder, EventResourceFilter
 from prefect.exceptions import Abort, ObjectNotFound, PrefectException
@@ -20,12 +20,10 @@ from prefect.states import Cancelled
 from prefect_tune.core.errors import CrashLoop
 from prefect_tune.core.events.experiment_events import Owner
 from prefect_tune.core.experiment.experiment import Experiment
+from prefect_tune.prefect_api.run_states import is_started_by_hand
 from prefect_tune.supervisor.run_identity import current_owner
 
 __all__ = ["owner_after"]
-
-_BY_HAND = ("Retr",)
-"""Prefixes of the state messages that Prefect's UI and command line set for a manual retry."""
 
 
 def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False) -> Owner:
@@ -47,7 +45,7 @@ def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False)
     if before.flow_run != owner.flow_run:
         _leave_to_the_living(known.name, before)
         return owner
-    if answered or _is_started_by_hand(UUID(owner.flow_run)):
+    if answered or _is_by_hand(UUID(owner.flow_run)):
         return owner.model_copy(update={"by_hand": True})
     if known.restarts >= max_restarts:
         raise CrashLoop(
@@ -59,16 +57,14 @@ def owner_after(known: Experiment, max_restarts: int, *, answered: bool = False)
     return owner
 
 
-def _is_started_by_hand(flow_run: UUID) -> bool:
+def _is_by_hand(flow_run: UUID) -> bool:
     """Whether a person resumed or retried the run; False if the Prefect server does not answer."""
     try:
         with get_client(sync_client=True) as client:
             states = client.read_flow_run_states(flow_run)
     except (PrefectException, HTTPError, OSError):
         return False
-    scheduled = [each for each in states if each.type is StateType.SCHEDULED]
-    last = max(scheduled, key=lambda each: each.timestamp, default=None)
-    return last is not None and (last.name == "Resuming" or (last.message or "").startswith(_BY_HAND))
+    return is_started_by_hand(states)
 
 
 def _leave_to_the_living(experiment: str, owner: Owner) -> None:
@@ -103,5 +99,5 @@ def _is_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
 
 def _end_cancelled(run: FlowRun, why: str, client: SyncPrefectClient) -> NoReturn:
     get_run_logger().warning("%s: this scheduled run ends, and changes nothing", why)
-    client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=f"Skipped: {why}."), force=True)
+    client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=f"Skipped: {why}."))
     raise Abort(why)

@@ -14,6 +14,7 @@ from prefect_tune.parameters.resume_compatibility import code_note
 from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.search_request import SearchRequest
 from prefect_tune.parameters.training_request import experiment_name
+from prefect_tune.prefect_api.call_path import call_path
 from prefect_tune.retry_policy import with_retries
 from prefect_tune.suspension.answers import standing_of, stop_after
 from prefect_tune.suspension.resume_forms import InputForm, form_of_search, page_of
@@ -31,7 +32,7 @@ def first_search_turn(request: SearchRequest, known: LoadedJournal | None) -> Tu
             request if known is None else samples_per_run.with_default_samples(request, known.experiment), name, known
         )
     known = known or with_retries(lambda: read_known(resolve_target(request.target), name))
-    request, _ = samples_per_run.extended(request, known.experiment, samples_per_run.place_of_run)
+    request, _ = samples_per_run.extended(request, known.experiment, call_path)
     return first_turn(Turn(request, name, known), QUESTION, shown)
 
 

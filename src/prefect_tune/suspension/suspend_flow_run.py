@@ -12,11 +12,13 @@ from uuid import UUID, uuid4
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
-from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
-from prefect.input import RunInput, keyset_from_base_key, keyset_from_paused_state
+from prefect.input import RunInput
 from prefect.states import Paused, Suspended
+
+from prefect_tune.prefect_api.run_states import in_order, is_resumed
+from prefect_tune.prefect_api.suspension import set_with_form, suspended_state
 
 __all__ = ["Shown", "can_be_suspended", "last_form", "leave_with", "leave_without", "pause_with"]
 
@@ -55,47 +57,29 @@ def leave_with(form: type[RunInput], about: str) -> NoReturn:
         Pause: the run is Suspended: the process is to end, and *Resume* starts the run again.
         Abort: the run was resumed in another process, or has ended, meanwhile.
     """
-    key = f"{_PREFIX}{about}-{uuid4().hex[:12]}"
-    keyset = keyset_from_base_key(f"suspended-{key}")
+    state: State[Any] = Suspended(pause_key=f"{_PREFIX}{about}-{uuid4().hex[:12]}")
     with get_client(sync_client=True) as client:
-        run_id = _run_id()
-        form.save(keyset, run_id)  # first: a suspended run without its form cannot be resumed
-        now = client.read_flow_run(run_id).state
-        if now is None or not (now.is_running() or _is_suspended(now)):
-            raise Abort(f"The flow run is {now.name if now else 'deleted'} now: this process leaves it so.")
-        state: State[Any] = Suspended(pause_key=key)
-        state.state_details.pause_timeout = now.state_details.pause_timeout
-        state.state_details.run_input_keyset = {str(name): given for name, given in keyset.items()}
-        # A run suspended in the UI has no form, and without `force` Prefect's rules reject one for it.
-        client.set_flow_run_state(run_id, state, force=True)
+        set_with_form(client, _run_id(), state, form)
     raise Pause(state=state)
 
 
 def pause_with(form: type[RunInput], timeout: timedelta) -> Mapping[str, object]:
     """Set the flow run Paused with `form`, wait in this process for *Resume*, and return the answer.
 
-    Prefect's own `pause_flow_run` saves the form after the run is Paused, and its server rejects a Resume in between.
-
     Returns:
         The answer, by field; empty if the form was submitted unchanged.
 
     Raises:
-        Abort: the run cannot be paused, or was cancelled or ended while it waited.
+        Abort: the run has ended, or was cancelled before or while it waited.
     """
     state: State[Any] = Paused(timeout_seconds=int(timeout.total_seconds()), pause_key=uuid4().hex)
-    keyset = keyset_from_paused_state(state)
-    keyset_as_text = {str(name): key for name, key in keyset.items()}
-    state.state_details.run_input_keyset = keyset_as_text
     run_id = _run_id()
-    form.save(keyset, run_id)
     with get_client(sync_client=True) as client:
-        paused = client.set_flow_run_state(run_id, state)
-        if paused.status is not SetStateStatus.ACCEPT:
-            raise Abort(f"The flow run cannot be paused: {paused.details}")
+        set_with_form(client, run_id, state, form)
         resumed = _state_after_pause(client, run_id)
         if not resumed.is_running():
             raise Abort(f"The flow run is {resumed.name} now, without an answer: its process ends.")
-        return _read(lambda: _answer(client, run_id, keyset_as_text))
+        return _read(lambda: _stored_answer(client, run_id, state.state_details.run_input_keyset or {})) or {}
 
 
 def _state_after_pause(client: SyncPrefectClient, run_id: UUID) -> State[Any]:
@@ -119,9 +103,7 @@ def _read(ask: Callable[[], _Read]) -> _Read:
 
 def leave_without() -> NoReturn:
     """End this process's part in a suspended flow run, whose state stays. Always raises `Pause`."""
-    context = FlowRunContext.get()
-    state = context.flow_run_suspension_request.get_state() if context else None
-    raise Pause(state=state)
+    raise Pause(state=suspended_state())
 
 
 def last_form() -> Shown | None:
@@ -133,31 +115,26 @@ def last_form() -> Shown | None:
         return None
     run = _run_id()
     with get_client(sync_client=True) as client:
-        states = sorted(client.read_flow_run_states(run), key=lambda each: each.timestamp)
+        states = in_order(client.read_flow_run_states(run))
         since = max((number for number, each in enumerate(states) if _is_ours(each)), default=None)
         if since is None:
             return None
         details = states[since].state_details
-        is_resumed = any(each.name == "Resuming" for each in states[since:])
-        answer = _answer(client, run, details.run_input_keyset or {}) if is_resumed else None
+        answer = _stored_answer(client, run, details.run_input_keyset or {})
+    if answer is None and is_resumed(states[since:]):
+        answer = {}  # Prefect stores no input for an untouched form
     key = str(details.pause_key)
     return Shown(key, key.removeprefix(_PREFIX).rpartition("-")[0], answer)
 
 
 def _is_ours(state: State[Any]) -> bool:
-    key = state.state_details.pause_key
-    return _is_suspended(state) and key is not None and key.startswith(_PREFIX)
+    return state.is_paused() and str(state.state_details.pause_key).startswith(_PREFIX)
 
 
-def _answer(client: SyncPrefectClient, run: UUID, keyset: Mapping[str, str]) -> Mapping[str, object]:
-    """Prefect stores no input for an untouched form: treat that as an empty answer."""
+def _stored_answer(client: SyncPrefectClient, run: UUID, keyset: Mapping[str, str]) -> Mapping[str, object] | None:
     found = client.filter_flow_run_input(run, key_prefix=keyset["response"], limit=1, exclude_keys=set())
-    answer = found[0].decoded_value if found else {}
-    return answer if isinstance(answer, Mapping) else {}
-
-
-def _is_suspended(state: State[Any]) -> bool:
-    return state.is_paused() and state.name == "Suspended"
+    answer = found[0].decoded_value if found else None
+    return answer if isinstance(answer, Mapping) else None
 
 
 def _run_id() -> UUID:

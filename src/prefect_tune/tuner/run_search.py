@@ -49,6 +49,7 @@ from prefect_tune.parameters.samples_per_run import search_of
 from prefect_tune.parameters.search_request import SearchRequest, space_of
 from prefect_tune.parameters.target_requirements import require_one_runner
 from prefect_tune.parameters.training_request import stopper_for, trial_spec
+from prefect_tune.prefect_api.call_path import call_path
 from prefect_tune.results.results import Results
 from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.supervisor.graceful_shutdown import interruptible
@@ -141,7 +142,7 @@ def _opened(
     state = restore_experiment_state(
         plan.target, turn.experiment, owner, new_write_id(), skip_prefect_introspection(known)
     )
-    now, added = samples_per_run.extended(asked, state, samples_per_run.place_of_run)
+    now, added = samples_per_run.extended(asked, state, call_path)
     require_same(state, today := settings_today(now))
     settings = signed_settings(plan.target, state, today)
     say_code(state, now, log)
