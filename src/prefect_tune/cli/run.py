@@ -189,13 +189,13 @@ def _understood(asked: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         WrongUsage: one of them is not valid.
     """
-    from prefect_tune.parameters.json_specs import scheduler_from, search_from
+    from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
     from prefect_tune.parameters.training_request import stopper_for, valid_trainable
 
     read: Mapping[str, Callable[[Any], object]] = {
         "trainable": valid_trainable,
         "scheduler": scheduler_from,
-        "search": lambda given: search_from(given, asked["num_samples"]),
+        "search": lambda given: with_samples(search_from(given), asked["num_samples"]),
         "stop": stopper_for,
     }
     try:

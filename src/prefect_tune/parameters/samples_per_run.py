@@ -16,7 +16,7 @@ from prefect_tune.core.events.experiment_events import Extended
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
-from prefect_tune.parameters.json_specs import search_from
+from prefect_tune.parameters.json_specs import search_from, with_samples
 from prefect_tune.parameters.search_request import SearchRequest, only_in_code, space_of
 
 __all__ = ["DEFAULT_SAMPLES", "extended", "place_of_run", "require_one_count", "search_of", "with_default_samples"]
@@ -126,9 +126,7 @@ def search_of(asked: SearchRequest) -> Search:
     Raises:
         InvalidInput: `asked.search` is not a search, or does not accept `num_samples`.
     """
-    if asked.search is None:
-        return RandomSearch(asked.num_samples)
-    return search_from(asked.search, asked.num_samples)
+    return with_samples(RandomSearch() if asked.search is None else search_from(asked.search), asked.num_samples)
 
 
 def _samples_before(asked: SearchRequest, state: Experiment) -> int:

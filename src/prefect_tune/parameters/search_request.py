@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.models import Value, canonical_json
 from prefect_tune.core.search.objective import Mode
 from prefect_tune.core.search.space_json import space_from_json, space_to_json
-from prefect_tune.parameters.json_specs import scheduler_from, search_from, spelled, spelled_stop
+from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json
 from prefect_tune.parameters.resume_mode import RerunErrored
 from prefect_tune.runtime.trial_process import load_trainable
 
@@ -114,9 +114,9 @@ def _said(name: str, value: Any) -> object | None:
             return _or_none(lambda: space_to_json(space_of(value)))
         case _ if name in ("scheduler", "search"):
             make = scheduler_from if name == "scheduler" else search_from
-            return spelled(make(value))
+            return to_json(make(value))
         case _ if name == "stop":
-            return spelled_stop(value)
+            return stop_to_json(value)
         case _:
             return _or_none(lambda: canonical_json(value) and value)
 
