@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from prefect.runtime import flow_run
 
@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing, 
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.models import digest_of
 from prefect_tune.parameters.json_specs import stop_to_json
-from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.parameters.training_request import stopper_for
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, leave_with
@@ -137,16 +137,15 @@ def stop_after(stop: object, choice: ResumeChoice, standing: Standing) -> object
     return stop_extended(stop_to_json(stop), steps, hours) if steps or hours else stop
 
 
-def extended(asked: SearchRequest, choice: ResumeChoice, standing: Standing) -> SearchRequest:
-    """Return the request of a search, extended by the choice; unchanged for any choice but "extend"."""
+def extended(plan: SearchPlan, choice: ResumeChoice, standing: Standing) -> SearchPlan:
+    """Return the plan of a search, extended by the choice; unchanged for any choice but "extend"."""
     if choice.way != "extend":
-        return asked
+        return plan
     steps_only = choice.model_copy(update={"hours": 0.0})
-    return replace(
-        asked,
-        num_samples=choice.samples if choice.samples > standing.samples else asked.num_samples,
-        stop=stop_after(asked.stop, steps_only, standing),
-        time_budget_seconds=3600 * choice.hours if choice.hours else asked.time_budget_seconds,
+    return plan.extended(
+        num_samples=choice.samples if choice.samples > standing.samples else plan.num_samples,
+        stop=stop_after(plan.stop, steps_only, standing),
+        time_budget_seconds=3600 * choice.hours if choice.hours else plan.time_budget_seconds,
     )
 
 
