@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status, newest_key
 from prefect_tune.parameters.form_schema import SyncField, TargetField, TrainableField
-from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.runtime.checkpoint import Checkpoint
 
@@ -94,19 +94,19 @@ def durable_trainable(
         StoreRefused: the target refuses requests, for example because of the credentials: from the start, or for too
             long. Run the flow again: it resumes.
     """
-    given = dict(locals())  # the parameters; the fields of `SearchRequest` have the same names, except `config`
+    given = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except `config`
     given.pop("config")
     from prefect_tune.tuner.run_training import trained  # flow_with_server imports it while its server starts
 
-    plan, trial = trained(SearchRequest(**given), config)
+    spec, trial = trained(SearchPlan(**given), config)
     return TrialResult(
-        experiment=plan.trial.experiment,
+        experiment=spec.trial.experiment,
         trial=trial.trial,
         status=trial.status,
         reason=trial.reason,
         step=trial.step,
         metrics=trial.metrics,
-        checkpoint=plan.target.checkpoint(key) if (key := newest_key(plan.trial, trial)) else None,
+        checkpoint=spec.target.checkpoint(key) if (key := newest_key(spec.trial, trial)) else None,
         attempts=trial.attempt,
         wasted_steps=trial.wasted_steps,
     )

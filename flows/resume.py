@@ -19,7 +19,7 @@ from prefect_tune.parameters.form_schema import (
 )
 from prefect_tune.parameters.resume_mode import read_known
 from prefect_tune.parameters.samples_per_run import require_one_count
-from prefect_tune.parameters.search_request import OF_THE_RUN, from_settings, only_in_code
+from prefect_tune.parameters.search_plan import OF_THE_RUN, from_settings, only_in_code
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results.results import Results
 from prefect_tune.tasks.fork_experiment import ForkRequest, fork_experiment
@@ -114,7 +114,7 @@ def resume(
         StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it
             again to continue.
     """
-    given = dict(locals())  # the parameters; the fields of `Asked` have the same names
+    parameters = dict(locals())  # the fields of `SearchPlan` have the same names
     require_one_count(num_samples, samples_per_run)
     where = resolve_target(target)
     if fork is None and (at is not None or strict_fork):
@@ -123,12 +123,12 @@ def resume(
         request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
         experiment = fork_experiment(where, request).name
     known = _found(where, experiment)
-    said = {name: value for name, value in given.items() if name not in _WHICH}
-    changed = {name: value for name, value in said.items() if name not in OF_THE_RUN and value is not None}
+    options = {name: value for name, value in parameters.items() if name not in _WHICH}
+    changed = {name: value for name, value in options.items() if name not in OF_THE_RUN and value is not None}
     require_trusted(where, known.experiment, changed.keys(), trusted_here(trusted_packages))
     if callbacks is None and "callbacks" in only_in_code(known.experiment.settings):
         get_run_logger().warning("the callbacks were objects, which no journal holds: the search runs without them")
-    run = {name: value for name, value in said.items() if name in OF_THE_RUN}
+    run = {name: value for name, value in options.items() if name in OF_THE_RUN}
     here = {"target": where, "experiment": experiment, "resume": "must"}
     return searched(from_settings(known.experiment.settings, {**run, **here}, changed), known)
 

@@ -18,7 +18,7 @@ from prefect_tune.parameters.form_schema import (
     TrainableField,
 )
 from prefect_tune.parameters.samples_per_run import require_one_count
-from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
 from prefect_tune.results.results import Results
 
@@ -138,8 +138,8 @@ def tune(
         StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it
             again to continue.
     """
-    given = dict(locals())  # the parameters; the fields of `SearchRequest` have the same names
+    parameters = dict(locals())  # the fields of `SearchPlan` have the same names
     require_one_count(num_samples, samples_per_run)
     from prefect_tune.tuner.run_search import searched  # flow_with_server imports it while its server starts
 
-    return searched(SearchRequest(**given))
+    return searched(SearchPlan(**parameters))

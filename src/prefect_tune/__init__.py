@@ -229,16 +229,31 @@ __all__ = [
     "uniform",
 ]
 
+BUILT_IN = {
+    "scheduler": {
+        "FIFO": "prefect_tune.core.schedulers.fifo",
+        "ASHA": "prefect_tune.core.schedulers.asha",
+        "Hyperband": "prefect_tune.core.schedulers.hyperband",
+        "MedianStopping": "prefect_tune.core.schedulers.median_stopping",
+        "PBT": "prefect_tune.core.schedulers.pbt",
+    },
+    "search": {
+        "RandomSearch": "prefect_tune.core.search.random_search",
+        "OptunaSearch": "prefect_tune.integrations.optuna",
+    },
+    "stop": {
+        **dict.fromkeys(("MaxSteps", "MaxTime", "Plateau"), "prefect_tune.core.experiment.trial_stoppers"),
+        **dict.fromkeys(
+            ("MaxFailures", "TrialBudget", "TimeBudget", "ExperimentPlateau"),
+            "prefect_tune.core.experiment.experiment_stoppers",
+        ),
+    },
+}
+"""The modules of the schedulers, searches and stoppers that have a JSON form, by the parameter that takes them."""
 _NAMES_BY_MODULE = {
-    "prefect_tune.core.schedulers.asha": "ASHA",
-    "prefect_tune.core.schedulers.fifo": "FIFO",
-    "prefect_tune.core.schedulers.hyperband": "Hyperband",
-    "prefect_tune.core.schedulers.median_stopping": "MedianStopping",
-    "prefect_tune.core.schedulers.pbt": "PBT",
     "prefect_tune.core.schedulers.base": "Continue Decision Exploit Pause Schedule Scheduler Stop TrialReport",
     "prefect_tune.core.search.domains": "choice grid_search lograndint loguniform qlograndint qloguniform "
     "qrandint qrandn quniform randint randn sample_from uniform",
-    "prefect_tune.core.search.random_search": "RandomSearch",
     "prefect_tune.core.search.repeated": "Repeated",
     "prefect_tune.core.search.base": "Exhausted Proposals Proposed Search Wait",
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
@@ -248,17 +263,15 @@ _NAMES_BY_MODULE = {
     "prefect_tune.tuner.send_stop_request": "StopOutcome stop",
     "prefect_tune.flows.tune": "tune",
     "prefect_tune.maintenance.report": "MaintenanceReport",
-    "prefect_tune.integrations.optuna": "OptunaPruner OptunaSearch",
+    "prefect_tune.integrations.optuna": "OptunaPruner",
     "prefect_tune.blocks": "AzureTarget FsspecTarget GcsTarget LocalTarget S3Target StorageTarget SyncConfig",
     "prefect_tune.callbacks": "Callback SearchInfo",
     "prefect_tune.runtime.checkpoint": "Checkpoint",
     "prefect_tune.core.checkpoints.cadence": "Cadence",
-    "prefect_tune.core.experiment.experiment_stoppers": "ExperimentPlateau ExperimentStopper MaxFailures TimeBudget "
-    "TrialBudget",
+    "prefect_tune.core.experiment.experiment_stoppers": "ExperimentStopper",
     "prefect_tune.core.experiment.failure_policy": "FailurePolicy",
     "prefect_tune.core.search.objective": "Objective",
     "prefect_tune.core.experiment.retention": "Retention",
-    "prefect_tune.core.experiment.trial_stoppers": "MaxSteps MaxTime Plateau",
     "prefect_tune.flows.durable_trainable": "TrialResult durable_trainable",
     "prefect_tune.tasks": "delete_checkpoint restore_checkpoint restore_experiment_state run_trial "
     "save_checkpoint sync_experiment_state",
@@ -267,6 +280,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.runtime.trainable": "Trainable TrialInfo ask get_checkpoint get_trial report report_step",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+_MODULE_OF |= {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
 
 
 def __getattr__(name: str) -> object:

@@ -16,10 +16,9 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.events.experiment_events import Described, Event
 from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.parameters.resume_compatibility import settings_today
 from prefect_tune.parameters.resume_mode import read_known
-from prefect_tune.parameters.samples_per_run import extended, search_of
-from prefect_tune.parameters.search_request import SearchRequest, from_settings, settings_of, space_of
+from prefect_tune.parameters.samples_per_run import extended
+from prefect_tune.parameters.search_plan import SearchPlan, from_settings
 from prefect_tune.prefect_api.call_path import call_path
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
@@ -27,8 +26,8 @@ from tests.trainables.digits_table import ROWS
 DIGITS = "tests.trainables.digits_table:DigitsTable"
 
 
-def asked(**options: Any) -> SearchRequest:
-    return SearchRequest(trainable=DIGITS, target="/runs", metric="error", **options)
+def planned(**options: Any) -> SearchPlan:
+    return SearchPlan(trainable=DIGITS, target="/runs", metric="error", **options)
 
 
 def after(state: Experiment, events: Sequence[Event]) -> Experiment:
@@ -39,13 +38,13 @@ def after(state: Experiment, events: Sequence[Event]) -> Experiment:
 
 def begun(**options: Any) -> Experiment:
     """An experiment as a run without `samples_per_run` describes it."""
-    return after(nothing_yet("nightly"), [Described(settings=settings_today(asked(**options)))])
+    return after(nothing_yet("nightly"), [Described(settings=planned(**options).settings)])
 
 
 def run(state: Experiment, number: str, **options: Any) -> Experiment:
     """The experiment as the journal has it when a run with this id has opened it."""
-    now, added = extended(asked(**options), state, lambda: number)
-    return after(state, [Described(settings=settings_today(now)), *added])
+    now, added = extended(planned(**options), state, lambda: number)
+    return after(state, [Described(settings=now.settings), *added])
 
 
 def _nobody() -> str:
@@ -83,8 +82,8 @@ OPEN = [None, "RandomSearch", {"RandomSearch": {"constant_grid_search": True}}, 
 
 def samples_of(state: Experiment, **options: Any) -> int | None:
     """How many trials there are to be in all."""
-    now, _ = extended(asked(**options), state, _nobody)
-    return search_of(now).trial_count(space_of(now.space or {}))
+    now, _ = extended(planned(**options), state, _nobody)
+    return now.trial_count
 
 
 @pytest.mark.parametrize("search", OPEN)
@@ -95,17 +94,17 @@ def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: 
         state = run(state, number, search=search, **GRID)
         assert total(state) == 1
     resumed = from_settings(state.settings, {"target": "/runs"}, {})
-    assert search_of(resumed).trial_count(GRID["space"]) == 3
+    assert resumed.trial_count == 3
     assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 6
 
 
 @pytest.mark.parametrize("search", OPEN)
 def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_goes_on(search: object) -> None:
-    written = settings_of(asked(search=search, **GRID))
+    written = planned(search=search, **GRID).settings
     assert "num_samples" not in written
     state = after(nothing_yet("grid"), [Described(settings=written)])
     resumed, _ = extended(from_settings(state.settings, {"target": "/runs"}, {}), state, _nobody)
-    assert search_of(resumed).trial_count(GRID["space"]) == 30
+    assert resumed.trial_count == 30
     assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
     for number in ("a", "b", "c"):
         assert samples_of(state, search=search, **GRID) == 30
@@ -114,7 +113,7 @@ def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_
 
 @pytest.mark.parametrize("options", [{"num_samples": 4}, {"search": {"RandomSearch": {"num_samples": 4}}}])
 def test_a_number_that_is_given_holds_for_a_grid_alone(options: Any) -> None:
-    old = after(nothing_yet("grid"), [Described(settings=settings_of(asked(**GRID)))])
+    old = after(nothing_yet("grid"), [Described(settings=planned(**GRID).settings)])
     for state in (nothing_yet("grid"), old):
         assert samples_of(state, **GRID, **options) == 12
 
@@ -128,7 +127,7 @@ def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
 
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
     state = run(nothing_yet("nightly"), "a", samples_per_run=5)
-    same, added = extended(asked(num_samples=3), state, _nobody)
+    same, added = extended(planned(num_samples=3), state, _nobody)
     assert (same.num_samples, added) == (3, ())
 
 
@@ -136,7 +135,7 @@ def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
     state = after(nothing_yet("nightly"), [Described(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a fixed"):
-        extended(asked(samples_per_run=5), state, lambda: "a")
+        extended(planned(samples_per_run=5), state, lambda: "a")
 
 
 @pytest.mark.parametrize(("options", "said"), [({"num_samples": 3}, "give one of them"), ({}, "found -2")])

@@ -48,7 +48,7 @@ def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_doe
     plan = TrialSpec(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
     answered = Answered(key="form", answer=_BACK, flow_run="run")
     choice = ResumeChoice(way="other checkpoint", checkpoint=5)
-    turn = Turn(trained.request(None), "troubled", choice=choice, news=(answered,))
+    turn = Turn(trained.plan(None), choice=choice, news=(answered,))
     opened = _opened(trained)
     back = write_directly(trained.target, opened, follow_up(plan, opened, turn)).trial("trial")
     assert (back.status, back.checkpoints[-1].step) == (Status.PENDING, 5)
@@ -88,7 +88,7 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
     turns: list[Turn] = []
 
     def start() -> None:
-        turns.append(first_turn(Turn(trained.request(None), "troubled"), QUESTION, last_form()))
+        turns.append(first_turn(Turn(trained.plan(None)), QUESTION, last_form()))
 
     with pytest.raises(Pause):
         left_run.within(start)

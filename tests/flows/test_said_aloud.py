@@ -16,8 +16,8 @@ from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.subscribers import MetricCheck
 from prefect_tune.parameters.limits import SearchLimits
-from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space, settings_today
-from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.supervisor.search_link import StepReported
 from tests.trainables.moody import Moody, silent, train
 
@@ -25,15 +25,15 @@ LOG = logging.getLogger("a flow run")
 SPACE: Mapping[str, Any] = {"x": pt.uniform(0, 1)}
 
 
-def asked(trainable: Any = train, **options: Any) -> SearchRequest:
-    return SearchRequest(trainable=trainable, target="./nowhere", **{"space": SPACE, "num_samples": 3, **options})
+def planned(trainable: Any = train, **options: Any) -> SearchPlan:
+    return SearchPlan(trainable=trainable, target="./nowhere", **{"space": SPACE, "num_samples": 3, **options})
 
 
-def searched(then: SearchRequest, *news: Event) -> Experiment:
-    """An experiment of three trials that was asked for so."""
+def searched(then: SearchPlan, *news: Event) -> Experiment:
+    """An experiment of three trials with this plan."""
     name = then.trainable.__name__
     added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, apart=True) for n in range(3)]
-    return after(nothing_yet("e"), [Described(settings=settings_today(then)), *added, *news])
+    return after(nothing_yet("e"), [Described(settings=then.settings), *added, *news])
 
 
 def after(state: Experiment, events: Sequence[Event]) -> Experiment:
@@ -50,9 +50,9 @@ def gave_up(*trials: str) -> list[Event]:
 
 
 def test_trials_that_errored_and_are_not_tried_again_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    state = searched(asked(), *gave_up("00000", "00002"))
+    state = searched(planned(), *gave_up("00000", "00002"))
     say_errored(state, SearchLimits(max_concurrent_trials=1, reruns_errored=True), LOG)
-    say_errored(searched(asked()), SearchLimits(max_concurrent_trials=1), LOG)
+    say_errored(searched(planned()), SearchLimits(max_concurrent_trials=1), LOG)
     assert caplog.messages == []
     say_errored(state, SearchLimits(max_concurrent_trials=1), LOG)
     assert caplog.messages[0].startswith(
@@ -61,30 +61,30 @@ def test_trials_that_errored_and_are_not_tried_again_are_told_of(caplog: pytest.
 
 
 def test_changed_code_promises_no_trial_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    changed = searched(asked())
+    changed = searched(planned())
     changed = after(changed, [Described(settings={**changed.settings, "code": "before"})])
-    say_code(changed, asked(), LOG)
+    say_code(changed, planned(), LOG)
     (said,) = caplog.messages
     assert said.startswith("the source of the trainable has changed since experiment 'e' last ran (before -> ")
     assert "trials go on" not in said
 
 
 def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
-    say_code(searched(asked()), asked(silent), LOG)
+    say_code(searched(planned()), planned(silent), LOG)
     (said,) = caplog.messages
     assert said.startswith("the trainable has changed since experiment 'e' last ran (train ")
     assert " -> silent " in said
 
 
 def test_another_space_under_the_same_name_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    state = searched(asked())
-    say_space(state, asked(), LOG)
-    say_space(state, asked(space={"x": {"uniform": [0, 1]}}), LOG)
-    say_space(nothing_yet("e"), asked(), LOG)
+    state = searched(planned())
+    say_space(state, planned(), LOG)
+    say_space(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
+    say_space(nothing_yet("e"), planned(), LOG)
     assert caplog.messages == []
     other = {"x": pt.uniform(0, 2)}
-    say_space(state, asked(space=other), LOG)
-    say_space(state, asked(space=other, num_samples=4), LOG)
+    say_space(state, planned(space=other), LOG)
+    say_space(state, planned(space=other, num_samples=4), LOG)
     said = "the search space has changed; 3 earlier trials were drawn from the old one"
     assert caplog.messages == [
         f"{said}, and the search proposes 3 in all: raise num_samples to draw from the new space",
@@ -94,8 +94,8 @@ def test_another_space_under_the_same_name_is_told_of(caplog: pytest.LogCaptureF
 
 def test_a_space_that_no_journal_holds_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
     in_code = {"x": pt.sample_from(lambda _config: 1)}
-    say_space(searched(asked(space=in_code)), asked(), LOG)
-    say_space(searched(asked()), asked(space=in_code), LOG)
+    say_space(searched(planned(space=in_code)), planned(), LOG)
+    say_space(searched(planned()), planned(space=in_code), LOG)
     assert caplog.messages == []
 
 

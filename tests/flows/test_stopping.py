@@ -244,7 +244,7 @@ def test_what_trying_again_cannot_mend_is_not_tried_again(target: pt.LocalTarget
     [
         ({"MaxFailure": {"failures": 3}}, "stop: unknown name 'MaxFailure'; .* did you mean 'MaxFailures'"),
         ({"MaxFailures": {"trials": 3}}, "stop: MaxFailures .*trials"),
-        ({"TimeBudget": {"time_seconds": "long"}}, "expected a number of seconds"),
+        ({"TimeBudget": {"time_seconds": "long"}}, "expected a positive number of seconds"),
         ({"TrialBudget": {"trials": 0}}, "expected at least 1 trial"),
         ([{"ExperimentPlateau": {}}], "ExperimentPlateau: expected a metric"),
     ],

@@ -12,7 +12,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.flows.durable_trainable import TrialResult, durable_trainable
-from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.parameters.search_plan import SearchPlan
 from tests.flows.training import trial_at
 from tests.trainables.witness import told
 
@@ -43,9 +43,9 @@ class Trouble:
         options = {"stop": {"step": steps} if steps else None, **self.options, **more}
         return durable_trainable(self.trainable, self.config, target=self.target, experiment=_NAME, **options)
 
-    def request(self, stop: object) -> SearchRequest:
+    def plan(self, stop: object) -> SearchPlan:
         """What the flow makes of its parameters."""
-        return SearchRequest(trainable=self.trainable, target=self.target, experiment=_NAME, stop=stop)
+        return SearchPlan(trainable=self.trainable, target=self.target, experiment=_NAME, stop=stop)
 
     def poison(self, step: int, way: str) -> None:
         """From now on whoever has loaded the checkpoint of `step` fails before its next step."""

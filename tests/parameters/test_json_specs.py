@@ -12,7 +12,7 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.trial_stoppers import StopCriteria, as_stopper
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.objective import objective_of
-from prefect_tune.parameters.json_specs import scheduler_from, search_from, spelled, stop_from
+from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_from, to_json, with_samples
 from prefect_tune.parameters.limits import warn_of_limits
 
 
@@ -48,7 +48,7 @@ def test_what_is_spelled_wrongly_is_told_how_it_is_spelled(
 
 @pytest.mark.parametrize("name", ["FIFO", "MedianStopping"])
 def test_what_needs_no_option_is_spelled_by_its_name(name: str) -> None:
-    assert spelled(scheduler_from(name)) == {name: {}}
+    assert to_json(scheduler_from(name)) == {name: {}}
 
 
 @pytest.mark.parametrize("given", ["RandomSearch", {"RandomSearch": {}}, pt.RandomSearch()])
@@ -56,7 +56,7 @@ def test_a_random_search_without_a_number_has_as_many_samples_as_no_search_at_al
     given: str | dict[str, object] | Search,
 ) -> None:
     assert search_from(given).trial_count({"x": pt.uniform(0, 1)}) == 10
-    assert search_from(given, 1).trial_count({"x": pt.uniform(0, 1)}) == 1
+    assert with_samples(search_from(given), 1).trial_count({"x": pt.uniform(0, 1)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.parameters.search_request import SearchRequest, settings_of
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.trust.code_choices import code_choices
 
 
@@ -18,7 +18,7 @@ def chosen(settings: Mapping[str, object], learned: Sequence[str] = ()) -> list[
 
 
 def test_a_search_that_is_all_data_chooses_nothing() -> None:
-    asked = SearchRequest(
+    plan = SearchPlan(
         trainable=lambda _: None,
         target="/runs",
         space={"x": pt.loguniform(1e-4, 1), "text": "subprocess:call", "n": pt.choice([1, {"m": pt.randint(0, 3)}])},
@@ -32,7 +32,7 @@ def test_a_search_that_is_all_data_chooses_nothing() -> None:
         warm_start=["earlier"],
         failures=pt.FailurePolicy(max_failures=1),
     )
-    assert chosen(settings_of(asked)) == []
+    assert chosen(plan.settings) == []
 
 
 @pytest.mark.parametrize(

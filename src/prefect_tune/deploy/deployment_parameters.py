@@ -22,10 +22,10 @@ from prefect_tune.core.resources import resources_of
 from prefect_tune.core.search.objective import objective_of
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.executors.trial_slots import valid_bound
-from prefect_tune.parameters.json_specs import scheduler_from, search_from
+from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
 from prefect_tune.parameters.resume_mode import resuming
 from prefect_tune.parameters.samples_per_run import require_one_count
+from prefect_tune.parameters.search_plan import valid_bound
 from prefect_tune.parameters.training_request import import_string, stopper_for
 from prefect_tune.trust.require_trusted import trusted_here
 from prefect_tune.tuner.run_search import begun
@@ -186,7 +186,7 @@ def _require_meaning(found: Mapping[str, Any]) -> None:
         if name in given:
             mean(given[name])
     if "search" in given:
-        search_from(given["search"], given.get("num_samples"))
+        with_samples(search_from(given["search"]), given.get("num_samples"))
 
 
 def _require_begin(found: Mapping[str, Any]) -> None:
@@ -194,7 +194,7 @@ def _require_begin(found: Mapping[str, Any]) -> None:
     objective = objective_of(found.get("metric"), found.get("mode") or "min")
     if found.get("search") is not None:
         count = found.get("num_samples") or found.get("samples_per_run")
-        search_from(found["search"], count).begin(_space(found.get("space") or {}), objective, seed=0)
+        with_samples(search_from(found["search"]), count).begin(_space(found.get("space") or {}), objective, seed=0)
     if found.get("scheduler") is not None:
         begun(scheduler_from(found["scheduler"]), objective, seed=0)
 

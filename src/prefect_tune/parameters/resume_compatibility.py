@@ -1,4 +1,4 @@
-"""Check today's request of a resumed experiment against the settings in its journal."""
+"""Check today's plan of a resumed experiment against the settings in its journal."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import canonical_json, plural
-from prefect_tune.parameters.code_fingerprint import code_of
 from prefect_tune.parameters.limits import SearchLimits
-from prefect_tune.parameters.samples_per_run import search_of
-from prefect_tune.parameters.search_request import SearchRequest, only_in_code, settings_of, space_of
+from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
 from prefect_tune.parameters.training_request import name_of
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
@@ -25,7 +23,6 @@ __all__ = [
     "say_code",
     "say_errored",
     "say_space",
-    "settings_today",
 ]
 
 _FIXED = {
@@ -35,19 +32,13 @@ _FIXED = {
 }
 
 
-def settings_today(asked: SearchRequest) -> Mapping[str, object]:
-    """Return the settings that the journal stores for this request, with the digest of the trainable's source."""
-    code = code_of(asked.trainable)
-    return {**settings_of(asked), **({"code": code} if code else {})}
-
-
-def require_code(state: Experiment, asked: SearchRequest) -> None:
+def require_code(state: Experiment, plan: SearchPlan) -> None:
     """Refuse a changed trainable, for `on_code_change="refuse"`; called before an earlier owner is superseded.
 
     Raises:
         InvalidInput: the trainable has changed since the experiment last ran.
     """
-    if changed := _changed(state, asked):
+    if changed := _changed(state, plan):
         raise InvalidInput(
             f"{changed}, and on_code_change='refuse': choose another experiment name, fork the experiment, or pass "
             "on_code_change='warn'"
@@ -120,9 +111,9 @@ def require_goes_on(state: Experiment) -> None:
         )
 
 
-def say_code(state: Experiment, asked: SearchRequest, log: Log) -> None:
+def say_code(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log a warning if the trainable has changed since the experiment last ran."""
-    if changed := _changed(state, asked):
+    if changed := _changed(state, plan):
         log.warning(
             "%s: steps from now on are trained by the new code; earlier reports came from the old code", changed
         )
@@ -138,11 +129,11 @@ def say_errored(state: Experiment, limits: SearchLimits, log: Log) -> None:
         )
 
 
-def say_space(state: Experiment, asked: SearchRequest, log: Log) -> None:
+def say_space(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log a warning if existing trials were drawn from another space, and if no trial will be drawn from this one."""
-    if not state.trials or _space_in(state.settings) in (None, today := _space_in(settings_of(asked))) or today is None:
+    if not state.trials or _space_in(state.settings) in (None, today := _space_in(plan.settings)) or today is None:
         return
-    there_will_be, there_are = search_of(asked).trial_count(space_of(asked.space or {})), len(state.trials)
+    there_will_be, there_are = plan.trial_count, len(state.trials)
     are_all = there_will_be is not None and there_will_be <= there_are
     log.warning(
         "the search space has changed; %s drawn from the old one%s",
@@ -158,19 +149,18 @@ def _space_in(settings: Mapping[str, object]) -> bytes | None:
     return None if "space" in only_in_code(settings) else canonical_json(settings.get("space", {}))
 
 
-def code_note(state: Experiment, asked: SearchRequest) -> str:
+def code_note(state: Experiment, plan: SearchPlan) -> str:
     """Return a line for a form: whether the trainable's source has changed since the experiment last ran."""
-    code = code_of(asked.trainable)
-    if not code:
+    if not (code := plan.code):
         return "code: source unavailable, cannot tell whether it changed"
-    return f"⚠️ {changed}" if (changed := _changed(state, asked)) else f"code: unchanged ({code})"
+    return f"⚠️ {changed}" if (changed := _changed(state, plan)) else f"code: unchanged ({code})"
 
 
-def _changed(state: Experiment, asked: SearchRequest) -> str | None:
-    before, now = state.settings.get("code"), code_of(asked.trainable)
+def _changed(state: Experiment, plan: SearchPlan) -> str | None:
+    before, now = state.settings.get("code"), plan.code
     if not (state.trials and before and now and before != now):
         return None
-    was, name = _trained_last(state), name_of(asked.trainable).get("trainable")
+    was, name = _trained_last(state), plan.fingerprint.get("trainable")
     if was and name and was != name:
         return f"the trainable has changed since experiment {state.name!r} last ran ({was} {before} -> {name} {now})"
     return f"the source of the trainable has changed since experiment {state.name!r} last ran ({before} -> {now})"

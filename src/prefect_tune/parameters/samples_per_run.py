@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import Extended
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
 from prefect_tune.parameters.json_specs import search_from
-from prefect_tune.parameters.search_request import SearchRequest, only_in_code, space_of
+from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
 
-__all__ = ["DEFAULT_SAMPLES", "extended", "require_one_count", "search_of", "with_default_samples"]
+__all__ = ["DEFAULT_SAMPLES", "extended", "require_one_count", "with_default_samples"]
 
 
 def require_one_count(num_samples: int | None, samples_per_run: int | None) -> None:
@@ -35,9 +33,9 @@ def require_one_count(num_samples: int | None, samples_per_run: int | None) -> N
 
 
 def extended(
-    asked: SearchRequest, state: Experiment, place_of_run: Callable[[], str]
-) -> tuple[SearchRequest, Sequence[Extended]]:
-    """Return `asked` with the total number of samples, and the event to journal if this run adds samples.
+    plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
+) -> tuple[SearchPlan, Sequence[Extended]]:
+    """Return `plan` with the total number of samples, and the event to journal if this run adds samples.
 
     This run also proposes the samples that earlier runs were to propose and did not. A run that is started again
     adds none again.
@@ -45,31 +43,28 @@ def extended(
     Raises:
         InvalidInput: the experiment has no number of samples to add to.
     """
-    added = asked.samples_per_run
+    added = plan.samples_per_run
     if added is None:
-        return with_default_samples(asked, state), ()
-    run = place_of_run()
-    before, chosen = (
-        _samples_before(asked, state),
-        asked.num_samples or 0,
-    )  # chosen in a resume form
+        return with_default_samples(plan, state), ()
+    run, before = call_path(), _samples_before(plan, state)
+    chosen = plan.num_samples or 0  # in a resume form
     if run in state.extensions:
-        return replace(asked, num_samples=max(before, chosen)), ()
-    return replace(asked, num_samples=max(before + added, chosen)), (Extended(run=run, samples=added),)
+        return plan.extended(num_samples=max(before, chosen)), ()
+    return plan.extended(num_samples=max(before + added, chosen)), (Extended(run=run, samples=added),)
 
 
-def with_default_samples(asked: SearchRequest, state: Experiment) -> SearchRequest:
-    """Return `asked` with the default number of samples if that is not ten, so that the journal stores it.
+def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
+    """Return `plan` with the default number of samples if that is not ten, so that the journal stores it.
 
     A journal without a number means ten, whatever the space: an experiment that was begun with ten keeps them.
     """
-    if asked.num_samples is not None or asked.samples_per_run is not None or not _leaves_count_open(asked.search):
-        return asked
-    default, settings = default_samples(space_of(asked.space or {})), state.settings
+    if plan.num_samples is not None or plan.samples_per_run is not None or not _leaves_count_open(plan.search):
+        return plan
+    default, settings = default_samples(plan.space or {}), state.settings
     if default == DEFAULT_SAMPLES:
-        return asked
+        return plan
     before = settings.get("num_samples", DEFAULT_SAMPLES) if _leaves_count_open(settings.get("search")) else None
-    return replace(asked, num_samples=DEFAULT_SAMPLES if settings and before == DEFAULT_SAMPLES else default)
+    return plan.extended(num_samples=DEFAULT_SAMPLES if settings and before == DEFAULT_SAMPLES else default)
 
 
 def _leaves_count_open(search: object) -> bool:
@@ -84,27 +79,16 @@ def _leaves_count_open(search: object) -> bool:
             return False
 
 
-def search_of(asked: SearchRequest) -> Search:
-    """Return the search algorithm, with the requested number of samples.
-
-    Raises:
-        InvalidInput: `asked.search` is not a search, or does not accept `num_samples`.
-    """
-    if asked.search is None:
-        return RandomSearch(asked.num_samples)
-    return search_from(asked.search, asked.num_samples)
-
-
-def _samples_before(asked: SearchRequest, state: Experiment) -> int:
+def _samples_before(plan: SearchPlan, state: Experiment) -> int:
     """Return how many samples earlier runs were to propose in all."""
     if not state.settings:
         return 0
-    search = state.settings.get("search", asked.search if "search" in only_in_code(state.settings) else None)
-    said: Any = state.settings.get("num_samples")
-    counted: Any = said if said is not None else search_of(replace(asked, search=search, num_samples=None))
-    found = getattr(counted, "num_samples", counted)
+    search = state.settings.get("search", plan.search if "search" in only_in_code(state.settings) else None)
+    found: Any = state.settings.get("num_samples")
     if found is None and _leaves_count_open(search):
         return DEFAULT_SAMPLES
+    if found is None:
+        found = getattr(search_from(search), "num_samples", None)
     if not isinstance(found, int) or found == ENDLESS:
         raise InvalidInput(
             f"samples_per_run: experiment {state.name!r} was not begun with a fixed number of samples to add to; "

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, cast
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
-from prefect_tune.blocks import SyncConfig, resolve_target
-from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_stoppers import StopCriteria, Stopper, as_stopper
 from prefect_tune.core.metrics import storable
 from prefect_tune.core.models import valid_name
-from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.parameters.json_specs import stop_from
-from prefect_tune.parameters.search_request import SearchRequest
 from prefect_tune.runtime.trainable import require_trainable
 from prefect_tune.runtime.trial_process import load_trainable
-from prefect_tune.supervisor.trial_spec import TrialSpec, pickled_or_path
 
 __all__ = [
     "existing_limits",
@@ -32,7 +25,6 @@ __all__ = [
     "name_of",
     "stopper_for",
     "storable_config",
-    "trial_spec",
     "valid_trainable",
 ]
 
@@ -44,32 +36,6 @@ def experiment_name(given: str | None) -> str:
         InvalidInput: the name cannot be a folder on every target.
     """
     return valid_name(given if given is not None else str(flow_run.root_flow_run_id or flow_run.id))
-
-
-def trial_spec(request: SearchRequest, experiment: str, stopper: Stopper) -> TrialSpec:
-    """Return how the trials of a search are trained, with a placeholder for the trial.
-
-    Raises:
-        InvalidInput: the trainable or a concurrency limit does not exist, or cannot be sent to a process.
-    """
-    silence = request.silence_timeout_seconds
-    return TrialSpec(
-        target=resolve_target(request.target),
-        trial=TrialKey(experiment=experiment, trial="any"),
-        trainable=pickled_or_path(valid_trainable(request.trainable)),
-        fingerprint=name_of(request.trainable),
-        stopper=pickled_or_path(stopper),
-        needs_curve=stopper.looks_back,
-        cadence=request.checkpoint or Cadence(),
-        retention=request.retention or Retention(),
-        sync=request.sync or SyncConfig(),
-        isolation=request.isolation,
-        grace=timedelta(seconds=request.grace_period_seconds),
-        silence=None if silence is None else timedelta(seconds=silence),
-        tags=tuple(request.trial_tags or ()),
-        concurrency_limits=existing_limits(request.concurrency_limits or ()),
-        apart=True,
-    )
 
 
 def storable_config(config: Mapping[str, Any] | None) -> dict[str, object]:

@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing, choice_of, stop_extended
 from prefect_tune.core.experiment.trial_stoppers import AnyOf, MaxTime, Stopper
 from prefect_tune.core.models import digest_of
-from prefect_tune.parameters.json_specs import spelled_stop
+from prefect_tune.parameters.json_specs import stop_to_json
 from prefect_tune.parameters.training_request import stopper_for
 from prefect_tune.suspension.resume_forms import InputForm, form_of_question
 from prefect_tune.suspension.suspend_flow_run import Shown, leave_with
@@ -110,7 +110,7 @@ def unjournaled(news: Sequence[Answered], state: Experiment) -> Sequence[Answere
 def standing_of(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> Standing:
     """Return the present limits, and the checkpoints, that the form of how to continue offers to change."""
     stopper = stopper_for(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
-    said = spelled_stop(stop) if stop is not None else {}
+    said = stop_to_json(stop) if stop is not None else {}
     return Standing(
         samples=samples,
         steps=stopper.step_count or 0,
@@ -132,4 +132,4 @@ def stop_after(stop: object, choice: ResumeChoice) -> object:
     standing = standing_of(stop)
     steps = choice.steps if choice.steps > standing.steps else 0
     hours = choice.hours if choice.hours > standing.hours else 0
-    return stop_extended(spelled_stop(stop), steps, hours) if steps or hours else stop
+    return stop_extended(stop_to_json(stop), steps, hours) if steps or hours else stop

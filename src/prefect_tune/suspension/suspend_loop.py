@@ -13,7 +13,7 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.blocks import StorageTarget, resolve_target
+from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import InvalidInput, Superseded, TuneError
 from prefect_tune.core.events.experiment_events import Answered, Questioned
 from prefect_tune.core.events.questions import answer_to
@@ -22,7 +22,7 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.parameters.resume_mode import read_known
-from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.suspension import is_suspended
 from prefect_tune.retry_policy import with_retries
 from prefect_tune.suspension.answers import HOW_TO_GO_ON, about, chosen_before, new_answers
@@ -49,9 +49,8 @@ _PATIENCE = timedelta(days=30)
 class Turn:
     """One turn of a flow run: the work until a person has to answer, or none is left."""
 
-    request: SearchRequest
+    plan: SearchPlan
     """The flow run's parameters, extended by the persons' answers so far."""
-    experiment: str
     known: LoadedJournal | None = None
     """Its journal, if it has been read."""
     choice: ResumeChoice | None = None
@@ -74,11 +73,11 @@ class Turn:
 class ResumeQuestion:
     """The question of how a suspended run continues, of a search or of a single training."""
 
-    standing: Callable[[SearchRequest, Experiment], Standing]
+    standing: Callable[[SearchPlan, Experiment], Standing]
     """Returns the values that the form offers to change."""
-    extended: Callable[[SearchRequest, ResumeChoice], SearchRequest]
-    """Returns the request, extended by a choice."""
-    form: Callable[[SearchRequest, Experiment, str], InputForm]
+    extended: Callable[[SearchPlan, ResumeChoice], SearchPlan]
+    """Returns the plan, extended by a choice."""
+    form: Callable[[SearchPlan, Experiment, str], InputForm]
     """Makes the form, with the reason why it is shown again; empty if it is not."""
     why_not: Callable[[StorageTarget, Experiment, ResumeChoice], str] = lambda _target, _state, _choice: ""
     """Returns why a choice cannot be carried out; empty if it can."""
@@ -88,7 +87,7 @@ def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Tur
     """Return the first turn of a flow run, which may be new, retried or resumed, from one without answers.
 
     Args:
-        turn: the request, and what is known of the experiment.
+        turn: the plan, and what is known of the experiment.
         question: what the run is asked if it is suspended.
         shown: the form with which it was suspended last.
 
@@ -98,25 +97,25 @@ def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Tur
     """
     if shown is None:
         return turn
-    target, request = resolve_target(turn.request.target), turn.request
-    known = turn.known or with_retries(lambda: read_known(target, turn.experiment))
+    plan, target = turn.plan, turn.plan.target
+    known = turn.known or with_retries(lambda: read_known(target, plan.experiment))
     state, chosen = known.experiment, list(chosen_before(known.experiment))
     for choice in chosen:
-        request = question.extended(request, choice)
-    form = partial(question.form, request, state)
-    new = new_answers(shown, state, question.standing(request, state), form)
+        plan = question.extended(plan, choice)
+    form = partial(question.form, plan, state)
+    new = new_answers(shown, state, question.standing(plan, state), form)
     if new.choice is not None:
         if why := question.why_not(target, state, new.choice):
             leave_with(form(why), HOW_TO_GO_ON)
         chosen.append(new.choice)
-        request = question.extended(request, new.choice)
+        plan = question.extended(plan, new.choice)
     stops = bool(chosen) and chosen[-1].way == "stop here"
-    return Turn(request, turn.experiment, known, new.choice, stops, new.news)
+    return Turn(plan, known, new.choice, stops, new.news)
 
 
 def next_turn(turn: Turn, question: ResumeQuestion, state: Experiment) -> Turn | None:
     """Return the next turn, with new answers; None without any. Raises `Pause` if the run is suspended for one."""
-    news = _answers_of_persons(state, lambda: question.form(turn.request, state, ""))
+    news = _answers_of_persons(state, lambda: question.form(turn.plan, state, ""))
     return replace(turn, known=None, choice=None, news=news, answered=True, state=state) if news else None
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from prefect_tune.blocks import StorageTarget, resolve_target
+from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.events.experiment_events import Cloned, Event, Finished, Requeued
 from prefect_tune.core.experiment.experiment import Experiment
@@ -13,7 +12,7 @@ from prefect_tune.core.experiment.resume_options import ResumeChoice, Standing
 from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_key
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.parameters.code_fingerprint import code_of
-from prefect_tune.parameters.search_request import SearchRequest
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.retry_policy import skip_prefect_introspection
 from prefect_tune.supervisor.run_identity import new_write_id
 from prefect_tune.supervisor.trial_spec import TrialSpec
@@ -74,19 +73,18 @@ def _checkpoint_at(place: TrialKey, trial: Trial, step: int) -> CheckpointKey:
     return place.checkpoint_key(found[-1])
 
 
-def _standing(request: SearchRequest, state: Experiment) -> Standing:
+def _standing(plan: SearchPlan, state: Experiment) -> Standing:
     steps = [each.step for trial in state.trials.values() for each in trial.checkpoints]
-    return standing_of(request.stop, checkpoints=sorted(set(steps)))
+    return standing_of(plan.stop, checkpoints=sorted(set(steps)))
 
 
-def _extended(request: SearchRequest, choice: ResumeChoice) -> SearchRequest:
-    return replace(request, stop=stop_after(request.stop, choice))
+def _extended(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
+    return plan.extended(stop=stop_after(plan.stop, choice))
 
 
-def _form(request: SearchRequest, state: Experiment, why: str) -> InputForm:
-    target = resolve_target(request.target)
-    page = page_of(state, target.uri, None, _code_note(target, request.trainable, state), why)
-    return form_of_training(_standing(request, state), page)
+def _form(plan: SearchPlan, state: Experiment, why: str) -> InputForm:
+    page = page_of(state, plan.target.uri, None, _code_note(plan.target, plan.trainable, state), why)
+    return form_of_training(_standing(plan, state), page)
 
 
 def _code_note(target: StorageTarget, trainable: object, state: Experiment) -> str:

@@ -31,8 +31,8 @@ from prefect_tune.monitoring.live_report import Reporter, reported
 from prefect_tune.parameters.limits import SearchLimits, has_had_enough, require_possible
 from prefect_tune.parameters.resume_compatibility import require_same_training
 from prefect_tune.parameters.resume_mode import read_known
-from prefect_tune.parameters.search_request import SearchRequest
-from prefect_tune.parameters.training_request import experiment_name, stopper_for, storable_config, trial_spec
+from prefect_tune.parameters.search_plan import SearchPlan, trial_spec
+from prefect_tune.parameters.training_request import storable_config
 from prefect_tune.retry_policy import retrying_refusals, skip_prefect_introspection
 from prefect_tune.supervisor.graceful_shutdown import interruptible
 from prefect_tune.supervisor.journal_writer import JournalWriter
@@ -54,20 +54,18 @@ __all__ = ["trained"]
 _NO_OBJECTIVE = Objective(metrics=("unnamed",), modes=("min",))
 
 
-def trained(request: SearchRequest, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial]:
-    """Train the one trial of `request` within a flow run, until it is done or a retry budget is spent.
+def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial]:
+    """Train the one trial of `plan` within a flow run, until it is done or a retry budget is spent.
 
     Returns:
         its specification, and its state. Raises what `durable_trainable` raises.
     """
-    name = experiment_name(request.experiment)
-    turn: Turn | None = (first := first_turn(Turn(request, name), QUESTION, last_form()))
-    stopper = _of_one_trial(stopper_for(first.request.stop))
-    plan = trial_spec(first.request, name, stopper)
-    plan = replace(plan, trial=TrialKey(experiment=name, trial=ONLY_TRIAL), apart=False)
-    require_possible(plan)
-    failures = request.failures or FailurePolicy()
-    training = _TrainingPlan(plan, storable_config(config), stopper, failures, request.trainable)
+    turn: Turn | None = (first := first_turn(Turn(plan), QUESTION, last_form()))
+    stopper = _of_one_trial(first.plan.stopper)
+    spec = trial_spec(first.plan, stopper)
+    spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), apart=False)
+    require_possible(spec)
+    training = _TrainingPlan(spec, storable_config(config), stopper, plan.failures or FailurePolicy(), plan.trainable)
     while turn is not None:
         state = _trained(training, turn)
         turn = next_turn(turn, QUESTION, state)
@@ -75,7 +73,7 @@ def trained(request: SearchRequest, config: Mapping[str, object] | None) -> tupl
     if trial.status is Status.ERRORED:
         raise TrialFailed(f"{state.name}: {trial.reason}")
     _say_what_is_not_saved(trial)
-    return plan, trial
+    return spec, trial
 
 
 def _of_one_trial(stopper: Stopper) -> Stopper:
@@ -88,9 +86,9 @@ def _of_one_trial(stopper: Stopper) -> Stopper:
 
 @dataclass(frozen=True, slots=True)
 class _TrainingPlan:
-    """The validated request of the flow run."""
+    """The resolved parameters of the flow run."""
 
-    plan: TrialSpec
+    spec: TrialSpec
     config: Mapping[str, object]
     stopper: Stopper
     failures: FailurePolicy
@@ -99,33 +97,33 @@ class _TrainingPlan:
     def is_done(self, state: Experiment) -> bool:
         """Whether the trial has finished, by today's stop criterion too."""
         trial = state.trials.get(ONLY_TRIAL)
-        return trial is not None and trial.status is Status.FINISHED and has_had_enough(self.plan, trial, self.stopper)
+        return trial is not None and trial.status is Status.FINISHED and has_had_enough(self.spec, trial, self.stopper)
 
 
 def _trained(training: _TrainingPlan, turn: Turn) -> Experiment:
-    plan = training.plan
+    spec = training.spec
 
     def train(stop: threading.Event) -> Experiment:
-        check_target(plan.target)
-        known = turn.known or read_known(plan.target, turn.experiment)
-        require_same_training(known.experiment, plan, training.config)  # before an earlier owner is superseded
-        if plan.isolation == "process" and not _is_finished(known.experiment):
+        check_target(spec.target)
+        known = turn.known or read_known(spec.target, turn.plan.experiment)
+        require_same_training(known.experiment, spec, training.config)  # before an earlier owner is superseded
+        if spec.isolation == "process" and not _is_finished(known.experiment):
             pool.prepare()  # a child process starts while the experiment opens
         opened = _opened(training, turn, known)
-        emitter = EventEmitter(_events_of(plan), known.experiment, get_run_logger())
+        emitter = EventEmitter(_events_of(spec), known.experiment, get_run_logger())
         emitter.opened(opened)
-        journal_writer = JournalWriter(plan.target, opened, write_entry, lambda _events, now: turn.reached(now))
+        journal_writer = JournalWriter(spec.target, opened, write_entry, lambda _events, now: turn.reached(now))
         with retrying_refusals():
-            if news := follow_up(plan, opened, turn):
+            if news := follow_up(spec, opened, turn):
                 journal_writer.write(news)
             return _driven(training, journal_writer, emitter, LocalExecutor(pool, launch=call_attempt), stop)
 
     with (
         TrialProcessPool(slots=0) as pool,
-        as_one_owner(plan.target, turn.experiment),
+        as_one_owner(spec.target, turn.plan.experiment),
         say_what_is_resumable(lambda: turn.state),
     ):
-        return interruptible(train, grace=plan.grace)
+        return interruptible(train, grace=spec.grace)
 
 
 def _driven(
@@ -135,7 +133,7 @@ def _driven(
     executor: TrialExecutor,
     stop: threading.Event,
 ) -> Experiment:
-    plan, log, state = training.plan, get_run_logger(), journal_writer.experiment
+    spec, log, state = training.spec, get_run_logger(), journal_writer.experiment
     is_done = training.is_done(state)
     _say_where_it_stands(training, state, is_done=is_done)
     limits = SearchLimits(
@@ -145,11 +143,11 @@ def _driven(
         has_had_enough=lambda _: is_done,
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(_NO_OBJECTIVE, 0))
-    reporter = Reporter(plan.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
+    reporter = Reporter(spec.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
     observers = ObserverGroup([emitter, reporter])
     with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop):
         if not state.questions:  # else they are answered first
-            driver = Driver(plan, limits, policy, executor, journal_writer, log=log, listener=observers)
+            driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observers)
             state = driver.run(_Interruption(stop))
         reporter.conclude()  # it draws the last page while the event emitter ends
     return state
@@ -185,8 +183,8 @@ def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experi
     """Take ownership of the experiment. Raises what `restore_experiment_state` and `owner_after` raise."""
     owner = owner_after(known.experiment, training.failures.max_restarts, answered=turn.answered)
     read = skip_prefect_introspection(known)
-    state = restore_experiment_state(training.plan.target, turn.experiment, owner, new_write_id(), read)
-    require_same_training(state, training.plan, training.config)  # another run may have begun it since it was read
+    state = restore_experiment_state(training.spec.target, turn.plan.experiment, owner, new_write_id(), read)
+    require_same_training(state, training.spec, training.config)  # another run may have begun it since it was read
     turn.reached(state)
     return state
 
@@ -195,20 +193,20 @@ def _is_finished(state: Experiment) -> bool:
     return ONLY_TRIAL in state.trials and state.trial(ONLY_TRIAL).status is Status.FINISHED
 
 
-def _events_of(plan: TrialSpec) -> EventContext:
-    place = ExperimentAddress(plan.target.uri, plan.trial.experiment)
-    return EventContext(place, sync_period=plan.sync.sync_period, run=this_run())
+def _events_of(spec: TrialSpec) -> EventContext:
+    place = ExperimentAddress(spec.target.uri, spec.trial.experiment)
+    return EventContext(place, sync_period=spec.sync.sync_period, run=this_run())
 
 
 def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done: bool) -> None:
-    plan, trial, log = training.plan, state.trials.get(ONLY_TRIAL), get_run_logger()
-    where = f"experiment {state.name!r} at {plan.target.uri}"
+    spec, trial, log = training.spec, state.trials.get(ONLY_TRIAL), get_run_logger()
+    where = f"experiment {state.name!r} at {spec.target.uri}"
     newest = newest_checkpoint(trial) if trial else None
     if trial is not None and is_done:
         log.info("%s: finished already, at step %d: %s", where, trial.step, trial.reason)
     elif trial is not None and newest is not None:
         log.info("%s: resumes from step %d, after %d attempts", where, newest.step, trial.attempt)
-        if changed := code_changed(plan.target, plan.trial, trial, training.trainable):
+        if changed := code_changed(spec.target, spec.trial, trial, training.trainable):
             log.warning("%s: training continues with the new code", changed)
     elif (trial and trial.attempt) or (flow_run.run_count or 1) > 1:
         log.warning("%s: no checkpoint was ever committed, so training starts again from step 0", where)

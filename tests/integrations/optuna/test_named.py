@@ -10,7 +10,7 @@ from optuna import samplers
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import uniform
 from prefect_tune.integrations.optuna import OptunaSearch
-from prefect_tune.parameters.json_specs import search_from, spelled
+from prefect_tune.parameters.json_specs import search_from, to_json
 from tests.integrations.optuna.experiments import LOSS, SEED
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -24,7 +24,7 @@ def test_a_sampler_that_is_named_proposes_what_the_object_does_and_can_be_journa
     search = search_from(given)
     name, options = next(iter(sampler.items())) if isinstance(sampler, dict) else (sampler, {})
     same = OptunaSearch(getattr(samplers, name)(**options), num_samples=6)
-    assert spelled(search) == given
+    assert to_json(search) == given
     proposed = [[each.begin(SPACE, LOSS, SEED).suggest(number) for number in range(3)] for each in (search, same)]
     assert proposed[0] == proposed[1]
 

@@ -1,119 +1,214 @@
-"""The options that `run` and `resume` share, and the search that both run in this process."""
+"""The options of `run` and `resume`, and the parameters of the flows that they set."""
 
 from __future__ import annotations
 
-import logging
-import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from prefect_tune.cli.shared.app import WrongUsage, asks
-from prefect_tune.cli.show import show_search
-from prefect_tune.core.errors import InvalidInput, TuneError
+from prefect_tune.cli.shared.option_parsing import numbers_from, spelling_from, stop_from, values_from
 
-if TYPE_CHECKING:
-    from prefect_tune.results.results import Results
-
-_SOME_ERRORED = 3
-_INTERRUPTED = 130
-
-StopCriteria = Annotated[list[str] | None, asks("--stop", "step=N", "When a trial stops; or MODULE:NAME.")]
-SpaceFile = Annotated[Path | None, asks("--space", "FILE", "The search space, as JSON or YAML.")]
-Parameters = Annotated[list[str] | None, asks("--set", "NAME=VALUE", "A parameter, such as x=3, n=choice(1,2).")]
-MaxConcurrentTrials = Annotated[
-    int | None, asks("--max-concurrent-trials", "N", "Trials at once. Default: one per CPU.")
-]
-TimeBudget = Annotated[float | None, asks("--time-budget-seconds", "S", "After S all save and end, resumable.")]
-Scheduler = Annotated[str | None, asks("--scheduler", "JSON", 'Such as {"ASHA": {"max_t": 81}}.')]
-SearchAlgorithm = Annotated[str | None, asks("--search", "JSON", "Likewise. Default: random and grid search.")]
-SamplesPerRun = Annotated[int | None, asks("--samples-per-run", "N", "Instead: N more than before.", at_least=1)]
-CallbackNames = Annotated[list[str] | None, asks("--callback", "MODULE:NAME", "A callback for the search.")]
+_Command = TypeVar("_Command", bound=Callable[..., None])
+_Mode = StrEnum("_Mode", ["min", "max"])
+_Trials = StrEnum("_Trials", ["tasks", "deployment"])
+_Isolation = StrEnum("_Isolation", ["process", "thread"])
+_Resume = StrEnum("_Resume", ["auto", "must", "never"])
+_OnCodeChange = StrEnum("_OnCodeChange", ["warn", "refuse"])
 
 
-def checked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the trainable, scheduler, search and stop before a server is used; return `parameters` unchanged.
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    """An option of the command line. Unless it is given, the parameter keeps the flow's default."""
+
+    about: str
+    metavar: str | None = None
+    flag: str | None = None
+    """By default the parameter's name: `--time-budget-seconds`."""
+    kind: Any = str
+    at_least: int | None = None
+    default: object = None
+    """Shown in the help, unless it is None or False."""
+    sets: str | None = None
+    """The flow's parameter, where the option has another name."""
+    read: Callable[[Any], object] = lambda given: given.value if isinstance(given, Enum) else given
+    """Makes the parameter's value; None leaves the flow's default."""
+
+    def parameter(self, name: str) -> Parameter:
+        """Return the command's parameter, as typer reads it."""
+        info = typer.Option(
+            self.flag or f"--{name.replace('_', '-')}",
+            metavar=self.metavar,
+            help=self.about,
+            show_default=isinstance(self.default, Enum),
+            min=self.at_least,
+        )
+        kind = self.kind | None if self.default is None else self.kind
+        return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=self.default, annotation=Annotated[kind, info])
+
+
+def _one_or_more(given: Sequence[str]) -> object:
+    plain = [str(each) for each in given]
+    return plain[0] if len(plain) == 1 else plain
+
+
+def _cadence(steps: int) -> object:
+    from prefect_tune.core.checkpoints.cadence import Cadence
+
+    return Cadence(every_steps=steps)
+
+
+def _retention(count: int) -> object:
+    from prefect_tune.core.experiment.retention import Retention
+
+    return Retention(last=count)
+
+
+def _failures(count: int) -> object:
+    from prefect_tune.core.experiment.failure_policy import FailurePolicy
+
+    return FailurePolicy(max_failures=count) if count else None
+
+
+_OPTIONS: Mapping[str, _Option] = {
+    "space": _Option(metavar="FILE", kind=Path, about="The search space, as JSON or YAML."),
+    "settings": _Option(
+        metavar="NAME=VALUE", flag="--set", kind=list[str], about="A parameter, such as x=3, n=choice(1,2)."
+    ),
+    "metric": _Option(metavar="NAME", kind=list[str], read=_one_or_more, about="The metric that compares trials."),
+    "mode": _Option(
+        metavar="min|max", kind=list[_Mode], read=_one_or_more, about="Direction of the metric. Default: min."
+    ),
+    "num_samples": _Option(
+        metavar="N", kind=int, at_least=1, about="Trials; of a grid: of each point. Default: 10; grid alone: 1."
+    ),
+    "samples_per_run": _Option(metavar="N", kind=int, at_least=1, about="Instead: N more than before."),
+    "scheduler": _Option(
+        metavar="JSON", read=lambda text: spelling_from(text, "--scheduler"), about='Such as {"ASHA": {"max_t": 81}}.'
+    ),
+    "search": _Option(
+        metavar="JSON",
+        read=lambda text: spelling_from(text, "--search"),
+        about="Likewise. Default: random and grid search.",
+    ),
+    "warm_start": _Option(metavar="NAME", kind=list[str], about="Learn from this experiment."),
+    "seed": _Option(metavar="N", kind=int, about="Seed of all draws. Default: from EXPERIMENT."),
+    "stop": _Option(metavar="step=N", kind=list[str], read=stop_from, about="When a trial stops; or MODULE:NAME."),
+    "max_concurrent_trials": _Option(metavar="N", kind=int, about="Trials at once. Default: one per CPU."),
+    "time_budget_seconds": _Option(metavar="S", kind=float, about="After S all save and end, resumable."),
+    "checkpoint_every": _Option(
+        metavar="STEPS",
+        kind=int,
+        at_least=1,
+        sets="checkpoint",
+        read=_cadence,
+        about="Default: every 60 s, and at the end.",
+    ),
+    "keep_last": _Option(
+        metavar="N",
+        kind=int,
+        at_least=1,
+        sets="retention",
+        read=_retention,
+        about="Checkpoints to keep per trial. Default: all.",
+    ),
+    "max_failures": _Option(
+        metavar="N",
+        kind=int,
+        at_least=0,
+        sets="failures",
+        read=_failures,
+        about="Retries of code that failed. Default: 0.",
+    ),
+    "fail_fast": _Option(kind=bool, default=False, about="Stop at the first trial that errors."),
+    "callbacks": _Option(metavar="MODULE:NAME", flag="--callback", kind=list[str], about="A callback for the search."),
+    "trials": _Option(
+        metavar="WHERE", kind=_Trials, default=_Trials.tasks, about="tasks of this run, or deployment: a flow run each."
+    ),
+    "trial_deployment": _Option(metavar="NAME", about="For --trials deployment."),
+    "trial_job_variables": _Option(
+        metavar="NAME=VALUE",
+        flag="--job-variable",
+        kind=list[str],
+        read=lambda given: values_from(given, "--job-variable"),
+        about="For each run of the deployment.",
+    ),
+    "trial_tags": _Option(
+        metavar="TAG", flag="--tag", kind=list[str], about="Tag of each task run, for Prefect's tag limits."
+    ),
+    "concurrency_limits": _Option(
+        metavar="NAME", flag="--concurrency-limit", kind=list[str], about="Global limit that each attempt waits for."
+    ),
+    "resources_per_trial": _Option(
+        metavar="NAME=N",
+        flag="--resource",
+        kind=list[str],
+        read=lambda given: numbers_from(given, "--resource"),
+        about="Per trial, as gpu=0.5 or cpu=2.",
+    ),
+    "isolation": _Option(
+        metavar="WHAT", kind=_Isolation, default=_Isolation.process, about="process of its own, or thread."
+    ),
+    "grace_period_seconds": _Option(metavar="S", kind=float, about="Time to save after a stop signal. Default: 25."),
+    "silence_timeout_seconds": _Option(metavar="S", kind=float, about="Restart a trial after S of silence."),
+    "resume": _Option(
+        metavar="HOW", kind=_Resume, default=_Resume.auto, about="auto; must: it exists; never: it is new."
+    ),
+    "on_code_change": _Option(
+        metavar="WHAT", kind=_OnCodeChange, default=_OnCodeChange.warn, about="If the source changed: warn, or refuse."
+    ),
+    "fork": _Option(metavar="NAME", about="Resume a copy of EXPERIMENT under this name."),
+    "at": _Option(metavar="ENTRY", kind=int, about="Fork at this journal entry. Default: the last."),
+    "rerun_errored": _Option(kind=bool, default=False, about="Retry errored trials."),
+    "only_errored": _Option(
+        kind=bool, default=False, sets="rerun_errored", read=lambda _: "only", about="Retry those, and nothing else."
+    ),
+    "total_samples": _Option(
+        metavar="N",
+        flag="--num-samples",
+        kind=int,
+        at_least=1,
+        sets="num_samples",
+        about="Total trials; more than before.",
+    ),
+    "trainable": _Option(metavar="MODULE:NAME", about="Replaces the journal's; needed on a bucket."),
+}
+RUN: Sequence[str] = list(_OPTIONS)[: list(_OPTIONS).index("fork")]
+"""The options of `run`, in the order of its help."""
+RESUME: Sequence[str] = (
+    *("fork", "at", "rerun_errored", "only_errored", "total_samples", "samples_per_run", "stop", "space", "settings"),
+    *("max_concurrent_trials", "time_budget_seconds", "trainable", "scheduler", "search", "callbacks"),
+)
+"""Those of `resume`."""
+
+
+def takes(names: Sequence[str]) -> Callable[[_Command], _Command]:
+    """Return a decorator: the command, a function of `**options`, takes these options before its own flags."""
+
+    def decorated(command: _Command) -> _Command:
+        own = [each for each in signature(command, eval_str=True).parameters.values() if each.name != "options"]
+        arguments = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in own]
+        required = [each for each in arguments if each.default is each.empty]
+        options = [_OPTIONS[name].parameter(name) for name in names]
+        flags = [each for each in arguments if each.default is not each.empty]
+        command.__signature__ = signature(command).replace(  # type: ignore[attr-defined]  # typer reads it
+            parameters=[*required, *options, *flags]
+        )
+        return command
+
+    return decorated
+
+
+def parameters_from(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flow's parameters that the options set.
 
     Raises:
-        WrongUsage: one of them is not valid.
+        WrongUsage: an option is invalid.
     """
-    from prefect_tune.parameters.json_specs import scheduler_from, search_from
-    from prefect_tune.parameters.training_request import stopper_for, valid_trainable
-
-    read: Mapping[str, Callable[[Any], object]] = {
-        "trainable": valid_trainable,
-        "scheduler": scheduler_from,
-        "search": lambda given: search_from(given, parameters["num_samples"]),
-        "stop": stopper_for,
-    }
-    try:
-        for name, each in read.items():
-            if parameters[name] is not None:
-                each(parameters[name])
-    except InvalidInput as error:
-        raise WrongUsage(str(error)) from error
-    return parameters
-
-
-def resume_command(target: str, experiment: str, trainable: str | None) -> str:
-    """Return the command that resumes; it names the trainable, which a journal on a bucket may not choose."""
-    named = ["--trainable", trainable] if trainable else []
-    return shlex.join(["prefect-tune", "resume", target, experiment, *named])
-
-
-def search_in_this_process(search: Callable[[], Results], again: str, *, as_json: bool) -> None:
-    """Search, print the results, and exit with 3 if trials errored. `again` is the command that resumes."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file in this folder
-    with _short_errors(again):
-        results = search()
-    show_search(results.experiment, as_json=as_json)
-    if results.errors:
-        raise typer.Exit(_SOME_ERRORED)
-
-
-@contextmanager
-def _short_errors(again: str) -> Iterator[None]:
-    """Print an interrupt and Prefect's errors as one line; after an interrupt, with the command that resumes."""
-    import httpx
-    from prefect.exceptions import PrefectException, TerminationSignal
-    from pydantic import ValidationError
-
-    try:
-        with _without_traces():
-            yield
-    except (KeyboardInterrupt, TerminationSignal):
-        print(f"stopped; go on with: {again}", file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED) from None
-    except (httpx.HTTPError, PrefectException) as error:
-        raise TuneError(f"Prefect: {_in_one_line(error)}") from error
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise TuneError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
-    except RuntimeError as error:
-        if "API" in str(error):  # what Prefect raises when no server answers
-            raise TuneError(f"Prefect: {_in_one_line(error)}") from error
-        raise
-
-
-@contextmanager
-def _without_traces() -> Iterator[None]:
-    """Keep tracebacks of `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
-
-    def says_more(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
-
-    logger = logging.getLogger("prefect.flow_runs")
-    logger.addFilter(says_more)
-    try:
-        yield
-    finally:
-        logger.removeFilter(says_more)
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    given = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
+    read = {_OPTIONS[name].sets or name: _OPTIONS[name].read(value) for name, value in given.items()}
+    return {name: value for name, value in read.items() if value is not None}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
 from statistics import pstdev
@@ -148,7 +148,7 @@ class MaxFailures(ExperimentStopper):
     Trials that are tried again (`rerun_errored`) are no longer counted.
     """
 
-    failures: int
+    failures: int = field(metadata={"example": 3})
     """The number of errored trials, at least 1."""
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class _Failures(Tally):
 class TrialBudget(ExperimentStopper):
     """Start at most this many trials, even if the search would propose more."""
 
-    trials: int
+    trials: int = field(metadata={"example": 200})
 
     def __post_init__(self) -> None:
         if self.trials < 1:
@@ -215,7 +215,7 @@ class TimeBudget(ExperimentStopper):
     every `sync_period`. Steps that were lost and are trained again count once. A plain number means seconds.
     """
 
-    time: timedelta
+    time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "time", some_time(self.time, "TimeBudget"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -74,7 +74,7 @@ class AnyOf(Stopper):
 class MaxSteps(Stopper):
     """Stop after this many steps; a step that a resume repeats counts once."""
 
-    steps: int
+    steps: int = field(metadata={"example": 100})
     looks_back = False
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class MaxSteps(Stopper):
 class MaxTime(Stopper):
     """Stop after this training time, summed over all attempts; a plain number means seconds."""
 
-    time: timedelta
+    time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
     looks_back = False
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class Plateau(Stopper):
     Ray's TrialPlateauStopper: the first `grace` reports are never judged.
     """
 
-    metric: str
+    metric: str = field(metadata={"example": "loss"})
     std: float = 0.01
     reports: int = 4
     grace: int = 4

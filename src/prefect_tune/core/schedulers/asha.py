@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from prefect_tune.core.errors import InvalidInput
@@ -35,7 +35,7 @@ class ASHA(Scheduler):
     proportions of Hyperband: a hedge against misleading early results.
     """
 
-    max_t: int
+    max_t: int = field(metadata={"example": 81})
     grace_period: int = 1
     reduction_factor: float = 3
     brackets: int = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from prefect_tune.core.errors import InvalidInput
@@ -38,7 +38,7 @@ class Hyperband(Scheduler):
     (8, 27), (5, 81), as trials and steps at the first rung.
     """
 
-    max_t: int
+    max_t: int = field(metadata={"example": 81})
     reduction_factor: float = 3
 
     def __post_init__(self) -> None:

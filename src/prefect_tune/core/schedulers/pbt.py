@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import ClassVar
 
@@ -46,8 +46,10 @@ class PBT(Scheduler):
     `stop={"step": 100}`) leaves the population.
     """
 
-    perturbation_interval: int
-    hyperparam_mutations: Mapping[str, object]
+    perturbation_interval: int = field(metadata={"example": 5})
+    hyperparam_mutations: Mapping[str, object] = field(
+        metadata={"example": {"lr": {"loguniform": [1e-4, 0.1]}}, "json": "space"}
+    )
     quantile_fraction: float = 0.25
     resample_probability: float = 0.25
     perturbation_factors: tuple[float, ...] = (1.2, 0.8)

@@ -44,7 +44,7 @@ class RandomSearch(Search):
     the space. Reported metrics have no effect.
     """
 
-    num_samples: int | None = None
+    num_samples: int | None = field(default=None, metadata={"example": 20})
     """How often each point of the grid is tried; -1 for without end; None for `default_samples` of the space."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations that come first, and count as samples. A parameter left out is drawn, or next in the grid."""

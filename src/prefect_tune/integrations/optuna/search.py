@@ -59,7 +59,7 @@ class OptunaSearch(Search):
 
     sampler: BaseSampler | Mapping[str, Mapping[str, object]] | str | None = None
     """Also by its name in `optuna.samplers`, with its options: `{"TPESampler": {"n_startup_trials": 20}}`."""
-    num_samples: int | None = None
+    num_samples: int | None = field(default=None, metadata={"example": 40})
     """How many trials there are; -1 for without end. None only where the sampler ends by itself (grid, brute force)."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations that come first, and count as samples. What one leaves out is sampled."""

@@ -1,15 +1,14 @@
-"""The parameters of a search are written in three places, which say the same."""
+"""The parameters of a search: the flow's, the plan's and those of a resume agree."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from inspect import Parameter, signature
 
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
-from prefect_tune.parameters.search_request import OF_THE_RUN, SearchRequest
+from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
 
-KEPT = {each.name: Parameter.empty if each.default is MISSING else each.default for each in fields(SearchRequest)}
+KEPT = {name: Parameter.empty if each.is_required() else each.default for name, each in SearchPlan.model_fields.items()}
 
 
 def test_what_the_journal_leaves_out_as_a_default_is_the_default_of_a_search() -> None:

@@ -1,0 +1,106 @@
+"""The search that `run` and `resume` run in this process: its checks before, and its errors as one line."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from prefect_tune.cli.shared.app import WrongUsage
+from prefect_tune.cli.show import show_search
+from prefect_tune.core.errors import InvalidInput, TuneError
+
+if TYPE_CHECKING:
+    from prefect_tune.results.results import Results
+
+_SOME_ERRORED = 3
+_INTERRUPTED = 130
+
+
+def checked(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the trainable, scheduler, search and stop before a server is used; return `parameters` unchanged.
+
+    Raises:
+        WrongUsage: one of them is not valid.
+    """
+    from prefect_tune.parameters.json_specs import scheduler_from, search_from, with_samples
+    from prefect_tune.parameters.training_request import stopper_for, valid_trainable
+
+    checks: Mapping[str, Callable[[Any], object]] = {
+        "trainable": valid_trainable,
+        "scheduler": scheduler_from,
+        "search": lambda given: with_samples(search_from(given), parameters.get("num_samples")),
+        "stop": stopper_for,
+    }
+    try:
+        for name in [each for each in checks if each in parameters]:
+            checks[name](parameters[name])
+    except InvalidInput as error:
+        raise WrongUsage(str(error)) from error
+    return parameters
+
+
+def resume_command(target: str, experiment: str, trainable: str | None) -> str:
+    """Return the command that resumes; it names the trainable, which a journal on a bucket may not choose."""
+    named = ["--trainable", trainable] if trainable else []
+    return shlex.join(["prefect-tune", "resume", target, experiment, *named])
+
+
+def search_in_this_process(search: Callable[[], Results], again: str, *, as_json: bool) -> None:
+    """Search, print the results, and exit with 3 if trials errored. `again` is the command that resumes."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: MODULE may be a file in this folder
+    with _short_errors(again):
+        results = search()
+    show_search(results.experiment, as_json=as_json)
+    if results.errors:
+        raise typer.Exit(_SOME_ERRORED)
+
+
+@contextmanager
+def _short_errors(again: str) -> Iterator[None]:
+    """Print an interrupt and Prefect's errors as one line; after an interrupt, with the command that resumes."""
+    import httpx
+    from prefect.exceptions import PrefectException, TerminationSignal
+    from pydantic import ValidationError
+
+    try:
+        with _without_traces():
+            yield
+    except (KeyboardInterrupt, TerminationSignal):
+        print(f"stopped; go on with: {again}", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED) from None
+    except (httpx.HTTPError, PrefectException) as error:
+        raise TuneError(f"Prefect: {_in_one_line(error)}") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise TuneError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+    except RuntimeError as error:
+        if "API" in str(error):  # what Prefect raises when no server answers
+            raise TuneError(f"Prefect: {_in_one_line(error)}") from error
+        raise
+
+
+@contextmanager
+def _without_traces() -> Iterator[None]:
+    """Keep tracebacks of `TuneError` out of Prefect's log: `main` prints the message, and the state has it."""
+
+    def says_more(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
+
+    logger = logging.getLogger("prefect.flow_runs")
+    logger.addFilter(says_more)
+    try:
+        yield
+    finally:
+        logger.removeFilter(says_more)
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,299 @@
+"""`SearchPlan`: the parameters of a search, parsed and validated once, and the settings that the journal stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
+
+from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
+from prefect_tune.core.checkpoints.cadence import Cadence
+from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.experiment.failure_policy import FailurePolicy
+from prefect_tune.core.experiment.retention import Retention
+from prefect_tune.core.experiment.trial_stoppers import Stopper
+from prefect_tune.core.models import Value, canonical_json
+from prefect_tune.core.resources import Resources, resources_of
+from prefect_tune.core.schedulers.base import Scheduler
+from prefect_tune.core.search.base import Search
+from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.search.random_search import RandomSearch
+from prefect_tune.core.search.space_json import space_from_json, space_to_json
+from prefect_tune.core.seeded_random import seed_named
+from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.parameters.code_fingerprint import code_of
+from prefect_tune.parameters.json_specs import scheduler_from, search_from, stop_to_json, to_json, with_samples
+from prefect_tune.parameters.resume_mode import RerunErrored, Resuming, resuming
+from prefect_tune.parameters.training_request import (
+    existing_limits,
+    experiment_name,
+    name_of,
+    stopper_for,
+    valid_trainable,
+)
+from prefect_tune.runtime.trial_process import load_trainable
+from prefect_tune.supervisor.trial_spec import TrialSpec, pickled_or_path
+
+__all__ = ["OF_THE_RUN", "SearchPlan", "from_settings", "only_in_code", "trial_spec", "valid_bound"]
+
+Function: TypeAlias = Callable[[Mapping[str, Any]], object]
+OF_THE_RUN = frozenset(
+    {
+        "target",
+        "experiment",
+        "resume",
+        "rerun_errored",
+        "samples_per_run",
+        "time_budget_seconds",
+        "on_code_change",
+        "resources_total",
+    }
+)
+"""Parameters of one run, which the experiment's journal does not store."""
+
+
+def valid_bound(bound: int) -> int:
+    """Return the bound on trials that train at once. Raises `InvalidInput` if it is less than 1."""
+    if bound < 1:
+        raise InvalidInput(f"max_concurrent_trials: expected 1 or more, found {bound}")
+    return bound
+
+
+def _positive(budget: float) -> float:
+    if budget <= 0:
+        raise InvalidInput(f"time_budget_seconds: expected more than 0, found {budget:g}")
+    return budget
+
+
+def _space_of(space: Mapping[str, Any]) -> dict[str, object]:
+    """Return a space with its JSON specifications replaced by domain objects; existing objects stay."""
+    return space_from_json(space, load=lambda name: cast("Function", load_trainable(name)))
+
+
+class SearchPlan(Value):
+    """The parameters of `prefect_tune.flows.tune.tune`, which documents them, parsed and validated.
+
+    The fields have the flow's names and defaults. The journal omits values that equal their default: changing a
+    default changes every search that is resumed.
+
+    Raises:
+        InvalidInput: a parameter is invalid, or does not fit another one.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    trainable: Annotated[Any, AfterValidator(valid_trainable)]
+    target: Annotated[InstanceOf[StorageTarget], BeforeValidator(resolve_target)]
+    space: Annotated[Mapping[str, Any], BeforeValidator(_space_of)] | None = None
+    experiment: Annotated[str, BeforeValidator(experiment_name)] = Field(default=None, validate_default=True)
+    metric: str | list[str] | None = None
+    mode: Mode | list[Mode] = "min"
+    num_samples: int | None = None
+    samples_per_run: int | None = None
+    search: Annotated[InstanceOf[Search], BeforeValidator(search_from)] | None = None
+    scheduler: Annotated[InstanceOf[Scheduler], BeforeValidator(scheduler_from)] | None = None
+    seed: int | None = None
+    stop: Any = None
+    """As given, for the journal; `stopper` is its meaning."""
+    max_concurrent_trials: Annotated[int, AfterValidator(valid_bound)] | None = None
+    resources_per_trial: Mapping[str, float] | None = None
+    resources_total: Mapping[str, float] | None = None
+    time_budget_seconds: Annotated[float, AfterValidator(_positive)] | None = None
+    checkpoint: Cadence | None = None
+    retention: Retention | None = None
+    failures: FailurePolicy | None = None
+    fail_fast: bool = False
+    sync: SyncConfig | None = None
+    callbacks: list[Any] | None = None
+    trials: Literal["tasks", "deployment"] = "tasks"
+    trial_deployment: str = "train-trial/train-trial"
+    trial_job_variables: Mapping[str, Any] | None = None
+    trial_tags: list[str] | None = None
+    concurrency_limits: list[str] | None = None
+    isolation: Literal["process", "thread"] = "process"
+    grace_period_seconds: float = 25
+    silence_timeout_seconds: float | None = None
+    resume: Annotated[Resuming, BeforeValidator(resuming)] = Field(default="auto", validate_default=True)
+    rerun_errored: RerunErrored = False
+    warm_start: list[str] | None = None
+    on_code_change: Literal["warn", "refuse"] = "warn"
+
+    def __init__(self, **parameters: Any) -> None:
+        invalid: Exception | None = None
+        try:
+            super().__init__(**parameters)
+        except ValidationError as error:
+            invalid = _first_cause(error)
+        if invalid is not None:
+            raise invalid  # outside of `except`: pydantic's error would print the values, which may be secret
+
+    @model_validator(mode="after")
+    def _require_consistent(self) -> Self:
+        """Compute what a plan means: it raises for parameters that contradict each other."""
+        if self.trials == "deployment" and self.resources_per_trial is not None:
+            raise InvalidInput(
+                "resources_per_trial: with trials='deployment' the work pool assigns resources; pass "
+                "trial_job_variables={...}, with the variables of its base job template"
+            )
+        if self.trials != "deployment" and self.trial_job_variables is not None:
+            raise InvalidInput("trial_job_variables: they require trials='deployment'")
+        _ = self.objective, self.stopper, self.proposer, self.resources
+        return self
+
+    @property
+    def objective(self) -> Objective | None:
+        """The metrics that trials are compared by; None without any."""
+        return objective_of(self.metric, self.mode)
+
+    @property
+    def stopper(self) -> Stopper:
+        """The stopper of the trials and of the experiment."""
+        return stopper_for(self.stop)
+
+    @property
+    def proposer(self) -> Search:
+        """The search with the number of samples of this plan: `search` is as it was given."""
+        return with_samples(RandomSearch() if self.search is None else self.search, self.num_samples)
+
+    @property
+    def trial_count(self) -> int | None:
+        """The number of trials that the search proposes in all; None where that is not known beforehand."""
+        return self.proposer.trial_count(self.space or {})
+
+    @property
+    def seed_of_draws(self) -> int:
+        """The seed of all draws: by default derived from the experiment's name."""
+        return seed_named(self.experiment) if self.seed is None else self.seed
+
+    @property
+    def resources(self) -> Resources | None:
+        """The resources of each trial; None if none were given."""
+        given = self.resources_per_trial
+        return None if given is None else resources_of(given, "resources_per_trial")
+
+    @property
+    def time_budget(self) -> timedelta | None:
+        """The time after which this run saves and ends."""
+        return None if self.time_budget_seconds is None else timedelta(seconds=self.time_budget_seconds)
+
+    @property
+    def reruns_errored(self) -> RerunErrored:
+        """Whether errored trials run again; `only` if no others do."""
+        return self.rerun_errored or self.resume.rerun_errored
+
+    @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """What identifies the trainable: see `name_of`."""
+        return name_of(self.trainable)
+
+    @property
+    def code(self) -> str:
+        """The digest of the trainable's source; empty if the source is not available."""
+        return code_of(self.trainable)
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """The settings that the journal stores: all values with a JSON form that differ from the default.
+
+        `only_in_code` names the others: a resume by experiment name alone cannot restore them.
+        """
+        defaults = {name: each.default for name, each in type(self).model_fields.items() if name not in OF_THE_RUN}
+        given = {name: value for name in defaults if (value := getattr(self, name)) is not None}
+        said = {name: _json_of(name, value) for name, value in given.items() if value != defaults[name]}
+        in_code = [name for name, value in said.items() if value is None]
+        return {
+            **{name: value for name, value in said.items() if value is not None},
+            **({"only_in_code": in_code} if in_code else {}),
+            **({"code": self.code} if self.code else {}),
+        }
+
+    def extended(self, **changes: Any) -> Self:
+        """Return the plan with another `num_samples`, `stop` or `time_budget_seconds`."""
+        return self.model_copy(update=changes)
+
+
+def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
+    """Return how the trials of a search are trained, with a placeholder for the trial.
+
+    Raises:
+        InvalidInput: a concurrency limit does not exist, or the trainable cannot be sent to a process.
+    """
+    silence = plan.silence_timeout_seconds
+    return TrialSpec(
+        target=plan.target,
+        trial=TrialKey(experiment=plan.experiment, trial="any"),
+        trainable=pickled_or_path(plan.trainable),
+        fingerprint=plan.fingerprint,
+        stopper=pickled_or_path(stopper),
+        needs_curve=stopper.looks_back,
+        cadence=plan.checkpoint or Cadence(),
+        retention=plan.retention or Retention(),
+        sync=plan.sync or SyncConfig(),
+        isolation=plan.isolation,
+        grace=timedelta(seconds=plan.grace_period_seconds),
+        silence=None if silence is None else timedelta(seconds=silence),
+        tags=tuple(plan.trial_tags or ()),
+        concurrency_limits=existing_limits(plan.concurrency_limits or ()),
+        apart=True,
+    )
+
+
+def _first_cause(invalid: ValidationError) -> Exception:
+    """Return the error that a validator raised; else the first of pydantic's, without the value."""
+    first = invalid.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, Exception):
+        return cause
+    return InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+
+
+def _json_of(name: str, value: Any) -> object | None:
+    match value:
+        case SyncConfig():
+            return _or_none(value.parameters)
+        case Value():
+            return value.model_dump(mode="json")
+        case Scheduler() | Search():
+            return to_json(value)
+        case _ if name == "stop":
+            return stop_to_json(value)
+        case _ if name == "space":
+            return _or_none(lambda: space_to_json(value))
+        case _:
+            return _or_none(lambda: canonical_json(value) and value)
+
+
+def _or_none(write: Callable[[], object]) -> object | None:
+    try:
+        return write()
+    except (InvalidInput, TypeError, ValueError):
+        return None
+
+
+def only_in_code(settings: Mapping[str, object]) -> list[str]:
+    """Return the names of the parameters that were passed and that the journal could not store."""
+    names: Any = settings.get("only_in_code", ())
+    return list(names)
+
+
+def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> SearchPlan:
+    """Return the plan of an experiment from its settings, with the parameters of this `run` and those `changed`.
+
+    Raises:
+        InvalidInput: the settings lack a parameter that only the code held, and `changed` does not pass it.
+            Missing callbacks are no error: they decide nothing.
+    """
+    missing = [name for name in only_in_code(settings) if name not in changed and name != "callbacks"]
+    if "trainable" not in settings and "trainable" not in changed and "trainable" not in missing:
+        missing.insert(0, "trainable")
+    if missing:
+        raise InvalidInput(
+            f"resume: the journal of this experiment does not store {', '.join(map(repr, missing))}; pass "
+            "it here, or call pt.tune(...) as before, with the same experiment name"
+        )
+    kept = {name: value for name, value in settings.items() if name in SearchPlan.model_fields}
+    if "search" in changed:
+        kept.pop("num_samples", None)  # it belonged to the earlier search
+    return SearchPlan(**{**kept, **run, **changed})
