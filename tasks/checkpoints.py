@@ -83,7 +83,7 @@ def save_checkpoint(
             again.
         collected_up_to: the result of `trial_transitions.reused_from`; see `commit.reusable`.
         reverification: which reused blobs are read back first; see `reverification`.
-        timeout_seconds: limit of each try; no upload goes on in the background after it.
+        timeout_seconds: limit of each try; no upload continues in the background after it.
 
     Raises:
         AlreadyCommitted: the key holds another save.

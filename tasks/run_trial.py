@@ -215,7 +215,7 @@ def _carry_out(plan: TrialSpec, orders: AttemptRequest, journal_writer: JournalW
     known = {each.sequence for each in state.checkpoints}
     events: list[Event] = [each for each in orders.puts_aside if each.sequence in known]
     if state.status in ENDED:
-        events.append(Requeued(trial=state.trial, reason="it goes on"))
+        events.append(Requeued(trial=state.trial, reason="another attempt was requested"))
     if events:
         journal_writer.write(events)
     if orders.exploit is not None:

@@ -109,7 +109,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(prefect_server: str,
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     again = f"prefect-tune resume {tmp_path} e --trainable tests.trainables.digits_table:DigitsTable"
-    assert said.splitlines()[-1] == f"stopped; go on with: {again}"
+    assert said.splitlines()[-1] == f"stopped; resume with: {again}"
     resumed = run("resume", tmp_path, "e", "--json", "--stop", "step=8")
     assert resumed.code == 0
     assert [(each["status"], each["step"] >= 8) for each in json.loads(resumed.out)["trials"]] == [

@@ -1,6 +1,6 @@
 """Sync a trial's own files (logs, plots) to the target and, on a resume, back.
 
-A resume does not depend on them: errors are logged as warnings, and training goes on.
+A resume does not depend on them: errors are logged as warnings, and training continues.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ class TuneReportCheckpointCallback(Callback):
     trainer.fit(model, loader, ckpt_path=restored_checkpoint(), weights_only=True)
     ```
 
-    The state is Lightning's own, and the random generators, which Lightning does not keep. The data has to go on where
-    it was: use `prefect_tune.integrations.torch.ResumableLoader`, or another loader with `state_dict`. Averages over an
-    epoch of what was logged with `on_epoch=True` count the batches since a resume. One device a trial.
+    The state is Lightning's own, and the random generators, which Lightning does not keep. The data has to continue
+    where it was: use `prefect_tune.integrations.torch.ResumableLoader`, or another loader with `state_dict`. Averages
+    over an epoch of what was logged with `on_epoch=True` count the batches since a resume. One device a trial.
 
     Args:
         metrics: which of `trainer.callback_metrics` to report; `{"loss": "val_loss"}` renames. Default: all.
@@ -77,7 +77,7 @@ class TuneReportCheckpointCallback(Callback):
         del pl_module
         _require_exact(trainer)
         if restored_checkpoint() is not None and self._restored is None:
-            raise InvalidInput("trainer.fit: pass ckpt_path=restored_checkpoint(), the trial goes on from a checkpoint")
+            raise InvalidInput("trainer.fit: pass ckpt_path=restored_checkpoint(), the trial resumes from a checkpoint")
         if self._restored is not None:  # the iterator of the data is made, and its first batch not yet drawn
             set_random_state(self._restored)
             self._restored = None

@@ -121,7 +121,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
         return {"epoch": self._order.epoch, "batches_done": self._order.batches_done}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on at that place."""
+        """Continue at that place."""
         self._order.start_epoch(state_dict["epoch"])
         self._order.batches_done = state_dict["batches_done"]
 

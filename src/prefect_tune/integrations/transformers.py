@@ -62,7 +62,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
         if args.ignore_data_skip or args.save_only_model:
             raise InvalidInput("TrainingArguments(ignore_data_skip, save_only_model): a resumed training would differ")
         if restored_checkpoint() is not None and state.global_step == 0:
-            raise InvalidInput("trainer.train: pass resume_from_checkpoint=restored_checkpoint(), the trial goes on")
+            raise InvalidInput("trainer.train: pass resume_from_checkpoint=restored_checkpoint(), the trial resumes")
         if (directory := restored_checkpoint()) is not None and hasattr(model, "from_pretrained"):
             # The Trainer writes weights under the names of the hub, looks for the model's own, and takes what it finds.
             model.load_state_dict(type(model).from_pretrained(directory).state_dict())

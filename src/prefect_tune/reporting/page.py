@@ -38,11 +38,11 @@ _FIGURES = (
         importance_chart,
         "The share of the differences between trials that goes with one parameter alone (ε² of the ranks).",
     ),
-    ("Rungs", rung_chart, "Trials at each step at which the scheduler compared them. Orange: those that went on."),
+    ("Rungs", rung_chart, "Trials at each step at which the scheduler compared them. Orange: those that continued."),
     (
         "Lineage",
         lineage_chart,
-        "Each member in the color of the member whose weights it trains. Red: it went on from a copy of another's.",
+        "Each member in the color of the member whose weights it trains. Red: it continued from a copy of another's.",
     ),
     (
         "Timeline",

@@ -227,7 +227,7 @@ class TrialSession:
         return self._want_save or self.asked_to_stop or (self._asking and self._start.saves_first)
 
     def why_stop(self) -> str | None:
-        """Return why the trial is over after the last step, which may precede a resume; None to go on.
+        """Return why the trial is over after the last step, which may precede a resume; None to continue.
 
         The stopper is called once per step, since its result may have been journaled.
         """

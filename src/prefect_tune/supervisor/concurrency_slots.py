@@ -20,7 +20,7 @@ _LEASE = timedelta(seconds=60)  # the slot of a killed process is free after thi
 def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> Iterator[None]:
     """Wait for a slot in all of `limits` and hold it; enter without one if `stop` is set first.
 
-    While the API is unreachable it waits. If a lease cannot be renewed later, the block goes on.
+    While the API is unreachable it waits. If a lease cannot be renewed later, the block continues.
     """
     with ExitStack() as held:
         while limits and not stop.is_set():

@@ -82,7 +82,7 @@ def _begin(
 
 def _suspend(stop: threading.Event, done: Future[_T]) -> None:
     stop.set()
-    get_run_logger().warning("suspended: every trial saves and ends, and then you are asked how to go on")
+    get_run_logger().warning("suspended: every trial saves and ends, and then a form asks how to continue")
     _wait(done)
 
 
@@ -95,6 +95,6 @@ def _wait_out(done: Future[_T], patience: timedelta) -> None:
     except TerminationSignal:
         ended = _wait(done, patience.total_seconds())
     if not ended:
-        log.error("the trial did not end in time; a resume goes on from its last commit")
+        log.error("the trial did not end in time; a resume continues from its last commit")
     elif error := done.exception():
         log.error("the trial failed while it was stopping: %s: %s", type(error).__name__, error)

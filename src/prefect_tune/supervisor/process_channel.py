@@ -160,7 +160,7 @@ class _Thread:
 
     def end(self) -> str:
         self._thread.join(_GOODBYE.total_seconds())
-        return "its thread goes on: a thread cannot be ended" if self.is_alive() else "its thread ended"
+        return "its thread still runs: a thread cannot be ended" if self.is_alive() else "its thread ended"
 
 
 class _Process:

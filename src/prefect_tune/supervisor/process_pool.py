@@ -283,7 +283,7 @@ class _Borrowed:
         return self._became
 
     def let_go(self) -> None:
-        """Stop reading its output, and let the process go on."""
+        """Stop reading its output, and let the process run."""
         self._output.stop()
 
 

@@ -71,7 +71,7 @@ class AttemptRequest:
     config: Mapping[str, object] = field(default_factory=dict)
     """The trial's configuration, if the attempt creates the trial's own journal."""
     milestone: int | None = None
-    """The step at which the trial asks whether to go on."""
+    """The step at which the trial asks whether to continue."""
     saves_first: bool = False
     """Whether it commits a checkpoint of that step before it asks."""
     exploit: Exploit | None = None

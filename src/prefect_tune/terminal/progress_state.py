@@ -217,7 +217,7 @@ def _note_of(event: Event, at: datetime) -> Note | None:
         case Quarantined(trial=trial, reason=reason):
             return Note(at, trial, f"a checkpoint is quarantined: {first_line(reason)}", is_bad=True)
         case Requeued(trial=trial, reason=reason):
-            return Note(at, trial, f"goes on: {first_line(reason)}")
+            return Note(at, trial, f"resumes: {first_line(reason)}")
         case Decided(trial=trial, decision=Exploit(source=source)):
             return Note(at, trial, f"exploits {source}")
         case _:

@@ -351,7 +351,7 @@ def test_a_sampler_that_was_used_before_begins_anew() -> None:
 @pytest.mark.parametrize(
     ("search", "message"),
     [
-        (OptunaSearch(), "expected num_samples, since TPESampler goes on for ever"),
+        (OptunaSearch(), "expected num_samples, since TPESampler never ends"),
         (OptunaSearch(samplers.CmaEsSampler(), 9), "CmaEsSampler: it serves one metric, found 2"),
         (OptunaSearch(samplers.GridSampler({"y": [1]})), "GridSampler: expected values for each parameter.*'x'"),
         (

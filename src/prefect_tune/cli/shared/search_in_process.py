@@ -74,7 +74,7 @@ def _short_errors(again: str) -> Iterator[None]:
         with _without_traces():
             yield
     except (KeyboardInterrupt, TerminationSignal):
-        print(f"stopped; go on with: {again}", file=sys.stderr)
+        print(f"stopped; resume with: {again}", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     except (httpx.HTTPError, PrefectException) as error:
         raise TuneError(f"Prefect: {_in_one_line(error)}") from error

@@ -171,7 +171,7 @@ class CheckpointCorruptFound(UrgentTrialEvent):
 
 
 class CheckpointQuarantined(UrgentTrialEvent):
-    """A checkpoint is put aside because attempts that load it die; its bytes are undamaged."""
+    """A checkpoint is quarantined because attempts that load it die; its bytes are undamaged."""
 
     name: ClassVar[str] = "prefect-tune.checkpoint.quarantined"
     sequence: int

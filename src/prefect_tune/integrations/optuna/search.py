@@ -78,7 +78,7 @@ class OptunaSearch(Search):
             raise InvalidInput("OptunaSearch: expected a metric to search by, found none: set metric and mode")
         sampler = sampler_from(self.sampler)
         if self.num_samples is None and not ends_by_itself(sampler):
-            raise InvalidInput(f"OptunaSearch: expected num_samples, since {type(sampler).__name__} goes on for ever")
+            raise InvalidInput(f"OptunaSearch: expected num_samples, since {type(sampler).__name__} never ends")
         copied = valid_space(space)
         if has_grid(copied):
             raise InvalidInput(

@@ -32,7 +32,7 @@ def _main() -> None:
 
 
 def _end_with_parent(channel: int) -> None:
-    """Exit at once when the parent's end of the channel closes: an orphan must not go on writing."""
+    """Exit at once when the parent's end of the channel closes: an orphan must not continue to write."""
     hang_up = select.poll()
     hang_up.register(channel, 0)
     hang_up.poll()
