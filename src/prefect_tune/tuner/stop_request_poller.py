@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ class StopRequestPoller:
     """Reads the requests after number `heard_count`, with one GET per `look_every`; deletes acknowledged ones.
 
     Entering it reads the requests that are there already, so that no trial starts that was to stop. While the target
-    does not answer or refuses, requests are read later.
+    does not answer or refuses, requests are read later; the first such error is logged.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class StopRequestPoller:
         self._interrupted = interrupted
         self._found: queue.SimpleQueue[StopRequest] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=copy_context().run, args=(self._watch,), name="stop-desk", daemon=True)
+        self._fails = False
+        self._thread = threading.Thread(target=copy_context().run, args=(self._watch,), name="stops", daemon=True)
 
     def __enter__(self) -> Self:
         self._look()
@@ -79,7 +81,17 @@ class StopRequestPoller:
         self._forget(deleted_count)
 
     def _look(self) -> None:
-        with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
+        try:
+            self._read()
+        except (StoreUnavailable, StoreRefused) as error:
+            if not self._fails:
+                logging.getLogger("prefect_tune").warning("stop requests are read later: %s", error)
+            self._fails = True
+        else:
+            self._fails = False
+
+    def _read(self) -> None:
+        with self._target.open(timeout=_REQUEST) as store:
             while (request := read_request(store, self._experiment, self._read_count + 1)) is not None:
                 self._read_count += 1
                 self._found.put(request)
