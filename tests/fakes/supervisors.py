@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from prefect_tune.supervisor.process_pool import TrialProcessPool, supervised_process
-from tests.fakes.nurseries import Family, heard, start_of, until
+from tests.fakes.trial_processes import Family, heard, start_of, until
 from tests.trainables.forked import daemonizes
 from tests.trainables.witness import told
 

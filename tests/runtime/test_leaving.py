@@ -12,7 +12,7 @@ from prefect_tune.core.experiment.trial_stoppers import Never
 from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, Leave, StateSaved, StepDone, ToTrial
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import TrialOver
-from tests.fakes.nurseries import start_of
+from tests.fakes.trial_processes import start_of
 
 
 class Supervisor:

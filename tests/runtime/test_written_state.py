@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.trial_stoppers import Never
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.snapshot import snapshot
 from tests.fakes.checkpoints import files_in, write
-from tests.fakes.nurseries import start_of
+from tests.fakes.trial_processes import start_of
 from tests.runtime.test_leaving import Supervisor
 
 

@@ -20,11 +20,11 @@ def _served(forks: ForkServer) -> None:
     assert child.end(timedelta(seconds=60)) == 0
 
 
-def test_a_nursery_its_nannies_and_their_trials_leave_no_socket_open(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_fork_server_its_subreapers_and_their_trials_leave_no_socket_open(capfd: pytest.CaptureFixture[str]) -> None:
     forks = ForkServer.start({**os.environ, **_LOUD})
     _served(forks)
-    _served(forks)  # by the nanny of the first, if she is still free
-    time.sleep(0.3)  # a nanny stays for 0.2 s
+    _served(forks)  # by the subreaper of the first, if it is still free
+    time.sleep(0.3)  # a subreaper stays for 0.2 s
     _served(forks)
     last = forks.fork().child()
     assert last is not None

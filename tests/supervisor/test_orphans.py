@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.nurseries import children_of, until
 from tests.fakes.supervisors import PATIENCE_SECONDS, WAYS, Watched, watched
+from tests.fakes.trial_processes import children_of, until
 
 
 def require_nothing_living(seen: Watched) -> None:
@@ -45,7 +45,7 @@ def test_what_does_not_end_by_sigterm_is_killed(
         record_property(f"seconds until nothing lived: stubborn, {killed}", round(time.monotonic() - began, 3))
 
 
-_SUBREAPER, _FORK_SERVER = "trial-nanny", "trial-nursery"
+_SUBREAPER, _FORK_SERVER = "tune-subreaper", "tune-forkserver"
 _GUARDS = [
     (_SUBREAPER,),
     (_SUBREAPER, "trial"),
@@ -72,7 +72,7 @@ def test_of_the_subreaper_and_the_fork_server_one_is_enough(tmp_path: Path, way:
 
 def test_the_fork_server_stays_for_a_subreaper_that_is_killed_after_their_supervisor(tmp_path: Path) -> None:
     with watched(tmp_path, "search") as seen:
-        subreaper = seen.ours.one("trial-nanny")
+        subreaper = seen.ours.one("tune-subreaper")
         os.kill(subreaper, signal.SIGSTOP)  # it has not got round to its work
         seen.kill("supervisor")
         time.sleep(0.3)
@@ -82,14 +82,14 @@ def test_the_fork_server_stays_for_a_subreaper_that_is_killed_after_their_superv
 
 def test_a_fork_server_that_is_killed_takes_nothing_along(tmp_path: Path) -> None:
     with watched(tmp_path, "search") as seen:
-        seen.kill("trial-nursery")
-        until(lambda: not seen.ours.pids("trial-nursery"), what=lambda: "its end")
+        seen.kill("tune-forkserver")
+        until(lambda: not seen.ours.pids("tune-forkserver"), what=lambda: "its end")
         assert seen.living() == {seen.trial, *seen.started}
 
 
 def test_a_kill_of_the_fork_servers_group_leaves_the_subreaper(tmp_path: Path) -> None:
     with watched(tmp_path, "search") as seen:
-        os.killpg(seen.ours.one("trial-nursery"), signal.SIGKILL)
+        os.killpg(seen.ours.one("tune-forkserver"), signal.SIGKILL)
         seen.kill("trial")
         require_nothing_living(seen)
 
@@ -97,7 +97,7 @@ def test_a_kill_of_the_fork_servers_group_leaves_the_subreaper(tmp_path: Path) -
 def test_with_both_killed_at_once_the_trial_dies_and_what_it_has_started_lives_on(tmp_path: Path) -> None:
     """The limit, so that nothing relies on more."""
     with watched(tmp_path, "search") as seen:
-        seen.kill("trial-nursery", "trial-nanny")
+        seen.kill("tune-forkserver", "tune-subreaper")
         until(lambda: seen.living() == seen.started, seconds=PATIENCE_SECONDS, what=lambda: "the end of the trial")
         time.sleep(0.3)
         assert seen.living() == seen.started
@@ -107,5 +107,5 @@ def test_with_both_killed_at_once_the_trial_dies_and_what_it_has_started_lives_o
 
 def test_what_a_trial_has_started_has_the_subreaper_for_its_parent_once_its_own_is_gone(tmp_path: Path) -> None:
     with watched(tmp_path, "elsewhere") as seen:
-        children = children_of(seen.ours.one("trial-nanny"))
+        children = children_of(seen.ours.one("tune-subreaper"))
         assert {seen.orphan, seen.trial} <= set(children)

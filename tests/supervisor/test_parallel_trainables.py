@@ -28,7 +28,7 @@ from prefect_tune.core.messages.process_messages import (
 from prefect_tune.supervisor.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.supervisor.process_output import Log
 from prefect_tune.supervisor.process_pool import TrialProcessPool, supervised_process
-from tests.fakes.nurseries import Family, Hearing, family, log_to, metrics_of, start_of, until
+from tests.fakes.trial_processes import Family, Hearing, family, log_to, metrics_of, start_of, until
 from tests.trainables import parallel
 from tests.trainables.witness import told
 
@@ -168,7 +168,7 @@ def require_nothing_of(ours: Family, ends: str, opened: Opened, folder: Path, wa
         work = partial(trained, opened)
         pids = [pid for each in threads.map(lambda way: work(folder / way, ends, way), ways) for pid in each]
     assert len(pids) == len(ways)
-    assert ours.names() <= {"trial-nursery", "trial-nanny", "trial"}
+    assert ours.names() <= {"tune-forkserver", "tune-subreaper", "trial"}
     assert not set(pids) & set(ours.pids())
     until(lambda: not left_in_shared_memory(pids, folder), what=lambda: str(left_in_shared_memory(pids, folder)))
 

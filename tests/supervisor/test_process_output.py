@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import pytest
 
 from prefect_tune.supervisor.process_output import TrialOutput
-from tests.fakes.nurseries import Hearing, log_to, nothing_left, until
+from tests.fakes.trial_processes import Hearing, log_to, nothing_left, until
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from prefect_tune.core.messages.process_messages import Broke, StopAndSave, Trai
 from prefect_tune.supervisor import fork_client
 from prefect_tune.supervisor.process_channel import trial_process
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from tests.fakes.nurseries import (
+from tests.fakes.trial_processes import (
     Family,
     Hearing,
     children_of,
@@ -59,7 +59,7 @@ def pool(one_pool: TrialProcessPool, whole_family: Family) -> Iterator[TrialProc
     """The same one for many tests; none of them leaves a trial."""
     yield one_pool
     one_pool.dismiss()
-    until(lambda: whole_family.names() <= {"trial-nursery"}, what=lambda: f"the end of {whole_family.names()}")
+    until(lambda: whole_family.names() <= {"tune-forkserver"}, what=lambda: f"the end of {whole_family.names()}")
 
 
 @pytest.fixture
@@ -158,9 +158,9 @@ def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
     pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
     found_in(pool, tmp_path)
-    pid = ours.one("trial-nursery")
+    pid = ours.one("tune-forkserver")
     found_in(pool, tmp_path)
-    assert ours.one("trial-nursery") == pid
+    assert ours.one("tune-forkserver") == pid
     assert "Threads:\t1\n" in Path(f"/proc/{pid}/status").read_text()
 
 
@@ -175,13 +175,13 @@ def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
 def test_what_only_a_new_interpreter_can_have_is_had_from_one_that_serves_all_such_trials(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         seeded = [found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"}) for _ in range(2)]
-        server = ours.one("trial-nursery")
+        server = ours.one("tune-forkserver")
         assert seeded[0]["hash"] == seeded[1]["hash"] != found_in(pool, tmp_path)["hash"]
-        assert server in ours.pids("trial-nursery")
+        assert server in ours.pids("tune-forkserver")
         assert found_in(pool, tmp_path, {"PYTHONHASHSEED": "7"})["hash"] == seeded[0]["hash"]
-        assert len(ours.pids("trial-nursery")) == 2
+        assert len(ours.pids("tune-forkserver")) == 2
         found_in(pool, tmp_path, {"PYTHONHASHSEED": "8"})
-        until(lambda: len(ours.pids("trial-nursery")) == 2, what=lambda: "the end of the one not used for longest")
+        until(lambda: len(ours.pids("tune-forkserver")) == 2, what=lambda: "the end of the one not used for longest")
 
 
 def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
@@ -193,7 +193,7 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
         for pid in ours.pids():
             for number in (signal.SIGTERM, signal.SIGINT):
                 os.kill(pid, number)
-        os.kill(ours.one("trial-nanny"), signal.SIGUSR1)
+        os.kill(ours.one("tune-subreaper"), signal.SIGUSR1)
         gate.touch()
         assert isinstance(heard(channel)[-1], TrialEnded)
 
@@ -272,7 +272,7 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
         with nothing_left(), ThreadPoolExecutor(16) as threads:
             assert list(threads.map(train, range(200))) == list(range(200))
             room.dismiss()
-        alone = [ours.one("trial-nursery")]
+        alone = [ours.one("tune-forkserver")]
         until(lambda: ours.pids() == alone, what=lambda: f"the end of all of {ours.pids()} but {alone}")
         until(lambda: not children_of(*alone), what=lambda: f"the end of {children_of(*alone)}: no zombies either")
     record_property("figure: trials in forked processes, none of them left", 200)
@@ -310,9 +310,9 @@ def test_whatever_a_trial_has_started_ends_with_it(
         else:
             assert set(left) <= set(ours.pids())
         channel.end()
-        assert not set(left) & set(ours.pids())  # only the nanny, who has said so, may still be leaving
+        assert not set(left) & set(ours.pids())  # only the subreaper, which has said so, may still be leaving
     pool.dismiss()
-    until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
+    until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
 
 
 def test_orphans_that_end_before_their_trial_are_buried(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_orphans_that_end_before_their_trial_are_buried(pool: TrialProcessPool, 
     config = {"witness": str(witness), "gate": str(gate)}
     with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
-        children = partial(children_of, ours.one("trial-nanny"))
+        children = partial(children_of, ours.one("tune-subreaper"))
         until(lambda: len(children()) == 2, what=lambda: f"the trial and an orphan, not {children()}")
         gate.touch()
         heard(channel)
@@ -329,38 +329,38 @@ def test_orphans_that_end_before_their_trial_are_buried(pool: TrialProcessPool, 
 # ---------------------------------------------------------------------------------------------- who may be killed
 
 
-def test_a_nursery_that_is_killed_costs_nobody_anything(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
+def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
-        killed = ours.one("trial-nursery")
+        killed = ours.one("tune-forkserver")
         os.kill(killed, signal.SIGKILL)
         found = found_in(pool, tmp_path)
-        assert ours.one("trial-nursery") != killed
+        assert ours.one("tune-forkserver") != killed
         gate.touch()
         assert metrics_of(channel)["pid"] == began(witness)()[0].pid != found["pid"]
         assert channel.end() == "exited with code 0"
 
 
-def test_a_nursery_that_is_stopped_is_replaced(
+def test_a_fork_server_that_is_stopped_is_replaced(
     pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_in(pool, tmp_path)
-    stopped = ours.one("trial-nursery")
+    stopped = ours.one("tune-forkserver")
     os.kill(stopped, signal.SIGSTOP)
     monkeypatch.setattr(fork_client, "_PATIENCE", timedelta(seconds=3))
     found_in(pool, tmp_path)  # in a process that was forked ahead
     found_in(pool, tmp_path)
-    assert ours.one("trial-nursery") != stopped
+    assert ours.one("tune-forkserver") != stopped
 
 
-@pytest.mark.parametrize("dies", ["trial", "trial-nanny"])
+@pytest.mark.parametrize("dies", ["trial", "tune-subreaper"])
 def test_a_process_that_was_forked_ahead_and_died_is_replaced(
     pool: TrialProcessPool, ours: Family, tmp_path: Path, dies: str
 ) -> None:
     before = found_in(pool, tmp_path)
     os.kill(ours.one(dies), signal.SIGKILL)
-    until(lambda: ours.names() == {"trial-nursery"}, what=lambda: f"the end of {ours.names()}")
+    until(lambda: ours.names() == {"tune-forkserver"}, what=lambda: f"the end of {ours.names()}")
     assert found_in(pool, tmp_path)["pid"] != before["pid"]
 
 
@@ -384,22 +384,22 @@ def test_no_more_is_forked_ahead_than_there_are_slots(tmp_path: Path) -> None:
         assert found_in(made, tmp_path)["pid"] in ahead
 
 
-def test_a_nanny_that_is_killed_costs_her_trial_and_nothing_of_it_stays(
+def test_a_subreaper_that_is_killed_costs_its_trial_and_nothing_of_it_stays(
     pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     config = {"witness": str(witness), "gate": str(gate)}
     with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
-        os.kill(ours.one("trial-nanny"), signal.SIGKILL)
+        os.kill(ours.one("tune-subreaper"), signal.SIGKILL)
         assert isinstance(heard(channel)[-1], TrainableLoaded)
         assert channel.end() == "ended by SIGKILL"
     pool.dismiss()
-    until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
+    until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
 
 
-@pytest.mark.parametrize("stopped", ["trial", "trial-nanny"])
-def test_a_trial_that_is_stopped_or_whose_nanny_is_can_be_ended(
+@pytest.mark.parametrize("stopped", ["trial", "tune-subreaper"])
+def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
     pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
     monkeypatch.setattr(fork_client, "_GOODBYE", timedelta(seconds=0.5))
@@ -409,7 +409,7 @@ def test_a_trial_that_is_stopped_or_whose_nanny_is_can_be_ended(
         os.kill(ours.one(stopped), signal.SIGSTOP)
         assert channel.end() == "ended by SIGKILL"
     pool.dismiss()
-    until(lambda: ours.pids() == [ours.one("trial-nursery")], what=lambda: f"the end of {ours.pids()}")
+    until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
 
 
 _SUPERVISOR = """
@@ -417,7 +417,7 @@ import sys, threading, time
 from pathlib import Path
 from typing import Any
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from tests.fakes.nurseries import Hearing, heard, log_to, start_of
+from tests.fakes.trial_processes import Hearing, heard, log_to, start_of
 from tests.trainables.forked import computes, daemonizes
 pool = TrialProcessPool(slots=4)
 def train(trainable):
@@ -454,14 +454,14 @@ def test_everything_is_gone_a_second_after_the_supervisor_was_killed_be_it_in_c_
 
 
 def test_a_machine_without_room_for_another_process_is_said_to_be_one() -> None:
-    ours, nannys = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, nannys:
-        nannys.send(b"failed 11")
+    ours, subreapers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, subreapers:
+        subreapers.send(b"failed 11")
         with pytest.raises(BlockingIOError, match="cannot be forked"):
             fork_client._started_pid(ours)
 
 
-def test_a_nursery_that_is_closed_gives_nothing_any_more(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_closed_gives_nothing_any_more(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         found_in(pool, tmp_path)
         assert ours.pids()

@@ -17,7 +17,7 @@ from prefect_tune.core.messages.process_messages import Broke, CheckpointSaved, 
 from prefect_tune.loggers import CSVLogger
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import import_path
-from tests.fakes.nurseries import Hearing, family, heard, log_to, start_of
+from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
 from tests.trainables import reporters
 
 LOG = log_to(Hearing())

@@ -23,7 +23,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.supervisor.process_channel import TrialChannel, trial_in_place, trial_process
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from tests.fakes.nurseries import Hearing, family, heard, log_to, start_of
+from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
 from tests.trainables import reporters
 
 Opened = Callable[..., AbstractContextManager[TrialChannel]]

@@ -17,7 +17,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.attempt_supervisor import Failed, Outcome, supervise
-from tests.fakes.nurseries import Hearing, family, heard, log_to, start_of
+from tests.fakes.trial_processes import Hearing, family, heard, log_to, start_of
 from tests.tasks.test_attempt_supervisor import FakeLedger, line
 from tests.trainables import reporters
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect_tune.core.messages.process_messages import TrialEnded
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from tests.fakes.nurseries import Hearing, family, heard, log_to, metrics_of, start_of, until
+from tests.fakes.trial_processes import Hearing, family, heard, log_to, metrics_of, start_of, until
 from tests.trainables.forked import daemonizes, looks_around
 from tests.trainables.witness import told
 
@@ -27,13 +27,13 @@ def pid_of_a_trial(pool: TrialProcessPool, folder: Path) -> int:
 def test_a_nanny_looks_after_the_next_trial_too_and_leaves_where_none_comes(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as made:
         found = [pid_of_a_trial(made, tmp_path)]
-        subreaper = ours.one("trial-nanny")
+        subreaper = ours.one("tune-subreaper")
         found += [pid_of_a_trial(made, tmp_path) for _ in range(3)]
-        assert (len(set(found)), ours.one("trial-nanny")) == (4, subreaper)
+        assert (len(set(found)), ours.one("tune-subreaper")) == (4, subreaper)
         made.dismiss()
-        until(lambda: ours.names() == {"trial-nursery"}, what=lambda: f"the end of {ours.names()}")
+        until(lambda: ours.names() == {"tune-forkserver"}, what=lambda: f"the end of {ours.names()}")
         pid_of_a_trial(made, tmp_path)
-        assert ours.one("trial-nanny") != subreaper
+        assert ours.one("tune-subreaper") != subreaper
 
 
 def test_what_an_earlier_trial_of_a_nanny_has_started_does_not_outlive_it(tmp_path: Path) -> None:
@@ -52,12 +52,12 @@ def test_what_an_earlier_trial_of_a_nanny_has_started_does_not_outlive_it(tmp_pa
 def test_trials_that_follow_each_other_as_a_nanny_leaves_all_have_one(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as made:
         pid_of_a_trial(made, tmp_path)
-        pool = ours.one("trial-nursery")
+        pool = ours.one("tune-forkserver")
         for number in range(30):
             made.dismiss()  # what was forked ahead: its nanny is free from now on, for a fifth of a second
             time.sleep(0.185 + number * 0.001)
             pid_of_a_trial(made, tmp_path)
-        assert ours.one("trial-nursery") == pool  # one that did not answer would have been replaced
+        assert ours.one("tune-forkserver") == pool  # one that did not answer would have been replaced
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from prefect_tune.core.messages.process_messages import (
 )
 from prefect_tune.supervisor.process_channel import trial_in_place, trial_process
 from prefect_tune.supervisor.process_pool import TrialProcessPool
-from tests.fakes.nurseries import (
+from tests.fakes.trial_processes import (
     Family,
     Hearing,
     family,
@@ -62,7 +62,7 @@ def pool(one_pool: TrialProcessPool, ours: Family) -> Iterator[TrialProcessPool]
     """The same one for many tests; none of them leaves a process that waits."""
     yield one_pool
     one_pool.dismiss()
-    until(lambda: ours.names() <= {"trial-nursery"}, what=lambda: f"the end of {ours.names()}")
+    until(lambda: ours.names() <= {"tune-forkserver"}, what=lambda: f"the end of {ours.names()}")
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_who_waits_serves_only_trials_with_the_same_trainable_and_variables(trai
 
 
 @pytest.mark.parametrize("alone", [trial_process, trial_in_place])
-def test_without_a_nursery_nobody_waits(alone: Callable[..., Any], tmp_path: Path, witness: Path) -> None:
+def test_without_a_fork_server_nobody_waits(alone: Callable[..., Any], tmp_path: Path, witness: Path) -> None:
     with alone(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
         ended = heard(channel)[-1]
         channel.end()
@@ -265,7 +265,7 @@ def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_atte
     hearing = Hearing()
     if when == "as it waits":
         os.kill(first, signal.SIGKILL)
-        until(lambda: not ours.pids("trial-nanny"), what=lambda: f"the end of {first}")
+        until(lambda: not ours.pids("tune-subreaper"), what=lambda: f"the end of {first}")
     config = {"x": 2, "witness": str(witness)} | ({"in_reset": signal.SIGKILL} if when == "as it is reset" else {})
     with pool.process(start_of(Resettable, tmp_path, config, steps=1), log_to(hearing)) as channel:
         found = metrics_of(channel)

@@ -95,7 +95,7 @@ def run_forever(life: _Life | None) -> NoReturn:
 
 def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
     """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
-    _set_process_name(b"trial-nursery")
+    _set_process_name(b"tune-forkserver")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of a killed subreaper
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
     deaths, alive = _sigchld_pipe(), _while_alive(supervisor)
@@ -184,7 +184,7 @@ def _subreaper_main(pool: socket.socket, first: _Asked, alive: Collection[int], 
     """Supervise one trial process, then take the next request."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
     _keep_only(pool.fileno(), *first.descriptors, *alive)
-    _set_process_name(b"trial-nanny")
+    _set_process_name(b"tune-subreaper")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     deaths, subreaper = _sigchld_pipe(), os.getpid()
     asked: _Asked | None = first
