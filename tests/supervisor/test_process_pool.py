@@ -470,7 +470,7 @@ def test_a_fork_server_that_is_closed_gives_nothing_any_more(tmp_path: Path) -> 
         found_in(pool, tmp_path)
 
 
-def test_an_attempt_that_still_runs_when_its_nursery_is_closed_goes_on(tmp_path: Path) -> None:
+def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with TrialProcessPool(slots=1) as pool:
         start = start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)})

@@ -1,4 +1,4 @@
-"""A nanny looks after one trial's process after the other, and nothing of one is left to the next."""
+"""A subreaper looks after one trial's process after the other, and nothing of one is left to the next."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pid_of_a_trial(pool: TrialProcessPool, folder: Path) -> int:
         return int(metrics_of(channel)["pid"])
 
 
-def test_a_nanny_looks_after_the_next_trial_too_and_leaves_where_none_comes(tmp_path: Path) -> None:
+def test_a_subreaper_looks_after_the_next_trial_too_and_leaves_where_none_comes(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as made:
         found = [pid_of_a_trial(made, tmp_path)]
         subreaper = ours.one("tune-subreaper")
@@ -36,7 +36,7 @@ def test_a_nanny_looks_after_the_next_trial_too_and_leaves_where_none_comes(tmp_
         assert ours.one("tune-subreaper") != subreaper
 
 
-def test_what_an_earlier_trial_of_a_nanny_has_started_does_not_outlive_it(tmp_path: Path) -> None:
+def test_what_an_earlier_trial_of_a_subreaper_has_started_does_not_outlive_it(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     with family() as ours, TrialProcessPool(slots=1) as made:
         for number in (1, 2):
@@ -49,12 +49,12 @@ def test_what_an_earlier_trial_of_a_nanny_has_started_does_not_outlive_it(tmp_pa
                 assert not set(left) & set(ours.pids())
 
 
-def test_trials_that_follow_each_other_as_a_nanny_leaves_all_have_one(tmp_path: Path) -> None:
+def test_trials_that_follow_each_other_as_a_subreaper_leaves_all_have_one(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as made:
         pid_of_a_trial(made, tmp_path)
         pool = ours.one("tune-forkserver")
         for number in range(30):
-            made.dismiss()  # what was forked ahead: its nanny is free from now on, for a fifth of a second
+            made.dismiss()  # what was forked ahead: its subreaper is free from now on, for a fifth of a second
             time.sleep(0.185 + number * 0.001)
             pid_of_a_trial(made, tmp_path)
         assert ours.one("tune-forkserver") == pool  # one that did not answer would have been replaced
