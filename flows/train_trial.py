@@ -24,7 +24,7 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
 
     Args:
         parameters: the plan, from `TrialParameters.of`.
-        orders: the orders of this attempt, from `orders_as_parameters`.
+        orders: the request for this attempt, from `request_as_parameters`.
         attempt: its number, by which it finds its answers on the target.
     """
     plan = parameters.plan()

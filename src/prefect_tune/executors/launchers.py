@@ -50,10 +50,10 @@ class TaskRunnerLauncher:
         """Raises InvalidInput: the task runner cannot reserve `resources`."""
         self._reserving = _reserving(runner, resources)
 
-    def __call__(self, plan: TrialSpec, orders: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(self, plan: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         del attempt
         with self._reserving():
-            return attempt_of(plan).submit(plan, orders, line).result
+            return attempt_of(plan).submit(plan, request, link).result
 
     def withdraw(self) -> None:
         """Do nothing: a task that waits for a worker starts later, and ends when it reads the request to stop."""
@@ -104,14 +104,14 @@ class DeploymentLauncher:
                 "prefect-tune deploy train-trial --work-pool POOL"
             ) from missing
 
-    def __call__(self, plan: TrialSpec, orders: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
-        del line  # the deployment run creates its own from the parameters
+    def __call__(self, plan: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
+        del link  # the deployment run creates its own from the parameters
         parameters: dict[str, object] = {
             "parameters": TrialParameters.of(plan).model_dump(mode="json"),
-            "orders": request_as_parameters(orders),
+            "orders": request_as_parameters(request),
             "attempt": attempt,
         }
-        run = self._latest_run(plan, parameters, _key(plan, orders, attempt))
+        run = self._latest_run(plan, parameters, _key(plan, request, attempt))
         log = get_run_logger()
         log.info("trial %s, attempt %d: flow run %s", plan.trial.trial, attempt, run.name)
         return lambda: self._end_of(run.id)
@@ -182,9 +182,9 @@ class DeploymentLauncher:
             time.sleep(_LOOK_SECONDS)
 
 
-def _key(plan: TrialSpec, orders: AttemptRequest, attempt: int) -> str:
+def _key(plan: TrialSpec, request: AttemptRequest, attempt: int) -> str:
     """Return the idempotency key of an attempt, unique among targets and among later experiments of one name."""
-    target, experiment_id = digest_of(plan.target.uri.encode())[:16], orders.experiment_id[:16]
+    target, experiment_id = digest_of(plan.target.uri.encode())[:16], request.experiment_id[:16]
     return f"{target}/{plan.trial.experiment}/{experiment_id}/{plan.trial.trial}/{attempt}"
 
 

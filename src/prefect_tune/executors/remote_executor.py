@@ -43,7 +43,7 @@ class AttemptLauncher(Protocol):
         """Whether an attempt continues after the search that started it has ended."""
         ...
 
-    def __call__(self, plan: TrialSpec, orders: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(self, plan: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
         """Launch; return a function that waits for the attempt's end, and raises its error if that is known."""
         ...
 
@@ -88,13 +88,13 @@ class RemoteExecutor:
     def __contains__(self, trial: str) -> bool:
         return trial in self._attempts
 
-    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         """Start an attempt; read the entries of its journal after entry `absorbed`."""
         trial = plan.trial.trial
         self._on_store(lambda store: take_back(store, plan.trial, attempt))
-        line = StoreLink(self._target, plan.trial, attempt)
-        wait = self._elsewhere(plan, replace(orders, experiment_id=self._id_of(plan)), line, attempt)
-        self._attempts[trial] = _RemoteAttempt(plan, attempt, orders.milestone, absorbed)
+        link = StoreLink(self._target, plan.trial, attempt)
+        wait = self._elsewhere(plan, replace(request, experiment_id=self._id_of(plan)), link, attempt)
+        self._attempts[trial] = _RemoteAttempt(plan, attempt, request.milestone, absorbed)
         threading.Thread(target=copy_context().run, args=(self._await, trial, wait), daemon=True).start()
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
@@ -182,7 +182,7 @@ class RemoteExecutor:
                     heard += self._begun(attempt, event)
                 case Reported(report=report, asks=asks):
                     is_due = attempt.is_due(report.step)
-                    if asks and not is_due:  # its orders predate the latest decision
+                    if asks and not is_due:  # its request predates the latest decision
                         self._say(attempt, report.step, GoOn(milestone=attempt.milestone))
                     heard.append(StepReported(trial, report, asks and is_due))
                 case _:
@@ -190,7 +190,7 @@ class RemoteExecutor:
         return heard
 
     def _begun(self, attempt: _RemoteAttempt, started: Started) -> list[Message]:
-        """Note the attempt's number: it is new if a task runner reran a dead worker's task, with the old orders."""
+        """Note the attempt's number: it is new if a task runner reran a dead worker's task, with the old request."""
         is_another = started.attempt != attempt.number
         attempt.number = started.attempt
         if is_another and self._stopped:

@@ -79,7 +79,7 @@ class TrialExecutor(Protocol):
 
     def __contains__(self, trial: str) -> bool: ...
 
-    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         """Start attempt number `attempt`; `absorbed` is the last entry of the trial's journal that is known."""
         ...
 
@@ -124,21 +124,21 @@ Launch: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchLink, Ended], obj
 """Starts an attempt; returns what has to be kept until it has ended."""
 
 
-def submit_attempt(plan: TrialSpec, orders: AttemptRequest, line: SearchLink, ended: Ended) -> object:
+def submit_attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> object:
     """Submit an attempt to the flow's thread pool."""
     future = attempt_of(plan).submit(
-        skip_prefect_introspection(plan), skip_prefect_introspection(orders), skip_prefect_introspection(line)
+        skip_prefect_introspection(plan), skip_prefect_introspection(request), skip_prefect_introspection(link)
     )
     future.add_done_callback(lambda done: ended(_error_of(done)))
     return future
 
 
-def call_attempt(plan: TrialSpec, orders: AttemptRequest, line: SearchLink, ended: Ended) -> object:
+def call_attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> object:
     """Call an attempt's task, with the task's own retries, in a thread that does not delay the process's exit."""
 
     def call() -> None:
         try:
-            run_trial(plan, orders, line)
+            run_trial(plan, request, link)
         except BaseException as error:  # noqa: BLE001  the driver handles the error
             ended(error)
         else:
@@ -166,33 +166,33 @@ class LocalExecutor:
         self._launch = launch
         self._places: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._lines: dict[str, InProcessLink] = {}
+        self._links: dict[str, InProcessLink] = {}
         self._running: dict[str, object] = {}
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._links)
 
     def __contains__(self, trial: str) -> bool:
-        return trial in self._lines
+        return trial in self._links
 
-    def start(self, plan: TrialSpec, orders: AttemptRequest, attempt: int, absorbed: int) -> None:
+    def start(self, plan: TrialSpec, request: AttemptRequest, attempt: int, absorbed: int) -> None:
         del attempt, absorbed  # a local attempt sends every entry through the queue
         trial = plan.trial.trial
-        line = InProcessLink(trial, self._inbox.put, self._pool)
-        self._lines[trial] = line
+        link = InProcessLink(trial, self._inbox.put, self._pool)
+        self._links[trial] = link
         exited = partial(AttemptExited, trial)
         self._running[trial] = self._launch(
-            plan, self._placed(trial, orders), line, lambda error: self._inbox.put(exited(error))
+            plan, self._placed(trial, request), link, lambda error: self._inbox.put(exited(error))
         )
 
     def answer(self, trial: str, said: GoOn | Leave, step: int | None = None) -> None:
         del step  # the connection belongs to the attempt that asked
-        if trial in self._lines:
-            self._lines[trial].answer(said)
+        if trial in self._links:
+            self._links[trial].answer(said)
 
     def stop(self) -> None:
-        for line in self._lines.values():
-            line.stop.set()
+        for link in self._links.values():
+            link.stop.set()
 
     def poll(self, patience: timedelta) -> list[Message]:
         heard: list[Message] = []
@@ -204,16 +204,16 @@ class LocalExecutor:
             return heard
 
     def forget(self, trial: str) -> None:
-        del self._lines[trial], self._running[trial]
+        del self._links[trial], self._running[trial]
         self._places.pop(trial, None)
 
-    def _placed(self, trial: str, orders: AttemptRequest) -> AttemptRequest:
+    def _placed(self, trial: str, request: AttemptRequest) -> AttemptRequest:
         """Take the lowest free slot: a kept process of that slot uses the same devices."""
         if not self._environments:
-            return orders
+            return request
         taken = self._places.values()
         self._places[trial] = next(place for place in range(len(self._environments)) if place not in taken)
-        return replace(orders, environment={**orders.environment, **self._environments[self._places[trial]]})
+        return replace(request, environment={**request.environment, **self._environments[self._places[trial]]})
 
 
 def _error_of(future: PrefectFuture[AttemptResult]) -> BaseException | None:

@@ -93,17 +93,17 @@ class TrialParameters(Value):
         )
 
 
-def request_as_parameters(orders: AttemptRequest) -> dict[str, Any]:
-    """Return `orders` as a parameter: one JSON text, which Prefect does not interpret.
+def request_as_parameters(request: AttemptRequest) -> dict[str, Any]:
+    """Return `request` as a parameter: one JSON text, which Prefect does not interpret.
 
-    They hold configurations and answers from a target. In an object, Prefect would load blocks that it refers to
+    It holds configurations and answers from a target. In an object, Prefect would load blocks that it refers to
     (`$ref`), and render templates (`__prefect_kind`).
     """
-    return {_AS_TEXT: _orders.dump_json(replace(orders)).decode()}
+    return {_AS_TEXT: _orders.dump_json(replace(request)).decode()}
 
 
 def request_from(parameter: Mapping[str, Any]) -> AttemptRequest:
-    """Return the orders from `request_as_parameters`; earlier versions passed an object in place of the text."""
+    """Return the request from `request_as_parameters`; earlier versions passed an object in place of the text."""
     if parameter.keys() == {_AS_TEXT}:
         return _orders.validate_json(parameter[_AS_TEXT])
     return _orders.validate_python(parameter)

@@ -74,11 +74,11 @@ class Driver:
         self._policy = policy
         self._executor = executor
         self._log = log
-        self._page = PendingEntry(journal_writer, policy, listener, plan.sync.sync_period)
-        self._merger = TrialJournalMerger(self._page, policy, journal_writer)
-        self._stopping = Stopping(limits, policy, executor, self._page, log)
+        self._pending_entry = PendingEntry(journal_writer, policy, listener, plan.sync.sync_period)
+        self._merger = TrialJournalMerger(self._pending_entry, policy, journal_writer)
+        self._stopping = Stopping(limits, policy, executor, self._pending_entry, log)
         self._startable: deque[str] = deque()
-        self._failure_handler = FailureHandler(limits, self._page, self._stopping, self._startable, log)
+        self._failure_handler = FailureHandler(limits, self._pending_entry, self._stopping, self._startable, log)
         self._attempts: dict[str, int] = {}  # number of the attempt before the present one
         self._broken: dict[str, str] = {}  # trials whose report lacked the metric, and the error
         self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
@@ -106,7 +106,7 @@ class Driver:
             self._stopping.heed(outside)
             if not self._stopping.ends:
                 self._fill_slots()
-            written = self._page.write(may_wait=len(self._executor) > 0)
+            written = self._pending_entry.write(may_wait=len(self._executor) > 0)
             outside.heard(len(written.heard))
             if not len(self._executor):
                 return written
@@ -115,10 +115,10 @@ class Driver:
     @property
     def _state(self) -> Experiment:
         """The experiment, with the events that are not written yet."""
-        return self._page.state
+        return self._pending_entry.state
 
     def _put(self, event: Event) -> None:
-        self._page.put(event)
+        self._pending_entry.put(event)
 
     # ----------------------------------------------------------------------------------------------- the slots
 
@@ -164,7 +164,7 @@ class Driver:
                 self._put(TrialAdded(trial=trial, config=config, fingerprint=plan.fingerprint, apart=plan.apart))
                 return trial
             case Wait():
-                is_busy = len(self._executor) or self._page.is_awaited
+                is_busy = len(self._executor) or self._pending_entry.is_awaited
                 return None if is_busy else self._without_new_trials()
             case Exhausted(reason=reason):
                 if self._plan.apart:
@@ -184,7 +184,7 @@ class Driver:
         state = self._state.trial(trial)
         plan = replace(self._plan, trial=TrialKey(experiment=self._state.name, trial=trial))
         number = state.attempt + (not finds)
-        orders = AttemptRequest(
+        request = AttemptRequest(
             search_epoch=self._state.epoch,
             attempt=number,
             config=state.config,
@@ -195,9 +195,9 @@ class Driver:
             answers={each.key: each.answer for each in self._state.answers if each.trial == trial},
         )
         self._attempts[trial] = number - 1
-        self._page.then(lambda: self._executor.start(plan, orders, number, state.absorbed))
+        self._pending_entry.then(lambda: self._executor.start(plan, request, number, state.absorbed))
         if finds:
-            self._answer_again(state, orders.milestone)
+            self._answer_again(state, request.milestone)
 
     def _answer_again(self, trial: Trial, milestone: int | None) -> None:
         """Send an attempt again what it may have missed: a request to stop, and the answer for its present step."""
@@ -210,7 +210,7 @@ class Driver:
             self._told(StepReported(trial.trial, report, asks=True))
         else:
             said = self._answer(trial.trial, trial.exploits or Continue())
-            self._page.then(lambda: self._executor.answer(trial.trial, said, trial.step))
+            self._pending_entry.then(lambda: self._executor.answer(trial.trial, said, trial.step))
 
     # --------------------------------------------------------------------------------------------- the trials
 
@@ -243,10 +243,10 @@ class Driver:
         except BadMetric as error:
             self._broken[told.trial] = str(error)
             leave = Leave(reason=str(error), save=False, for_good=False)
-            self._page.then(lambda: self._executor.answer(told.trial, leave, told.report.step))
+            self._pending_entry.then(lambda: self._executor.answer(told.trial, leave, told.report.step))
             return
         answer = self._answer(told.trial, decision)
-        self._page.then(lambda: self._executor.answer(told.trial, answer, told.report.step))
+        self._pending_entry.then(lambda: self._executor.answer(told.trial, answer, told.report.step))
 
     def _decided(self, trial: str, report: StepReport) -> Decision:
         """Return the journaled decision if it was not carried out yet; else ask the scheduler, and journal it."""
@@ -336,7 +336,8 @@ class Driver:
             if trial not in unended:
                 self._merger.catch_up(trial)
             self._take_on(trial)
-        self._page.write(may_wait=True)  # so that an attempt found again gets a stop as an answer, and is not finished
+        # So that an attempt found again gets a stop as an answer, and is not finished.
+        self._pending_entry.write(may_wait=True)
 
     def _unended(self) -> Mapping[str, Trial]:
         """The trials that continue, without those that the scheduler holds paused."""

@@ -31,10 +31,10 @@ class FailureHandler:
     """Applies the failure policy to the journal's state; trials to retry are added to `startable`."""
 
     def __init__(
-        self, limits: SearchLimits, page: PendingEntry, stopping: Stopping, startable: deque[str], log: Log
+        self, limits: SearchLimits, pending_entry: PendingEntry, stopping: Stopping, startable: deque[str], log: Log
     ) -> None:
         self._limits = limits
-        self._page = page
+        self._pending_entry = pending_entry
         self._stopping = stopping
         self._startable = startable
         self._log = log
@@ -59,7 +59,7 @@ class FailureHandler:
 
     def failure_handler(self, trial: str, cause: Cause) -> None:
         """Retry a trial from its newest good checkpoint while its retry budgets last; then give it up."""
-        state = self._page.state.trial(trial)
+        state = self._pending_entry.state.trial(trial)
         match verdict(state, cause, self._limits.failures):
             case TryAgain() | Resumable():
                 self._startable.append(trial)
@@ -79,7 +79,7 @@ class FailureHandler:
         Its earlier machine failures do not count, unless the trial may have killed that run.
         """
         if is_forgiven(trial, self._limits.failures):
-            self._page.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
+            self._pending_entry.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
             self._startable.append(trial.trial)
         else:
             self.failure_handler(trial.trial, cause)
@@ -90,7 +90,7 @@ class FailureHandler:
         The journal does not hold this failure; the count is of this run. Raises what `failed` raises.
         """
         why = f"{type(error).__name__}: {error}" if error else "the attempt ended without writing a result"
-        newest = newest_checkpoint(self._page.state.trial(trial))
+        newest = newest_checkpoint(self._pending_entry.state.trial(trial))
         saved = newest.sequence if newest else 0
         before, had = self._lost.get(trial, (0, saved))
         count = 1 if saved > had else before + 1
@@ -105,6 +105,6 @@ class FailureHandler:
 
     def give_up(self, trial: str, cause: Cause, message: str) -> None:
         """Mark a trial as errored; with `fail_fast`, end the experiment."""
-        self._page.put(GaveUp(trial=trial, cause=cause, message=message))
+        self._pending_entry.put(GaveUp(trial=trial, cause=cause, message=message))
         if self._limits.fail_fast:
             self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {message}")

@@ -111,10 +111,10 @@ def _searched(turn: Turn) -> Results:
             _learn(asks, journal_writer)
             log, look_every = get_run_logger(), min(_LOOK_FOR_REQUESTS, max(_LOOK_EVERY, spec.sync.sync_period))
             with (
-                StopRequestPoller(plan.target, name, len(state.heard), look_every, stop) as desk,
+                StopRequestPoller(plan.target, name, len(state.heard), look_every, stop) as stop_requests,
                 subscribers.listening(journal_writer, stop, log) as listener,
             ):
-                return Driver(spec, limits, asks, who, journal_writer, log=log, listener=listener).run(desk)
+                return Driver(spec, limits, asks, who, journal_writer, log=log, listener=listener).run(stop_requests)
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
         return Results(interruptible(search, grace=spec.grace), plan.target, objective)

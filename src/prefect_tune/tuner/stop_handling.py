@@ -39,12 +39,12 @@ class Stopping:
     """Decides whether a run of an experiment ends, and stops its trials."""
 
     def __init__(
-        self, limits: SearchLimits, policy: SearchPolicy, executor: TrialExecutor, page: PendingEntry, log: Log
+        self, limits: SearchLimits, policy: SearchPolicy, executor: TrialExecutor, pending_entry: PendingEntry, log: Log
     ) -> None:
         self._limits = limits
         self._policy = policy
         self._executor = executor
-        self._page = page
+        self._pending_entry = pending_entry
         self._log = log
         self._began = time.monotonic()
         self.ends = False
@@ -56,7 +56,7 @@ class Stopping:
             self.ends = True
             self._executor.stop()  # at once, without waiting for the journal: time is short
         for request in outside.take():
-            self._hear(taken_note_of(self._page.state, request))
+            self._hear(taken_note_of(self._pending_entry.state, request))
         if self._limits.ends:
             self.end(self._limits.ends)
         elapsed = timedelta(seconds=time.monotonic() - self._began)
@@ -65,7 +65,7 @@ class Stopping:
         elif (why := self._policy.why_end()) is not None:
             self.end(why)
         if self.ends:
-            self._page.then(self._executor.stop)
+            self._pending_entry.then(self._executor.stop)
 
     def end(self, why: str) -> None:
         """Journal the end and its reason; have every trial save and end."""
@@ -74,27 +74,27 @@ class Stopping:
 
     def finish(self, trial: str) -> None:
         """Finish a trial that has a request to stop, and no running attempt."""
-        self._page.put(Finished(trial=trial, reason=self._page.state.stops[trial], left=True))
+        self._pending_entry.put(Finished(trial=trial, reason=self._pending_entry.state.stops[trial], left=True))
 
     def tell(self, trial: str) -> None:
         """Ask a running trial to save and end, after the next write; its own journal records how it ends."""
-        leave = Leave(reason=self._page.state.stops[trial], save=True, for_good=True)
-        self._page.then(lambda: self._executor.answer(trial, leave))
+        leave = Leave(reason=self._pending_entry.state.stops[trial], save=True, for_good=True)
+        self._pending_entry.then(lambda: self._executor.answer(trial, leave))
 
     def _hear(self, asked: StopAsked) -> None:
         if asked.refused:
             self._log.warning("stop request ignored: %s (%s)", asked.refused, asked.reason)
-            self._page.put(asked)
+            self._pending_entry.put(asked)
         elif asked.trial is None:
             self._end(asked)
         else:
             self._log.warning("trial %s saves and ends: %s", asked.trial, asked.reason)
-            self._page.put(asked)
+            self._pending_entry.put(asked)
             self._stop_trial(asked.trial)
 
     def _end(self, asked: StopAsked) -> None:
         self._log.warning("%s: every trial saves and ends, and can be resumed", asked.reason)
-        self._page.put(asked)
+        self._pending_entry.put(asked)
         self.ends = True
 
     def _stop_trial(self, trial: str) -> None:

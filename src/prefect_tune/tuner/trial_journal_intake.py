@@ -31,17 +31,17 @@ class TrialJournalMerger:
     Methods that read or write a journal raise `StoreUnavailable` if the target fails for longer than the retries last.
     """
 
-    def __init__(self, page: PendingEntry, policy: SearchPolicy, journal_writer: JournalWriter) -> None:
-        self._page = page
+    def __init__(self, pending_entry: PendingEntry, policy: SearchPolicy, journal_writer: JournalWriter) -> None:
+        self._pending_entry = pending_entry
         self._policy = policy
         self._journal_writer = journal_writer
 
     def absorb(self, wrote: EntryWritten) -> None:
         """Merge an entry that a trial has announced, after any missing entries before it."""
-        if wrote.journal is not None and wrote.journal.key == self._page.state.key:
-            self._page.follow(wrote.events, wrote.journal)
+        if wrote.journal is not None and wrote.journal.key == self._pending_entry.state.key:
+            self._pending_entry.follow(wrote.events, wrote.journal)
             return
-        due = self._page.state.trial(wrote.trial).absorbed + 1
+        due = self._pending_entry.state.trial(wrote.trial).absorbed + 1
         if wrote.number > due:
             self.catch_up(wrote.trial)
         elif wrote.number == due:
@@ -49,9 +49,9 @@ class TrialJournalMerger:
 
     def catch_up(self, trial: str) -> None:
         """Merge entries that were not announced here: of an earlier owner, or of a trial that outlived one."""
-        if not self._page.state.trial(trial).apart:
+        if not self._pending_entry.state.trial(trial).apart:
             return  # the experiment's journal holds them
-        absorbed = self._page.state.trial(trial).absorbed
+        absorbed = self._pending_entry.state.trial(trial).absorbed
 
         def read() -> Sequence[Entry]:
             with self._journal_writer.target.open(timeout=_TIMEOUT) as store, transfer_pool() as transfers:
@@ -66,7 +66,7 @@ class TrialJournalMerger:
         Raises:
             Superseded: a newer owner of the experiment has opened the trial.
         """
-        state = self._page.state
+        state = self._pending_entry.state
         if state.trial(trial).status is Status.RUNNING:
             owner = current_owner(search_epoch=state.epoch, attempt=state.trial(trial).attempt)
             open_journal(self._journal_writer.target, self._journal(trial), Opening(owner, new_write_id()))
@@ -95,9 +95,9 @@ class TrialJournalMerger:
         return with_retries(read)
 
     def _journal(self, trial: str) -> JournalKey:
-        return JournalKey(experiment=self._page.state.name, trial=trial)
+        return JournalKey(experiment=self._pending_entry.state.name, trial=trial)
 
     def _take_in(self, trial: str, number: int, events: Sequence[Event], at: str | None) -> None:
         own = tuple(event for event in events if not isinstance(event, Absorbed))
-        self._page.put(Absorbed(trial=trial, number=number, events=own, at=at))
-        self._policy.has_trained(self._page.state.trial(trial))
+        self._pending_entry.put(Absorbed(trial=trial, number=number, events=own, at=at))
+        self._policy.has_trained(self._pending_entry.state.trial(trial))
