@@ -28,9 +28,9 @@ def train_trial(parameters: TrialParameters, orders: dict[str, Any], attempt: in
         attempt: its number, by which it finds its answers on the target.
     """
     plan = parameters.plan()
-    line = StoreLink(plan.target, plan.trial, attempt)
-    told = request_from(orders)
-    found = interruptible(lambda stop: attempt_of(plan)(plan, told, line.stopped_by(stop)), grace=plan.grace)
+    link = StoreLink(plan.target, plan.trial, attempt)
+    request = request_from(orders)
+    found = interruptible(lambda stop: attempt_of(plan)(plan, request, link.stopped_by(stop)), grace=plan.grace)
     match found.outcome:
         case outcomes.Failed(cause=Cause.PREEMPTED, message=message):
             return Cancelled(message=message)

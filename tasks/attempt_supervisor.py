@@ -90,23 +90,23 @@ def events_of(trial: str, outcome: Outcome) -> Sequence[Event]:
             assert_never(outcome)
 
 
-def supervise(channel: TrialChannel, commit_worker: CommitWorker, plan: TrialSpec, line: SearchLink) -> Outcome:
-    """Serve the trial until it ends, crashes or stays silent too long, or its grace after `line.stop` expires."""
-    return _Supervisor(channel, commit_worker, plan, line).run()
+def supervise(channel: TrialChannel, commit_worker: CommitWorker, plan: TrialSpec, link: SearchLink) -> Outcome:
+    """Serve the trial until it ends, crashes or stays silent too long, or its grace after `link.stop` expires."""
+    return _Supervisor(channel, commit_worker, plan, link).run()
 
 
 class _Supervisor:
-    def __init__(self, channel: TrialChannel, commit_worker: CommitWorker, plan: TrialSpec, line: SearchLink) -> None:
+    def __init__(self, channel: TrialChannel, commit_worker: CommitWorker, plan: TrialSpec, link: SearchLink) -> None:
         self._channel = channel
         self._commit_worker = commit_worker
         self._plan = plan
-        self._line = line
+        self._link = link
         self._steps = 0
         self._handed_over = 0  # counted by this thread
         self._committed = 0  # counted by the commit worker's thread
         self._heard_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._asks = False
-        line.connect(self._answer)
+        link.connect(self._answer)
         self._asked_at: float | None = None
         self._kills_seen = (time.monotonic(), _out_of_memory_kills())
 
@@ -141,7 +141,7 @@ class _Supervisor:
                 self._commit_worker.code = code
             case MilestoneReached(report=report):
                 self._asks = True
-                self._line.told(report, asks=True)
+                self._link.reported(report, asks=True)
             case StepDone():
                 self._steps += 1
                 self._take_down(message)
@@ -164,7 +164,7 @@ class _Supervisor:
         return Yielded(ended.reason) if ended.paused else Done(ended.reason, ended.returned, ended.left)
 
     def _take_down(self, done: StepDone) -> None:
-        is_read = done.asks and self._line.reads_journal
+        is_read = done.asks and self._link.reads_journal
         if is_read:
             self._commit_worker.asks_at = done.report.step
         if done.checkpoint is None:
@@ -177,7 +177,7 @@ class _Supervisor:
         if is_read:
             self._commit_worker.flush()
         self._asks = done.asks
-        self._line.told(done.report, asks=done.asks)
+        self._link.reported(done.report, asks=done.asks)
 
     def _answer(self, answer: Answer) -> None:
         if self._asks and self._heard_at is not None:  # it waited for this; an unasked message proves no progress
@@ -194,7 +194,7 @@ class _Supervisor:
         """Return the outcome if a commit failed, the grace period expired or the trial is hung; None otherwise."""
         if self._commit_worker.error is not None:
             return self._not_written(self._commit_worker.error)
-        if self._line.stop.is_set():
+        if self._link.stop.is_set():
             return self._ask_to_stop()
         if self._committed < self._handed_over or self._asks:
             return None  # it may wait for an upload, which has its own timeout, or for an answer

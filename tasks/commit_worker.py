@@ -291,9 +291,9 @@ class CommitWorker:
     def _write(self, events: Sequence[Event], *, up_to: int | None = None) -> None:
         """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
         self._settle()
-        told = self._reports(up_to)
-        del self._waiting[: len(told)]  # the attempt's thread only appends
-        entry = [*(self._reported(report) for report in told), *events]
+        reports = self._reports(up_to)
+        del self._waiting[: len(reports)]  # the attempt's thread only appends
+        entry = [*(self._reported(report) for report in reports), *events]
         if entry:
             self._unsettled = (entry, new_write_id())
             self._settle()

@@ -49,10 +49,10 @@ def publish_results(
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
-        told = curves or read_curves(store, experiment)
+        read = curves or read_curves(store, experiment)
         tables: Mapping[Rows, Callable[[], pa.Table]] = {
             "trials": lambda: trials_table(experiment),
-            "reports": lambda: reports_table((trial, told.of(trial)) for trial in experiment.trials),
+            "reports": lambda: reports_table((trial, read.of(trial)) for trial in experiment.trials),
         }
         return {rows: _publish(store, experiment, objective, rows, table()) for rows, table in tables.items()}
 

@@ -66,7 +66,7 @@ class AttemptResult:
 
 
 @task(name="run-trial", task_run_name="train {plan.trial.trial}", **RETRYING)
-def run_trial(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> AttemptResult:
+def run_trial(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> AttemptResult:
     """Train one attempt of a trial in a process of its own, and journal how it ended.
 
     All state is read from the target, so a retry of the task is a further attempt. Every checkpoint that the trial
@@ -74,8 +74,8 @@ def run_trial(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> Atte
 
     Args:
         plan: the specification of the trial.
-        orders: the request for this attempt.
-        line: the link to the search; `line.stop` makes the trial save and end within `plan.grace`.
+        request: the request for this attempt.
+        link: the link to the search; `link.stop` makes the trial save and end within `plan.grace`.
 
     Raises:
         Superseded: another process owns the journal, and the trial's process has been ended; or the requesting
@@ -83,15 +83,15 @@ def run_trial(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> Atte
         ResumeFailed: the trial has checkpoints, but none of them can be used.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    with retrying_refusals(), closing(line), holding_concurrency_limits(plan.concurrency_limits, line.stop):
-        return _attempt(plan, orders, line, get_run_logger())
+    with retrying_refusals(), closing(link), holding_concurrency_limits(plan.concurrency_limits, link.stop):
+        return _attempt(plan, request, link, get_run_logger())
 
 
-def _attempt(plan: TrialSpec, orders: AttemptRequest, line: SearchLink, log: Log) -> AttemptResult:
-    journal_writer = _journal_writer(plan, orders, line)
+def _attempt(plan: TrialSpec, request: AttemptRequest, link: SearchLink, log: Log) -> AttemptResult:
+    journal_writer = _journal_writer(plan, request, link)
     if isinstance(journal_writer, AttemptResult):
         return journal_writer
-    if line.stop.is_set() and journal_writer.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
+    if link.stop.is_set() and journal_writer.experiment.trial(plan.trial.trial).status is not Status.RUNNING:
         return AttemptResult(
             Failed(Cause.PREEMPTED, "asked to stop before it began", at_start=False), journal_writer.experiment
         )
@@ -99,13 +99,13 @@ def _attempt(plan: TrialSpec, orders: AttemptRequest, line: SearchLink, log: Log
         artifacts = TrialArtifacts(plan, scratch / "artifacts", log)
         restored = _restore_newest(plan, journal_writer, scratch / "restored", log)
         _say_what_is_lost(journal_writer.experiment.trial(plan.trial.trial), log)
-        start = _begin(plan, orders, journal_writer, scratch, restored)
+        start = _begin(plan, request, journal_writer, scratch, restored)
         if start.attempt > 1:
             artifacts.bring_back(start.attempt)
         commit_worker = CommitWorker(plan, journal_writer, artifacts, log)
         alone = plan.isolation == "thread"
-        with trial_in_place(start, log) if alone else line.process(start, log, orders.environment) as channel:
-            outcome = supervise(channel, commit_worker, plan, line)
+        with trial_in_place(start, log) if alone else link.process(start, log, request.environment) as channel:
+            outcome = supervise(channel, commit_worker, plan, link)
             ending = events_of(plan.trial.trial, outcome)
             if isinstance(outcome, Done):  # the process exits by itself while its end is journaled
                 commit_worker.end(ending)
@@ -126,23 +126,23 @@ def _as_journaled(result: AttemptResult, plan: TrialSpec, log: Log) -> AttemptRe
     return ended
 
 
-def _journal_writer(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> JournalWriter | AttemptResult:
+def _journal_writer(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Return a journal writer, after closing an attempt without a journaled end; or the result of an ended trial."""
-    return _own_journal(plan, orders, line) if plan.apart else _experiments_journal(plan, orders, line)
+    return _own_journal(plan, request, link) if plan.apart else _experiments_journal(plan, request, link)
 
 
-def _experiments_journal(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> JournalWriter | AttemptResult:
+def _experiments_journal(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Read the experiment's journal, which the run that requested the attempt has opened."""
-    experiment, epoch = read_experiment(plan.target, plan.trial.experiment), orders.search_epoch
+    experiment, epoch = read_experiment(plan.target, plan.trial.experiment), request.search_epoch
     if experiment.epoch != epoch:
         raise Superseded(f"{plan.journal}: epoch {epoch} has ended; it was taken over by {experiment.owner}")
-    journal_writer = JournalWriter(plan.target, experiment, write_entry, line.wrote)
+    journal_writer = JournalWriter(plan.target, experiment, write_entry, link.wrote)
     if (ended := _ended(experiment, plan)) is not None:
         return ended
     if experiment.trial(plan.trial.trial).status is Status.RUNNING:
         lost = "its supervisor failed, and was retried"
         journal_writer.write([AttemptEnded(trial=plan.trial.trial, cause=Cause.MACHINE, message=lost)])
-    _carry_out(plan, orders, journal_writer)
+    _carry_out(plan, request, journal_writer)
     return journal_writer
 
 
@@ -154,72 +154,72 @@ def _ended(experiment: Experiment, plan: TrialSpec) -> AttemptResult | None:
     return AttemptResult(Yielded(trial.reason), experiment) if trial.status is Status.PAUSED else None
 
 
-def _own_journal(plan: TrialSpec, orders: AttemptRequest, line: SearchLink) -> JournalWriter | AttemptResult:
+def _own_journal(plan: TrialSpec, request: AttemptRequest, link: SearchLink) -> JournalWriter | AttemptResult:
     """Open the trial's own journal, or create it, and take it over from an earlier writer.
 
     A request is carried out once its attempt has begun: running it again only makes a further attempt, if the trial
     has not ended.
     """
-    _require_same_experiment(plan, orders)
+    _require_same_experiment(plan, request)
     trial = plan.trial.trial
     carried_out = False
 
     def first(found: Experiment) -> Sequence[Event]:
         nonlocal carried_out
-        carried_out = _are_carried_out(orders, found, trial)
+        carried_out = _are_carried_out(request, found, trial)
         if trial in found.trials:
             return ()
-        added = TrialAdded(trial=trial, config=orders.config, fingerprint=plan.fingerprint)
-        if orders.exploit is not None or line.stop.is_set():
+        added = TrialAdded(trial=trial, config=request.config, fingerprint=plan.fingerprint)
+        if request.exploit is not None or link.stop.is_set():
             return (Adopted(), added)
         return (Adopted(), added, Started(trial=trial, attempt=1, from_step=0, from_sequence=None))
 
-    owner = current_owner(search_epoch=orders.search_epoch, attempt=orders.attempt)
+    owner = current_owner(search_epoch=request.search_epoch, attempt=request.attempt)
     # A first attempt needs no read; but a request that waits in a queue may run twice, and outlive its experiment.
-    known = LoadedJournal(nothing_yet(plan.journal)) if orders.attempt == 1 and not orders.experiment_id else None
-    opening = Opening(owner, new_write_id(), first, line.wrote, known)
+    known = LoadedJournal(nothing_yet(plan.journal)) if request.attempt == 1 and not request.experiment_id else None
+    opening = Opening(owner, new_write_id(), first, link.wrote, known)
     journal_writer = JournalWriter(
-        plan.target, open_journal(plan.target, plan.journal, opening), write_directly, line.wrote
+        plan.target, open_journal(plan.target, plan.journal, opening), write_directly, link.wrote
     )
     if carried_out:
         return _ended(journal_writer.experiment, plan) or journal_writer
-    _carry_out(plan, orders, journal_writer)
+    _carry_out(plan, request, journal_writer)
     return journal_writer
 
 
-def _require_same_experiment(plan: TrialSpec, orders: AttemptRequest) -> None:
+def _require_same_experiment(plan: TrialSpec, request: AttemptRequest) -> None:
     """Refuse a request whose experiment was deleted, or replaced by one of the same name, while it was queued.
 
     Raises:
         Superseded: there is no such experiment any more.
     """
     name = plan.trial.experiment
-    if not orders.experiment_id or (found := experiment_id(plan.target, name)) == orders.experiment_id:
+    if not request.experiment_id or (found := experiment_id(plan.target, name)) == request.experiment_id:
         return
     what = "is not there any more" if found is None else "is another one now, begun under the same name"
     raise Superseded(
-        f"experiment {name!r} at {plan.target.uri} {what}: the one that ordered attempt {orders.attempt} of trial "
+        f"experiment {name!r} at {plan.target.uri} {what}: the one that ordered attempt {request.attempt} of trial "
         f"{plan.trial.trial!r} was deleted. Nothing was trained or written"
     )
 
 
-def _are_carried_out(orders: AttemptRequest, found: Experiment, trial: str) -> bool:
+def _are_carried_out(request: AttemptRequest, found: Experiment, trial: str) -> bool:
     """Whether the requested attempt has begun; one that an older request began does not count, whatever its number."""
     ordered = found.owner.attempt if found.owner else 0
-    return trial in found.trials and 0 < orders.attempt <= min(ordered, found.trial(trial).attempt)
+    return trial in found.trials and 0 < request.attempt <= min(ordered, found.trial(trial).attempt)
 
 
-def _carry_out(plan: TrialSpec, orders: AttemptRequest, journal_writer: JournalWriter) -> None:
+def _carry_out(plan: TrialSpec, request: AttemptRequest, journal_writer: JournalWriter) -> None:
     """Apply the request's changes before the attempt: quarantine, requeue, exploit."""
     state = journal_writer.experiment.trial(plan.trial.trial)
     known = {each.sequence for each in state.checkpoints}
-    events: list[Event] = [each for each in orders.puts_aside if each.sequence in known]
+    events: list[Event] = [each for each in request.puts_aside if each.sequence in known]
     if state.status in ENDED:
         events.append(Requeued(trial=state.trial, reason="another attempt was requested"))
     if events:
         journal_writer.write(events)
-    if orders.exploit is not None:
-        _exploit(plan, orders.exploit, journal_writer)
+    if request.exploit is not None:
+        _exploit(plan, request.exploit, journal_writer)
 
 
 def _exploit(plan: TrialSpec, exploit: Exploit, journal_writer: JournalWriter) -> None:
@@ -291,11 +291,11 @@ def _say_what_is_lost(trial: Trial, log: Log) -> None:
 
 
 def _begin(
-    plan: TrialSpec, orders: AttemptRequest, journal_writer: JournalWriter, scratch: Path, restored: Path | None
+    plan: TrialSpec, request: AttemptRequest, journal_writer: JournalWriter, scratch: Path, restored: Path | None
 ) -> Start:
     trial = journal_writer.experiment.trial(plan.trial.trial)
     from_ref = newest_checkpoint(trial)
-    told = curve_up_to(plan, from_ref)
+    reports = curve_up_to(plan, from_ref)
     if trial.status is not Status.RUNNING:  # a trial's first attempt begins with the entry that opens its journal
         started = Started(
             trial=trial.trial,
@@ -318,12 +318,12 @@ def _begin(
         restored=str(restored) if restored else None,
         from_step=trial.step,
         trained_seconds=trial.trained_seconds,
-        curve=tuple(told),
+        curve=tuple(reports),
         cadence=plan.cadence,
         overlap=plan.sync.commit == "async",
-        milestone=orders.milestone,
-        saves_first=orders.saves_first,
-        answers=orders.answers,
+        milestone=request.milestone,
+        saves_first=request.saves_first,
+        answers=request.answers,
     )
 
 
@@ -335,5 +335,5 @@ def curve_up_to(plan: TrialSpec, start: CheckpointRef | None) -> Sequence[StepRe
     if not plan.needs_curve:
         return (last,)
     with plan.target.open(timeout=timedelta(minutes=5)) as store, transfer_pool() as transfers:
-        told = curve(history(store, plan.journal, side_by_side=transfers), plan.trial.trial)
-    return [report for report in told if report.step <= start.step]
+        reports = curve(history(store, plan.journal, side_by_side=transfers), plan.trial.trial)
+    return [report for report in reports if report.step <= start.step]

@@ -168,7 +168,7 @@ def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_na
 
 
 @pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable])
-def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_told_of_once(
+def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_reported_once(
     target: LocalTarget,
     executor: RemoteExecutor,
     monkeypatch: pytest.MonkeyPatch,

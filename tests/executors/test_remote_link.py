@@ -31,16 +31,16 @@ class Ends:
 
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
-        self.line = StoreLink(target, TRIAL, attempt=1)
+        self.link = StoreLink(target, TRIAL, attempt=1)
         self.heard: list[Answer] = []
-        self.line.connect(self.heard.append)
+        self.link.connect(self.heard.append)
 
     def say(self, said: GoOn | Leave | StopAndSave, step: int = UNASKED) -> None:
         with self.target.open(timeout=timedelta(seconds=9)) as store:
             answer(store, TRIAL, 1, step, said)
 
     def ask(self, step: int) -> None:
-        self.line.told(StepReport(step=step, metrics={}), asks=True)
+        self.link.reported(StepReport(step=step, metrics={}), asks=True)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     monkeypatch.setattr(remote_link, "_UNASKED_SECONDS", 0.02)
     made = Ends(LocalTarget(path=str(tmp_path)))
     yield made
-    made.line.close()
+    made.link.close()
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -86,7 +86,7 @@ def test_who_is_told_what_nobody_can_read_saves_and_ends(ends: Ends, damaged: by
     path.parent.mkdir(parents=True)
     path.write_bytes(damaged)
     ends.ask(3)
-    until(ends.line.stop.is_set)
+    until(ends.link.stop.is_set)
     assert ends.heard == []
 
 

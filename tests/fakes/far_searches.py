@@ -88,5 +88,5 @@ class FarSearch:
         asked, self._asked = self._asked, []
         return asked
 
-    def heard(self, count: int) -> None:
+    def journaled(self, count: int) -> None:
         del count

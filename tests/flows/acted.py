@@ -116,5 +116,5 @@ class _Outside:
     def take(self) -> Sequence[StopRequest]:
         return ()
 
-    def heard(self, count: int) -> None:
+    def journaled(self, count: int) -> None:
         del count

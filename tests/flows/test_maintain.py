@@ -67,7 +67,7 @@ def blobs_of(target: Path, experiment: str, step: int, trial: str = "trial") -> 
 # ------------------------------------------------------------------------------------------- what it finds
 
 
-def test_damage_is_found_put_aside_and_told_of_once(target: Path) -> None:
+def test_damage_is_found_put_aside_and_reported_once(target: Path) -> None:
     flip(blobs_of(target, "digits", 4)[0])
     with pytest.raises(
         pt.DamageFound, match=r"digits/trials/trial/checkpoints/0000000004.* damaged.*quarantined"
@@ -83,7 +83,7 @@ def test_damage_is_found_put_aside_and_told_of_once(target: Path) -> None:
     assert (again.damaged, again.verified_count) == ([], 5)
 
 
-def test_damage_that_is_left_where_it_is_is_told_of_once_too(target: Path) -> None:
+def test_damage_that_is_left_where_it_is_is_reported_once_too(target: Path) -> None:
     flip(blobs_of(target, "digits", 4)[0])
     with pytest.raises(pt.DamageFound):
         maintain(str(target), verify="all", quarantine=False)
@@ -97,7 +97,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("act", ["quarantine_checkpoints", "show_report"])
-def test_damage_that_a_run_found_and_died_before_it_told_of_is_told_of_by_the_next(
+def test_damage_that_a_run_found_and_died_before_it_reported_is_reported_by_the_next(
     target: Path, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(blobs_of(target, "digits", 4)[0])
@@ -158,7 +158,7 @@ def unreadable_manifest(target: Path, trial: str) -> str:
     return path.parent.relative_to(target).as_posix()
 
 
-def test_a_damaged_journal_is_told_of_once_and_the_others_are_looked_after(target: Path) -> None:
+def test_a_damaged_journal_is_reported_once_and_the_others_are_looked_after(target: Path) -> None:
     write_experiment(target, "other", [2])
     flip(target / JournalKey(experiment="digits").entry_path(3))
     for folder in target.glob("digits/segments"):

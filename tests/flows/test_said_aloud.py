@@ -49,7 +49,7 @@ def gave_up(*trials: str) -> list[Event]:
 # ---------------------------------------------------------------------------------------------------- going on
 
 
-def test_trials_that_errored_and_are_not_tried_again_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned(), *gave_up("00000", "00002"))
     say_errored(state, SearchLimits(max_concurrent_trials=1, reruns_errored=True), LOG)
     say_errored(searched(planned()), SearchLimits(max_concurrent_trials=1), LOG)
@@ -76,7 +76,7 @@ def test_another_trainable_is_told_by_its_name(caplog: pytest.LogCaptureFixture)
     assert " -> silent " in said
 
 
-def test_another_space_under_the_same_name_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned())
     say_space(state, planned(), LOG)
     say_space(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
@@ -125,10 +125,10 @@ def health() -> MetricCheck:
     return MetricCheck(Objective(metrics=("los",), modes=("min",)), LOG)
 
 
-def test_a_metric_that_the_first_report_lacks_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_the_first_report_lacks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     looks = health()
     for _ in range(3):
-        looks.told(told(loss=1.0), nothing_yet("e"))
+        looks.reported(told(loss=1.0), nothing_yet("e"))
     assert caplog.messages == ["trial 00000 reported ['loss'], without the metric 'los'"]
 
 
@@ -145,8 +145,8 @@ def test_so_is_one_that_a_trial_elsewhere_lacks_or_reports_as_text(caplog: pytes
 
 def test_nothing_is_said_of_a_metric_that_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     looks = health()
-    looks.told(told(los=float("nan")), nothing_yet("e"))
-    looks.told(told(loss=1.0), nothing_yet("e"))
+    looks.reported(told(los=float("nan")), nothing_yet("e"))
+    looks.reported(told(loss=1.0), nothing_yet("e"))
     assert caplog.messages == []
 
 

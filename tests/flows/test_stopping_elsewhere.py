@@ -54,7 +54,7 @@ def test_a_trial_elsewhere_is_stopped_with_its_search_and_without_it(
     assert (heard.status, heard.experiment.trial("00000").left) == ("stopped", True), heard.message
     driver.kill()
     alone = stop("e", target=local_target, wait_seconds=20)
-    assert (alone.status, "1 attempts were told directly" in alone.message) == ("unanswered", True), alone.message
+    assert (alone.status, "1 attempts got the request directly" in alone.message) == ("unanswered", True), alone.message
     until(
         lambda: own_journal(local_target, "00001").status is Status.PENDING,
         seconds=120,

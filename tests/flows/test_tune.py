@@ -43,7 +43,7 @@ def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Pa
     assert results.errors == {}
 
 
-def test_a_trial_that_errors_is_told_of_and_stops_no_other(tmp_path: Path) -> None:
+def test_a_trial_that_errors_is_reported_and_stops_no_other(tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not"])}
     results = searched(tmp_path, space=space)
     assert statuses(results) == ["errored", "finished"]

@@ -216,7 +216,7 @@ def test_what_a_run_tells_again_since_it_was_killed_is_the_same_event_and_anothe
     assert not {each.identity for each in other} & set(own)
 
 
-def test_what_goes_on_for_too_long_is_told_of() -> None:
+def test_what_goes_on_for_too_long_is_reported() -> None:
     story = Story(EventContext(PLACE, budgets=[Budget("time", 46 * 60.0)], sync_period=timedelta(seconds=60)))
     story.goes(*begun("00000"))
     assert names(list(story.builder.due_events(31 * 60.0))) == ["trial.stale"]
@@ -262,7 +262,7 @@ def play(emitter: EventEmitter, *events: Event) -> None:
 def test_a_run_that_ends_in_order_has_finished(emitter: EventEmitter, emitted: list[PrefectEvent]) -> None:
     with emitting_events(emitter, threading.Event()):
         play(emitter, *begun("00000"))
-        emitter.told(StepReported("00000", StepReport(step=1, metrics={}), asks=False), emitter.experiment)
+        emitter.reported(StepReported("00000", StepReport(step=1, metrics={}), asks=False), emitter.experiment)
         emitter.wrote(emitter.experiment)
     assert names(emitted) == ["experiment.started", "trial.started", "experiment.finished"]
 

@@ -87,7 +87,7 @@ def test_keys_in_the_variables_of_a_job_are_on_no_page() -> None:
     assert "topsecret" not in page
 
 
-def test_one_training_is_told_of_without_a_table_of_trials() -> None:
+def test_one_training_is_reported_without_a_table_of_trials() -> None:
     page = markdown(single().material())
     assert headings(page) == ["The trial", "Learning curves", "Timeline", "Cost", "Runs"]
     assert "**✅ finished at step 60" in page
@@ -103,7 +103,7 @@ def test_a_population_has_its_lineage() -> None:
     assert "Lineage" in headings(markdown(population().material()))
 
 
-def test_without_a_metric_the_trials_are_told_of_and_none_is_the_best() -> None:
+def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None:
     told = Telling(settings={"num_samples": 2}, metrics=())
     for name in ("0", "1"):
         told.adds(name, {"x": int(name)})
@@ -113,7 +113,7 @@ def test_without_a_metric_the_trials_are_told_of_and_none_is_the_best() -> None:
     assert headings(page) == ["Learning curves", "Timeline", "Trials", "Cost"]
 
 
-def test_each_run_of_a_schedule_is_told_of_with_what_it_added() -> None:
+def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
     told = Telling()
     for night in ("first", "second", "third"):
         if night != "first":

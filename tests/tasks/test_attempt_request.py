@@ -75,11 +75,11 @@ class Desk:
             apart=True,
         )
         stop = threading.Event()
-        self.line = cast("SearchLink", SimpleNamespace(stop=stop, wrote=lambda _events, _state: None))
+        self.link = cast("SearchLink", SimpleNamespace(stop=stop, wrote=lambda _events, _state: None))
 
     def given(self, orders: AttemptRequest) -> JournalWriter:
         """Carry orders out up to where the attempt begins."""
-        journal_writer: JournalWriter = module._own_journal(self.plan, orders, self.line)
+        journal_writer: JournalWriter = module._own_journal(self.plan, orders, self.link)
         return journal_writer
 
     def begun(self, orders: AttemptRequest) -> JournalWriter:
@@ -94,7 +94,7 @@ class Desk:
         return journal_writer
 
     def run(self, orders: AttemptRequest) -> AttemptResult:
-        result: AttemptResult = module._attempt(self.plan, orders, self.line, logging.getLogger("tests"))
+        result: AttemptResult = module._attempt(self.plan, orders, self.link, logging.getLogger("tests"))
         return result
 
     def saves(self, journal_writer: JournalWriter, *steps: int) -> None:
@@ -226,7 +226,7 @@ def test_a_second_run_whose_opening_has_to_be_tried_again_does_and_tells_what_is
     def hear(events: Sequence[Event], state: Experiment) -> None:
         heard[state.number] = tuple(events)
 
-    desk.line = cast("SearchLink", SimpleNamespace(stop=desk.line.stop, wrote=hear))
+    desk.link = cast("SearchLink", SimpleNamespace(stop=desk.link.stop, wrote=hear))
     monkeypatch.setattr(experiment_state, "adopt", breaks_off)
     monkeypatch.setattr(transient.time, "sleep", lambda _seconds: None)
     assert isinstance(desk.given(told), AttemptResult if ends else JournalWriter)
@@ -313,7 +313,7 @@ def test_orders_of_an_experiment_that_was_begun_again_under_its_name_leave_its_t
 # ---------------------------------------------------------------------------------------------- a training alone
 
 
-def test_a_training_that_has_finished_is_told_of_by_a_retry_of_its_task(
+def test_a_training_that_has_finished_is_reported_by_a_retry_of_its_task(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[Event] = [Adopted(), TrialAdded(trial=TRIAL, config={}), Started(trial=TRIAL, attempt=1, from_step=0)]

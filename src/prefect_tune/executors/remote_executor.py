@@ -119,9 +119,9 @@ class RemoteExecutor:
         end = time.monotonic() + patience.total_seconds()
         while True:
             over = self._over(min(self._look_every, timedelta(seconds=max(0.0, end - time.monotonic()))))
-            heard = [message for attempt in self._attempts.values() for message in self._read(attempt)]
-            if heard or over or time.monotonic() >= end:
-                return [*heard, *over]
+            messages = [message for attempt in self._attempts.values() for message in self._read(attempt)]
+            if messages or over or time.monotonic() >= end:
+                return [*messages, *over]
 
     def forget(self, trial: str) -> None:
         """Remove an attempt that has ended."""
@@ -175,19 +175,19 @@ class RemoteExecutor:
 
     def _said_in(self, entry: Entry, attempt: _RemoteAttempt) -> list[Message]:
         trial = attempt.plan.trial.trial
-        heard: list[Message] = [EntryWritten(trial, entry.number, entry.events, entry.at)]
+        messages: list[Message] = [EntryWritten(trial, entry.number, entry.events, entry.at)]
         for event in entry.events:
             match event:
                 case Started():
-                    heard += self._begun(attempt, event)
+                    messages += self._begun(attempt, event)
                 case Reported(report=report, asks=asks):
                     is_due = attempt.is_due(report.step)
                     if asks and not is_due:  # its request predates the latest decision
                         self._say(attempt, report.step, GoOn(milestone=attempt.milestone))
-                    heard.append(StepReported(trial, report, asks and is_due))
+                    messages.append(StepReported(trial, report, asks and is_due))
                 case _:
                     pass
-        return heard
+        return messages
 
     def _begun(self, attempt: _RemoteAttempt, started: Started) -> list[Message]:
         """Note the attempt's number: it is new if a task runner reran a dead worker's task, with the old request."""

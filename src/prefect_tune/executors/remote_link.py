@@ -74,7 +74,7 @@ class StoreLink:
         watch = (self._watch, tell)
         threading.Thread(target=copy_context().run, args=watch, name="answers", daemon=True).start()
 
-    def told(self, report: StepReport, *, asks: bool) -> None:
+    def reported(self, report: StepReport, *, asks: bool) -> None:
         if asks:
             self._asked = report.step
             self._asks.set()

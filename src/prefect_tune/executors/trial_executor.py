@@ -195,13 +195,13 @@ class LocalExecutor:
             link.stop.set()
 
     def poll(self, patience: timedelta) -> list[Message]:
-        heard: list[Message] = []
+        messages: list[Message] = []
         try:
-            heard.append(self._inbox.get(timeout=patience.total_seconds()))
+            messages.append(self._inbox.get(timeout=patience.total_seconds()))
             while True:
-                heard.append(self._inbox.get_nowait())
+                messages.append(self._inbox.get_nowait())
         except queue.Empty:
-            return heard
+            return messages
 
     def forget(self, trial: str) -> None:
         del self._links[trial], self._running[trial]

@@ -126,8 +126,8 @@ class CallbackThread:
     def happened(self, event: Event, experiment: Experiment) -> None:
         self._put(_Item(experiment, event))
 
-    def told(self, told: StepReported, experiment: Experiment) -> None:
-        self._put(_Item(experiment, told))
+    def reported(self, step: StepReported, experiment: Experiment) -> None:
+        self._put(_Item(experiment, step))
 
     def wrote(self, experiment: Experiment) -> None:
         self._put(_Item(experiment))

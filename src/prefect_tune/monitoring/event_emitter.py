@@ -106,9 +106,9 @@ class EventEmitter:
         self._builder.health.happened(time.monotonic())
         self._put(_Happened(event, before, experiment))
 
-    def told(self, told: StepReported, experiment: Experiment) -> None:
+    def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
-        self._builder.health.reported(told.trial, told.report.step, time.monotonic())
+        self._builder.health.reported(step.trial, step.report.step, time.monotonic())
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment

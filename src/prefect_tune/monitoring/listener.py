@@ -19,7 +19,7 @@ class SearchObserver(Protocol):
         """Receive an event that the next entry of the journal will hold, and the state after it."""
         ...
 
-    def told(self, told: StepReported, experiment: Experiment) -> None:
+    def reported(self, step: StepReported, experiment: Experiment) -> None:
         """Receive the report of a step as soon as it is trained; the journal gets it later, in an `Absorbed`."""
         ...
 
@@ -38,9 +38,9 @@ class ObserverGroup:
         for each in self._listeners:
             each.happened(event, experiment)
 
-    def told(self, told: StepReported, experiment: Experiment) -> None:
+    def reported(self, step: StepReported, experiment: Experiment) -> None:
         for each in self._listeners:
-            each.told(told, experiment)
+            each.reported(step, experiment)
 
     def wrote(self, experiment: Experiment) -> None:
         for each in self._listeners:

@@ -59,8 +59,8 @@ class Reporter:
     def happened(self, event: Event, experiment: Experiment) -> None:
         self._note(event, experiment)
 
-    def told(self, told: search_link.StepReported, experiment: Experiment) -> None:
-        self._note(told, experiment)
+    def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
+        self._note(step, experiment)
 
     def wrote(self, experiment: Experiment) -> None:
         with self._guard:

@@ -37,8 +37,8 @@ class Progress:
         self._tracker.happened(event, experiment, datetime.now(UTC).astimezone())
         self._log_now_and_then()
 
-    def told(self, told: search_link.StepReported, experiment: Experiment) -> None:
-        self._tracker.reported(told.trial, told.report, experiment)
+    def reported(self, step: search_link.StepReported, experiment: Experiment) -> None:
+        self._tracker.reported(step.trial, step.report, experiment)
         self._log_now_and_then()
 
     def wrote(self, experiment: Experiment) -> None:

@@ -100,11 +100,11 @@ class _CurveKeeper:
         del experiment
         if self.curves is not None:
             self.curves.tell_event(event)
-            if self.curves.told > _MOST_REPORTS:
+            if self.curves.report_count > _MOST_REPORTS:
                 self.curves = None  # to bound the memory; publishing reads them from the journal
 
-    def told(self, told: StepReported, experiment: Experiment) -> None:
-        del told, experiment
+    def reported(self, step: StepReported, experiment: Experiment) -> None:
+        del step, experiment
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment
@@ -125,9 +125,9 @@ class MetricCheck:
             for each in (each for each in event.events if isinstance(each, Reported)):
                 self._check(each.trial, each.report)
 
-    def told(self, told: StepReported, experiment: Experiment) -> None:
+    def reported(self, step: StepReported, experiment: Experiment) -> None:
         del experiment
-        self._check(told.trial, told.report)
+        self._check(step.trial, step.report)
 
     def wrote(self, experiment: Experiment) -> None:
         del experiment

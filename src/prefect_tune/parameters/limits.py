@@ -49,8 +49,8 @@ def has_had_enough(plan: TrialSpec, trial: Trial, stopper: Stopper) -> bool:
     if trial.returned or trial.left or trial.metrics.get("done") is True:
         return True
     last = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
-    told = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
-    return bool(told) and stopper.why_stop(told) is not None
+    curve = curve_up_to(plan, CheckpointRef(sequence=0, **last.model_dump())) if stopper.looks_back else [last]
+    return bool(curve) and stopper.why_stop(curve) is not None
 
 
 def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:

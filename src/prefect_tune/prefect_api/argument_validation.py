@@ -215,12 +215,12 @@ def _told(name: str, value: object, errors: Iterable[ErrorDetails]) -> str:
     """Return the first error inside the value if its outer type matches; else all the types that were expected."""
     every = list(errors)
     within = [each for each in every if each["input"] is not value or each["type"] == "missing"]
-    told = within[:1] or every
-    first = told[0]
+    errors = within[:1] or every
+    first = errors[0]
     where = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"][-1:] if within)
     if first["type"] in _TELLING:
         return f"{name}{where}: {_TELLING[first['type']] or first['msg'].removeprefix('Value error, ')}"
-    expected = " or ".join(dict.fromkeys(map(_expected, told)))
+    expected = " or ".join(dict.fromkeys(map(_expected, errors)))
     hint = "" if within else _written(name)
     return f"{name}{where}: expected {expected}, found {_found(name, first['input'])}{hint}"
 

@@ -101,33 +101,33 @@ class TrialSession:
         """Report a step of the function API with its checkpoint; raise `TrialOver` when the trial must end."""
         with self._reporting("pt.report"):
             directory = local_directory(checkpoint) if checkpoint is not None else None
-            told = self.count(metrics)
+            report = self.count(metrics)
             if directory is None:
-                self.tell(told)
+                self.tell(report)
             elif directory.parent == Path(os.path.realpath(self._start.staging)):
-                self.hand_over(told, directory, "moved")
+                self.hand_over(report, directory, "moved")
             elif self._start.overlap:
                 self._wait_for_upload()
-                self.hand_over(told, snapshot(directory, self.new_directory()), "moved")
+                self.hand_over(report, snapshot(directory, self.new_directory()), "moved")
             else:
-                self.hand_over(told, directory, "lent")
+                self.hand_over(report, directory, "lent")
             self.heed_milestone()
             self.end_if_due(saved=directory is not None)
 
     def report_step(self, metrics: Mapping[str, object], save: Callable[[str], None]) -> None:
         """Report a step of the class API, and save the state if that is due; raise `TrialOver` as `report` does."""
         with self._reporting("pt.report_step"):
-            told = self.count(metrics)
+            report = self.count(metrics)
             if saves := self._is_save_due():
                 self._saved_step, self._saved_at = self.step, time.monotonic()
-                self.hand_over(told, self._written_by(save), "moved", self._over_already())
+                self.hand_over(report, self._written_by(save), "moved", self._over_already())
             else:
-                self.tell(told)
+                self.tell(report)
             self.heed_milestone()
             self.listen()  # the last time in this step: a later request to save and end is served after the next step
             wants = self.wants_state
             if wants and not saves:
-                self.hand_over_state(told, self._written_by(save))
+                self.hand_over_state(report, self._written_by(save))
             self._end(saved=saves or wants)
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
@@ -216,10 +216,10 @@ class TrialSession:
         stored = storable(metrics, f"metrics of step {self.step + 1}")
         self.step += 1
         self._want_save = stored.pop("should_checkpoint", False) is True
-        told = StepReport(step=self.step, metrics=stored, trained_seconds=self._trained_so_far().total_seconds())
-        self._curve.append(told)
+        report = StepReport(step=self.step, metrics=stored, trained_seconds=self._trained_so_far().total_seconds())
+        self._curve.append(report)
         self._asking = self._milestone is not None and self.step >= self._milestone
-        return told
+        return report
 
     def wants_save(self) -> bool:
         """Return whether the last step requested a save, the trial is asked to stop, or its milestone needs one."""

@@ -54,7 +54,7 @@ class SearchLink(Protocol):
         """Release the link: the attempt is over."""
         ...
 
-    def told(self, report: StepReport, *, asks: bool) -> None:
+    def reported(self, report: StepReport, *, asks: bool) -> None:
         """Send a step's report; if it `asks`, the trial waits for an answer. Never blocks."""
         ...
 
@@ -115,7 +115,7 @@ class InProcessLink:
             else:
                 self._tell(answer)
 
-    def told(self, report: StepReport, *, asks: bool) -> None:
+    def reported(self, report: StepReport, *, asks: bool) -> None:
         self._receive(StepReported(self.trial, report, asks))
 
     def wrote(self, events: Sequence[Event], experiment: Experiment) -> None:

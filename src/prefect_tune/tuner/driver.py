@@ -107,10 +107,10 @@ class Driver:
             if not self._stopping.ends:
                 self._fill_slots()
             written = self._pending_entry.write(may_wait=len(self._executor) > 0)
-            outside.heard(len(written.heard))
+            outside.journaled(len(written.heard))
             if not len(self._executor):
                 return written
-            self._hear(self._executor.poll(_PATIENCE))
+            self._receive(self._executor.poll(_PATIENCE))
 
     @property
     def _state(self) -> Experiment:
@@ -207,19 +207,19 @@ class Driver:
             return  # it has not asked yet; step 0 is the key of unasked answers
         report = StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
         if milestone is not None and trial.step >= milestone:
-            self._told(StepReported(trial.trial, report, asks=True))
+            self._reported(StepReported(trial.trial, report, asks=True))
         else:
             said = self._answer(trial.trial, trial.exploits or Continue())
             self._pending_entry.then(lambda: self._executor.answer(trial.trial, said, trial.step))
 
     # --------------------------------------------------------------------------------------------- the trials
 
-    def _hear(self, messages: Sequence[Message]) -> None:
+    def _receive(self, messages: Sequence[Message]) -> None:
         over: list[AttemptExited] = []
         for message in messages:
             match message:
                 case StepReported():
-                    self._told(message)
+                    self._reported(message)
                 case EntryWritten():
                     self._merger.absorb(message)
                 case RemoteAttemptStarted():
@@ -234,19 +234,19 @@ class Driver:
             self._conclude(each)
             self._extend(each.trial)
 
-    def _told(self, told: StepReported) -> None:
-        self._listener.told(told, self._state)
-        if not told.asks:
+    def _reported(self, step: StepReported) -> None:
+        self._listener.reported(step, self._state)
+        if not step.asks:
             return
         try:
-            decision = self._decided(told.trial, told.report)
+            decision = self._decided(step.trial, step.report)
         except BadMetric as error:
-            self._broken[told.trial] = str(error)
+            self._broken[step.trial] = str(error)
             leave = Leave(reason=str(error), save=False, for_good=False)
-            self._pending_entry.then(lambda: self._executor.answer(told.trial, leave, told.report.step))
+            self._pending_entry.then(lambda: self._executor.answer(step.trial, leave, step.report.step))
             return
-        answer = self._answer(told.trial, decision)
-        self._pending_entry.then(lambda: self._executor.answer(told.trial, answer, told.report.step))
+        answer = self._answer(step.trial, decision)
+        self._pending_entry.then(lambda: self._executor.answer(step.trial, answer, step.report.step))
 
     def _decided(self, trial: str, report: StepReport) -> Decision:
         """Return the journaled decision if it was not carried out yet; else ask the scheduler, and journal it."""

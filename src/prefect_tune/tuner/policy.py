@@ -71,8 +71,8 @@ class SearchPolicy:
 
     def replay(self, experiment: Experiment) -> None:
         """Replay the history of an experiment to the search, the scheduler and the stoppers, in the journal's order."""
-        told = [(happening, trial) for trial in experiment.trials.values() for happening in trial.past]
-        for happening, trial in sorted(told, key=lambda pair: pair[0].order):
+        history = [(happening, trial) for trial in experiment.trials.values() for happening in trial.past]
+        for happening, trial in sorted(history, key=lambda pair: pair[0].order):
             if happening.what == "decided" and happening.report is not None:
                 self.decide(trial, happening.report)  # the decision itself is in the journal already
             else:

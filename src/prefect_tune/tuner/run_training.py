@@ -175,7 +175,7 @@ class _Interruption:
     def take(self) -> Sequence[StopRequest]:
         return ()
 
-    def heard(self, count: int) -> None:
+    def journaled(self, count: int) -> None:
         del count
 
 

@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status
 from prefect_tune.core.journal.journal import load
 from prefect_tune.core.messages.process_messages import Leave, StopAndSave
-from prefect_tune.core.messages.stop_requests import StopRequest, ask, is_heard, is_lost
+from prefect_tune.core.messages.stop_requests import StopRequest, ask, is_journaled, is_lost
 from prefect_tune.core.messages.trial_replies import UNASKED, answer
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -97,7 +97,7 @@ class _Asking:
         self._name = experiment
         self._trial = trial
         self._reason = reason
-        self._told: set[str] = set()
+        self._sent_to: set[str] = set()
 
     def until_answered(self, wait_seconds: float) -> StopOutcome:
         state = self._looked_at()
@@ -111,7 +111,7 @@ class _Asking:
         began, until = time.monotonic(), time.monotonic() + wait_seconds
         while True:
             state = self._looked_at()
-            if not is_heard(state, request) and time.monotonic() - began > wait_seconds / 4 > 0:
+            if not is_journaled(state, request) and time.monotonic() - began > wait_seconds / 4 > 0:
                 self._tell_attempts(state)
             if is_lost(state, request, number):
                 number = self._asked(state, request)
@@ -131,11 +131,11 @@ class _Asking:
         said = Leave(reason=self._reason, save=True, for_good=True) if self._trial else StopAndSave()
         for name in [self._trial] if self._trial else list(state.trials):
             key = TrialKey(experiment=self._name, trial=name)
-            if name not in self._told and state.trial(name).status not in ENDED:
+            if name not in self._sent_to and state.trial(name).status not in ENDED:
                 own = self._loaded(JournalKey(experiment=self._name, trial=name)).trials.get(name)
                 if own is not None and own.status is Status.RUNNING:
                     self._on_store(partial(_answer, key, own.attempt, said))
-                    self._told.add(name)
+                    self._sent_to.add(name)
 
     def _looked_at(self) -> Experiment:
         return self._checked(self._loaded(JournalKey(experiment=self._name)))
@@ -186,8 +186,8 @@ class _Asking:
         return path in self._on_store(lambda store: {each.path for each in store.list(path.rpartition("/")[0])})
 
     def _outcome(self, state: Experiment, request: StopRequest) -> StopOutcome:
-        if not is_heard(state, request):
-            return self._unheard(state, request)
+        if not is_journaled(state, request):
+            return self._unanswered(state, request)
         if self._trial is not None:
             ended = self._ended(state)
             waiting = f"trial {self._trial} is stopping: it saves, or finishes a step"
@@ -202,14 +202,18 @@ class _Asking:
         message = f"experiment {self._name!r} has ended; {resumable} of its {len(state.trials)} trials can be resumed"
         return StopOutcome("stopped", message, state)
 
-    def _unheard(self, state: Experiment, request: StopRequest) -> StopOutcome:
+    def _unanswered(self, state: Experiment, request: StopRequest) -> StopOutcome:
         owner = f"no run has answered, the last one by {state.owner}" if state.owner else "no run has answered"
-        if self._told:
-            owner = f"{owner}; {len(self._told)} attempts were told directly"
+        if self._sent_to:
+            owner = f"{owner}; {len(self._sent_to)} attempts got the request directly"
         if self._trial is not None:
             later = f"trial {self._trial} will be finished when the experiment is opened next"
             return StopOutcome("unanswered", f"{owner}: {later}", state)
         if state.epoch != request.epoch:
-            return StopOutcome("refused", f"another run has started meanwhile, by {state.owner}: ask again", state)
+            return StopOutcome(
+                "refused",
+                f"another run has started meanwhile, by {state.owner}; request the stop again to end it",
+                state,
+            )
         later = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
         return StopOutcome("unanswered", f"{owner}: {later}", state)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from prefect_tune.core.events.experiment_events import Finished, StopAsked
 from prefect_tune.core.messages.process_messages import Leave
-from prefect_tune.core.messages.stop_requests import StopRequest, taken_note_of
+from prefect_tune.core.messages.stop_requests import StopRequest, stop_event
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.process_channel import Log
@@ -30,7 +30,7 @@ class Outside(Protocol):
         """Return the requests that were read since the last call."""
         ...
 
-    def heard(self, count: int) -> None:
+    def journaled(self, count: int) -> None:
         """Take note that the journal names the first `count` requests."""
         ...
 
@@ -56,7 +56,7 @@ class Stopping:
             self.ends = True
             self._executor.stop()  # at once, without waiting for the journal: time is short
         for request in outside.take():
-            self._hear(taken_note_of(self._pending_entry.state, request))
+            self._handle(stop_event(self._pending_entry.state, request))
         if self._limits.ends:
             self.end(self._limits.ends)
         elapsed = timedelta(seconds=time.monotonic() - self._began)
@@ -81,7 +81,7 @@ class Stopping:
         leave = Leave(reason=self._pending_entry.state.stops[trial], save=True, for_good=True)
         self._pending_entry.then(lambda: self._executor.answer(trial, leave))
 
-    def _hear(self, asked: StopAsked) -> None:
+    def _handle(self, asked: StopAsked) -> None:
         if asked.refused:
             self._log.warning("stop request ignored: %s (%s)", asked.refused, asked.reason)
             self._pending_entry.put(asked)

@@ -13,7 +13,7 @@ from typing import Self
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.core.messages.stop_requests import StopRequest, forget_heard, read_request
+from prefect_tune.core.messages.stop_requests import StopRequest, delete_journaled, read_request
 
 __all__ = ["StopRequestPoller"]
 
@@ -22,7 +22,7 @@ _MOMENT = timedelta(seconds=1)
 
 
 class StopRequestPoller:
-    """Reads the requests after number `heard_count`, with one GET per `look_every`; deletes acknowledged ones.
+    """Reads the requests after number `journaled_count`, with one GET per `look_every`; deletes acknowledged ones.
 
     Entering it reads the requests that are there already, so that no trial starts that was to stop. While the target
     does not answer or refuses, requests are read later; the first such error is logged.
@@ -32,14 +32,14 @@ class StopRequestPoller:
         self,
         target: StorageTarget,
         experiment: str,
-        heard_count: int,
+        journaled_count: int,
         look_every: timedelta,
         interrupted: threading.Event,
     ) -> None:
         self._target = target
         self._experiment = experiment
-        self._read_count = heard_count
-        self._heard_count = heard_count
+        self._read_count = journaled_count
+        self._journaled_count = journaled_count
         self._look_every = look_every
         self._interrupted = interrupted
         self._found: queue.SimpleQueue[StopRequest] = queue.SimpleQueue()
@@ -69,9 +69,9 @@ class StopRequestPoller:
                 taken.append(self._found.get_nowait())
         return taken
 
-    def heard(self, count: int) -> None:
+    def journaled(self, count: int) -> None:
         """Take note that the journal names the first `count` requests."""
-        self._heard_count = count
+        self._journaled_count = count
 
     def _watch(self) -> None:
         deleted_count = 0
@@ -98,10 +98,10 @@ class StopRequestPoller:
 
     def _forget(self, deleted_count: int) -> int:
         """Delete newly acknowledged requests; return how many are deleted. After an error a later call deletes them."""
-        count = self._heard_count
+        count = self._journaled_count
         if count == deleted_count:
             return count
         with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST) as store:
-            forget_heard(store, self._experiment, count)
+            delete_journaled(store, self._experiment, count)
             return count
         return deleted_count

@@ -79,8 +79,8 @@ def new_lessons(
 def lessons_known(journal_writer: JournalWriter) -> Sequence[Lesson]:
     """Return the trials of other experiments that the journal holds, each once, in the order of learning."""
     entries = sorted(set(journal_writer.experiment.learned.values()))
-    told = [event for number in entries for event in _learned_in(journal_writer, number)]
-    unique = {_identity(lesson): lesson for event in reversed(told) for lesson in reversed(event.lessons)}
+    learned = [event for number in entries for event in _learned_in(journal_writer, number)]
+    unique = {_identity(lesson): lesson for event in reversed(learned) for lesson in reversed(event.lessons)}
     return list(reversed(unique.values()))
 
 

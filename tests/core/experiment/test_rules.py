@@ -175,7 +175,7 @@ def test_the_curves_of_all_trials_are_in_what_the_experiment_has_taken_in() -> N
     told.tell_event(report(1, 7.0, "other"))
     assert (losses(told.of("t")), losses(told.of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
     assert told.of("silent") == []
-    assert told.told == 3
+    assert told.report_count == 3
 
 
 # -------------------------------------------------------------------------------------------- failures

@@ -19,11 +19,11 @@ from prefect_tune.core.experiment.experiment import Experiment, after_event, not
 from prefect_tune.core.messages.stop_requests import (
     StopRequest,
     ask,
-    forget_heard,
-    is_heard,
+    delete_journaled,
+    is_journaled,
     is_lost,
     read_request,
-    taken_note_of,
+    stop_event,
 )
 from prefect_tune.core.storage.layout import request_path
 from prefect_tune.core.storage.object_store import Buffer
@@ -49,7 +49,7 @@ def request(write_id: str = "w", *, epoch: int = 1, trial: str | None = None) ->
 
 
 def heard(state: Experiment, asked: StopRequest) -> Experiment:
-    return after_event(state, taken_note_of(state, asked), 2)
+    return after_event(state, stop_event(state, asked), 2)
 
 
 def test_what_is_asked_is_read_under_its_number_and_asking_again_changes_nothing() -> None:
@@ -86,7 +86,7 @@ def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_
     assert later.ends == ""
     stale = heard(later, request("late", epoch=1))
     assert (stale.ends, stale.heard) == ("", ("w", "late"))
-    assert "for the owner of epoch 1, and the epoch is 2 now" in taken_note_of(later, request("late", epoch=1)).refused
+    assert "for the owner of epoch 1, and the epoch is 2 now" in stop_event(later, request("late", epoch=1)).refused
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_
 def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, why: str) -> None:
     state = heard(running(), request("before"))
     state = after_event(state, Finished(trial="a", reason="done"), 3)
-    noted = taken_note_of(state, asked)
+    noted = stop_event(state, asked)
     after = after_event(state, noted, 4)
     assert noted.refused == why
     assert (after.stops, len(after.heard)) == ({}, 2)
@@ -118,7 +118,7 @@ def test_a_request_that_cannot_be_read_holds_up_no_other() -> None:
     assert ask(store, state, request()) == 2
     damaged = read_request(store, "e", 1)
     assert damaged is not None
-    assert taken_note_of(state, damaged).refused == "it cannot be read"
+    assert stop_event(state, damaged).refused == "it cannot be read"
     assert len(heard(state, damaged).heard) == 1
 
 
@@ -126,19 +126,19 @@ def test_what_was_heard_is_deleted_and_what_was_not_stays() -> None:
     store, state = MemoryStore(), running()
     for name in ("one", "two"):
         ask(store, state, request(name))
-    assert forget_heard(store, "e", 1) == 1
+    assert delete_journaled(store, "e", 1) == 1
     assert (read_request(store, "e", 1), read_request(store, "e", 2)) == (None, request("two"))
-    assert forget_heard(store, "e", 1) == 0
+    assert delete_journaled(store, "e", 1) == 0
 
 
 def test_whoever_takes_a_number_that_was_heard_and_deleted_meanwhile_finds_that_out() -> None:
     store, before = MemoryStore(), running()
     ask(store, before, request("fast"))
     after = heard(before, request("fast"))
-    forget_heard(store, "e", 1)
+    delete_journaled(store, "e", 1)
     number = ask(store, before, request("slow"))  # it had looked before all that
     assert number == 1
     assert is_lost(after, request("slow"), number)
     assert not is_lost(after, request("fast"), 1)
     assert ask(store, after, request("slow")) == 2
-    assert is_heard(heard(after, request("slow")), request("slow"))
+    assert is_journaled(heard(after, request("slow")), request("slow"))

@@ -89,7 +89,7 @@ def test_the_experiments_journal_lags_where_it_is_not_written(health: HealthMoni
     assert told(health, 18.1 * MINUTE) == [SyncLagged(what="journal", seconds=426.0, trial=None)]
 
 
-def test_each_budget_is_told_of_once_at_eighty_percent() -> None:
+def test_each_budget_is_reported_once_at_eighty_percent() -> None:
     health = HealthMonitor(100.0, [Budget("time", 10), Budget("training-time", 1000), Budget("trials", 5)])
     assert list(health.look(107.0, 790, 3)) == []
     assert list(health.look(108.0, 800, 4)) == [

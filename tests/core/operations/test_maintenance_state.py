@@ -136,7 +136,7 @@ def test_nothing_is_left_beside_an_experiment_that_is_gone() -> None:
 # --------------------------------------------------------------------------------------------- what is known
 
 
-def test_damage_that_was_told_of_is_known_until_it_is_mended_or_put_aside() -> None:
+def test_damage_that_was_reported_is_known_until_it_is_mended_or_put_aside() -> None:
     first = next_round(NOTHING_YET, found(BAD, WORSE), [WORSE])
     assert reported_folders(first) == {BAD.folder}
     assert reported_folders(NOTHING_YET) == frozenset()

@@ -194,7 +194,7 @@ def damage_journal(store: MemoryStore, trial: str) -> str:
 
 
 @pytest.mark.parametrize("trial", ["f", "g"])
-def test_one_damaged_journal_is_told_of_by_its_own_name_and_all_others_are_read_and_the_ring_goes_on(
+def test_one_damaged_journal_is_reported_by_its_own_name_and_all_others_are_read_and_the_ring_goes_on(
     trial: str,
 ) -> None:
     store = many_trials()
@@ -211,7 +211,7 @@ def test_one_damaged_journal_is_told_of_by_its_own_name_and_all_others_are_read_
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("EIO"), StoreRefused("403: archived")])
-def test_a_checkpoint_that_cannot_be_read_is_told_of_each_time_and_the_ring_goes_on(
+def test_a_checkpoint_that_cannot_be_read_is_reported_each_time_and_the_ring_goes_on(
     trained: Session, error: TuneError
 ) -> None:
     bad = keys(trained)[3]
@@ -254,7 +254,7 @@ def test_what_takes_longer_than_there_is_time_is_not_what_the_next_round_begins_
     assert (found.unread_count, found.ends_at) == (6, place_of(in_order[2]))
 
 
-def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_told_of(trained: Session) -> None:
+def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_reported(trained: Session) -> None:
     first, other = keys(trained)[:2]
     del objects(trained)[first.manifest_path]
     store = Spoilt(trained.store, StoreUnavailable("EIO"), lambda path: path == other.manifest_path)

@@ -214,8 +214,8 @@ def after_event(experiment: Experiment, event: Event, number: int) -> Experiment
             return _came_or_goes(experiment, event)
         case Learned(source=source, place=place):
             teachers = experiment.teachers if place is None else (*experiment.teachers, place)
-            told = {"learned": {**experiment.learned, source: number}, "teachers": tuple(dict.fromkeys(teachers))}
-            return experiment.model_copy(update=told)
+            update = {"learned": {**experiment.learned, source: number}, "teachers": tuple(dict.fromkeys(teachers))}
+            return experiment.model_copy(update=update)
         case StopAsked():
             return _asked_to_stop(experiment, event)
         case Answered() | Questioned():

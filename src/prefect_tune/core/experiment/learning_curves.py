@@ -28,7 +28,7 @@ class Curves:
 
     def __init__(self) -> None:
         self._reports: dict[str, dict[int, StepReport]] = {}
-        self._told = 0
+        self._report_count = 0
 
     def tell(self, entry: Entry) -> None:
         """Add the reports of the next entry."""
@@ -41,9 +41,9 @@ class Curves:
             self._tell(each)
 
     @property
-    def told(self) -> int:
+    def report_count(self) -> int:
         """How many reports were added so far, repeated steps included."""
-        return self._told
+        return self._report_count
 
     def of(self, trial: str) -> Sequence[StepReport]:
         """Return the curve of a trial, by step; empty where it has no report."""
@@ -60,6 +60,6 @@ class Curves:
                 self._reports[trial] = {copy.step: report}
             case Reported(trial=trial, report=report):
                 self._reports.setdefault(trial, {})[report.step] = report
-                self._told += 1
+                self._report_count += 1
             case _:
                 pass

@@ -212,8 +212,8 @@ def _given_reason(trial: Trial, event: Finished | Paused | Requeued | Resumed | 
 def _reported(trial: Trial, report: StepReport) -> Trial:
     if report.step <= trial.step:
         raise IllegalTransition(f"trial {trial.trial!r}: step {report.step} is reported after step {trial.step}")
-    told = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
-    return trial.model_copy(update=told)
+    update = {"step": report.step, "metrics": report.metrics, "trained_seconds": report.trained_seconds}
+    return trial.model_copy(update=update)
 
 
 def _started(trial: Trial, event: Started) -> Trial:

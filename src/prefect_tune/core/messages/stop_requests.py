@@ -20,7 +20,7 @@ from prefect_tune.core.storage.documents import Document, seal, unseal
 from prefect_tune.core.storage.layout import number_in, request_path, requests_folder
 from prefect_tune.core.storage.object_store import ObjectStore
 
-__all__ = ["StopRequest", "ask", "forget_heard", "is_heard", "is_lost", "read_request", "taken_note_of"]
+__all__ = ["StopRequest", "ask", "delete_journaled", "is_journaled", "is_lost", "read_request", "stop_event"]
 
 
 class StopRequest(Document):
@@ -58,14 +58,14 @@ def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int
             return number
 
 
-def is_heard(experiment: Experiment, request: StopRequest) -> bool:
+def is_journaled(experiment: Experiment, request: StopRequest) -> bool:
     """Return whether the experiment's owner has journaled the request."""
     return request.write_id in experiment.heard
 
 
 def is_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
     """Return whether no owner will read the request under this number, so that it has to be written again."""
-    return len(experiment.heard) >= number and not is_heard(experiment, request)
+    return len(experiment.heard) >= number and not is_journaled(experiment, request)
 
 
 def read_request(store: ObjectStore, experiment: str, number: int) -> StopRequest | None:
@@ -79,7 +79,7 @@ def read_request(store: ObjectStore, experiment: str, number: int) -> StopReques
         return StopRequest(write_id=f"unreadable-{number}", at="", reason=str(error), epoch=0, unreadable=True)
 
 
-def taken_note_of(experiment: Experiment, request: StopRequest) -> StopAsked:
+def stop_event(experiment: Experiment, request: StopRequest) -> StopAsked:
     """Return the journal's event for a request: what is stopped, or why it is refused."""
     refused = _why_refused(experiment, request)
     trial = None if refused else request.trial
@@ -100,11 +100,11 @@ def _why_refused(experiment: Experiment, request: StopRequest) -> str:
     return f"trial {request.trial!r} is {status} already" if status in ENDED else ""
 
 
-def forget_heard(store: ObjectStore, experiment: str, heard_count: int) -> int:
-    """Delete the first `heard_count` requests, which the journal names; return the number of deleted objects."""
+def delete_journaled(store: ObjectStore, experiment: str, journaled_count: int) -> int:
+    """Delete the first `journaled_count` requests, which the journal names; return the number of deleted objects."""
     folder = requests_folder(experiment)
     listed = [(number_in(folder, each.path), each.path) for each in store.list(folder)]
-    heard = [path for number, path in listed if number is not None and number <= heard_count]
-    if heard:
-        store.delete(heard)
-    return len(heard)
+    paths = [path for number, path in listed if number is not None and number <= journaled_count]
+    if paths:
+        store.delete(paths)
+    return len(paths)

@@ -69,7 +69,7 @@ class _Garbage:
     answers: Sequence[Listed]
     undecided_count: int
 
-    def told_of(self, trial: TrialKey, kept: str | None) -> Collected:
+    def collected(self, trial: TrialKey, kept: str | None) -> Collected:
         return Collected(
             trial.trial,
             checkpoints=tuple(key.step for key in self.doomed),
@@ -98,7 +98,7 @@ def _looked_for(store: ObjectStore, trial: TrialKey, side_by_side: ParallelMap, 
         own = own.model_copy(update={"collected_up_to": state.number + 1})
     if kept is None:
         own = _without_claims_that_are_over(store, own, _held(store, trial, state, own), side_by_side)
-    return _garbage(store, trial, state, own, known, side_by_side).told_of(trial, kept)
+    return _garbage(store, trial, state, own, known, side_by_side).collected(trial, kept)
 
 
 def collect_from(
@@ -134,7 +134,7 @@ def _collected(
         clear(store, trial, own, found.doomed, stamp, side_by_side=side_by_side)
     if left := [*orphans(store, trial, own, side_by_side=side_by_side), *found.answers]:
         store.delete([each.path for each in left])
-    return found.told_of(trial, kept)
+    return found.collected(trial, kept)
 
 
 def _repeated_while_outdated(trial: TrialKey, act: Callable[[], Collected]) -> Collected:

@@ -9,17 +9,17 @@ from prefect_tune.core.search.objective import Objective
 __all__ = ["is_count", "is_number", "loss_of", "shown"]
 
 
-def loss_of(told: TrialReport, objective: Objective) -> float:
+def loss_of(trial_report: TrialReport, objective: Objective) -> float:
     """Return the loss that the trial is compared by; smaller is better.
 
     Raises:
         BadMetric: the report lacks the metric, or it is not a finite number.
     """
-    return objective.loss(told.report.metrics, f"trial {told.trial!r}, step {told.report.step}")
+    return objective.loss(trial_report.report.metrics, f"trial {trial_report.trial!r}, step {trial_report.report.step}")
 
 
 def shown(loss: float, objective: Objective) -> str:
-    """Return the loss as the user reported it: the metric's name and its value."""
+    """Return the loss as the user trial_report it: the metric's name and its value."""
     value = loss if objective.modes[0] == "min" else -loss
     return f"{objective.metrics[0]} = {value:g}"
 

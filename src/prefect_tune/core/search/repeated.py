@@ -88,9 +88,9 @@ class _RepeatedProposals(Proposals):
 def _mean(reports: Sequence[StepReport]) -> StepReport | None:
     if not reports:
         return None
-    told = [dict(leaves(each.metrics)) for each in reports]
-    names = set.intersection(*map(set, told))
-    columns = {name: [value for metrics in told if is_number(value := metrics[name])] for name in sorted(names)}
+    flat = [dict(leaves(each.metrics)) for each in reports]
+    names = set.intersection(*map(set, flat))
+    columns = {name: [value for metrics in flat if is_number(value := metrics[name])] for name in sorted(names)}
     return StepReport(
         step=max(each.step for each in reports),
         metrics={name: fmean(values) for name, values in columns.items() if len(values) == len(reports)},
