@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
+from tests.fakes.trial_processes import until
 from tests.loggers.telling import SEARCH, errored, finished, killed, report, started
 
 # ---------------------------------------------------------------------------------------------- TensorBoard
@@ -169,6 +170,11 @@ def wandb_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
     return make
 
 
+def require_offline_run(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Wait for these rows: W&B's own process writes the file, at times some milliseconds after `finish` has returned."""
+    until(lambda: offline_runs(folder) == {"e-00000": rows}, what=lambda: f"{rows}, found {offline_runs(folder)}")
+
+
 def offline_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the rows in each offline run that would be sent, by its name."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # it is made when it is imported
@@ -215,11 +221,11 @@ def test_wandb_has_one_run_for_each_trial_with_the_steps_that_count(
     report(again, 2, redone=1)
     finished(again)
     rows = [{"trained_seconds": 0.5, "loss": 1.0}, {"trained_seconds": 1.0, "loss": 0.5, "redone": 1}]
-    assert offline_runs(tmp_path) == {"e-00000": rows}
+    require_offline_run(tmp_path, rows)
     extended = wandb_logger()
     started(extended, from_step=1)
     finished(extended)
-    assert offline_runs(tmp_path) == {"e-00000": rows[:1]}
+    require_offline_run(tmp_path, rows[:1])
 
 
 # ---------------------------------------------------------------------------------------------- none of them
