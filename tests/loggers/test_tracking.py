@@ -171,7 +171,7 @@ def wandb_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 
 def require_offline_run(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Wait for these rows: W&B's own process writes the file, at times some milliseconds after `finish` has returned."""
+    """Wait for these rows: W&B writes the file in a process of its own, at times after `finish` has returned."""
     until(lambda: offline_runs(folder) == {"e-00000": rows}, what=lambda: f"{rows}, found {offline_runs(folder)}")
 
 

@@ -19,7 +19,7 @@ def loss_of(trial_report: TrialReport, objective: Objective) -> float:
 
 
 def shown(loss: float, objective: Objective) -> str:
-    """Return the loss as the user trial_report it: the metric's name and its value."""
+    """Return the loss as the user reported it: the metric's name and its value."""
     value = loss if objective.modes[0] == "min" else -loss
     return f"{objective.metrics[0]} = {value:g}"
 
