@@ -6,22 +6,14 @@ client is imported before a target is opened.
 
 from __future__ import annotations
 
-from prefect_tune.blocks.azure_target import AzureTarget
-from prefect_tune.blocks.fsspec_target import FsspecTarget
-from prefect_tune.blocks.gcs_target import GcsTarget
-from prefect_tune.blocks.local_target import LocalTarget
+from prefect_tune.blocks import targets
 from prefect_tune.blocks.resolve_target import resolve_existing, resolve_target, target_reference
-from prefect_tune.blocks.s3_target import S3Target
 from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.blocks.sync_config import SyncConfig, SyncerLike
 from prefect_tune.blocks.target_check import TargetCheck
+from prefect_tune.blocks.targets import *  # noqa: F403  each target in `targets.__all__` is public here too
 
 __all__ = [
-    "AzureTarget",
-    "FsspecTarget",
-    "GcsTarget",
-    "LocalTarget",
-    "S3Target",
     "StorageTarget",
     "SyncConfig",
     "SyncerLike",
@@ -30,3 +22,4 @@ __all__ = [
     "resolve_target",
     "target_reference",
 ]
+__all__ += targets.__all__

@@ -13,9 +13,9 @@ from prefect.blocks.core import Block, UnknownBlockType
 from prefect.settings import get_current_settings
 from pydantic import ValidationError
 
-from prefect_tune.blocks.local_target import LocalTarget
 from prefect_tune.blocks.storage_target import StorageTarget
-from prefect_tune.blocks.target_types import TARGET_TYPES
+from prefect_tune.blocks.targets import TARGET_TYPES
+from prefect_tune.blocks.targets.local_target import LocalTarget
 from prefect_tune.core.did_you_mean import nearest
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.stores.locations.uri import read_uri

@@ -30,11 +30,13 @@ from prefect_tune.blocks import (
     SyncConfig,
     resolve_target,
     target_reference,
+    targets,
 )
+from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.core.errors import InvalidInput
 from tests.blocks.conftest import load, save
 
-KINDS: list[type[Block]] = [LocalTarget, S3Target, GcsTarget, AzureTarget, FsspecTarget, SyncConfig]
+KINDS: list[type[Block]] = [*TARGET_TYPES, SyncConfig]
 SECRET = "never-shown-to-anybody"
 S3 = S3Target(bucket="bucket", prefix="runs", access_key_id="id", secret_access_key=SECRET)
 TARGETS: list[StorageTarget] = [
@@ -44,6 +46,11 @@ TARGETS: list[StorageTarget] = [
     AzureTarget(container="container", account_name="account", account_key=SECRET),
     FsspecTarget(location="sftp://me@host/runs", secret_options={"password": SECRET}),
 ]
+
+
+def test_every_target_of_the_list_is_exported_and_saved_here() -> None:
+    assert {kind.__name__ for kind in TARGET_TYPES} == set(targets.__all__) <= set(blocks.__all__)
+    assert [type(target) for target in TARGETS] == [*TARGET_TYPES]
 
 
 @pytest.mark.parametrize("block", KINDS)

@@ -19,7 +19,7 @@ def register_blocks() -> None:
     """Register the block types with your Prefect server, so that its UI has their forms."""
     from prefect_tune.blocks import SyncConfig
     from prefect_tune.blocks.strict_block import StrictBlock
-    from prefect_tune.blocks.target_types import TARGET_TYPES
+    from prefect_tune.blocks.targets import TARGET_TYPES
     from prefect_tune.prefect_api.api_client import or_said
 
     kinds: tuple[type[StrictBlock], ...] = (*TARGET_TYPES, SyncConfig)

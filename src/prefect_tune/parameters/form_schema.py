@@ -15,9 +15,9 @@ from pydantic import WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.blocks.object_target import ObjectTarget
 from prefect_tune.blocks.strict_block import StrictBlock
-from prefect_tune.blocks.target_types import TARGET_TYPES
+from prefect_tune.blocks.targets import TARGET_TYPES
+from prefect_tune.blocks.targets.object_target import ObjectTarget
 from prefect_tune.core.search.objective import Mode
 from prefect_tune.parameters.resume_mode import RerunErrored
 

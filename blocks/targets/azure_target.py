@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import AzureBlock, azure_access, connection_options
-from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
+from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.stores.locations.uri import Client, Location
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import GcpBlock, gcp_key
-from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
+from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.stores.locations.uri import Client
 
 # The client's skip_signature applies to reads only; a key file with disable_oauth applies to writes too.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_tune.blocks.credentials import AwsBlock, endpoint_in, s3_access, static_keys
-from prefect_tune.blocks.object_target import ObjectTarget, bare_name, one_at_most
+from prefect_tune.blocks.targets.object_target import ObjectTarget, bare_name, one_at_most
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.stores.aws_environment import S3Access, ambient_access, ambient_endpoint, ambient_http
 from prefect_tune.stores.locations.uri import Client
