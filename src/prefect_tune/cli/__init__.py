@@ -1,4 +1,7 @@
-"""The command line `prefect-tune`. Each command is in the module of its name; it imports heavy modules when it runs."""
+"""The command line `prefect-tune`: each command is in the module of its name, in the folder of its panel.
+
+A command imports heavy modules when it runs, so that `--help` does not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -8,5 +11,6 @@ from prefect_tune.cli.shared.app import COMMANDS, app, main
 
 __all__ = ["app", "main"]
 
-for _command in COMMANDS:
-    import_module(f"{__name__}.{_command}")  # it adds itself to `app`
+for _panel, _names in COMMANDS.items():
+    for _name in _names:
+        import_module(f"{__name__}.{_panel}.{_name}")  # it adds itself to `app`

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -12,19 +13,23 @@ from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.terminal.formatting import visible
 
 _WRONG_USAGE = 2
-START, SEARCH, LOOK, BYTES = "To begin with", "Search", "Look", "Bytes"
-COMMANDS = (
-    *("demo", "blocks", "run", "resume", "stop", "deploy", "ls", "show", "report"),
-    *("checkpoints", "verify", "export", "gc", "maintain"),
-)
-"""The modules of the commands, in the order in which the help lists them."""
+PANELS = {"start": "To begin with", "search": "Search", "look": "Look", "bytes": "Bytes"}
+"""The panels of the help: the folder of their commands, and their title."""
+COMMANDS: Mapping[str, Sequence[str]] = {
+    "start": ("demo", "blocks"),
+    "search": ("run", "resume", "stop", "deploy"),
+    "look": ("ls", "show", "report"),
+    "bytes": ("checkpoints", "verify", "export", "gc", "maintain"),
+}
+"""The commands of each panel, in the order of the help: the command NAME is in the module `cli/PANEL/NAME.py`."""
+_ORDER = [name for names in COMMANDS.values() for name in names]
 
 
 class _InOrder(TyperGroup):
     """Lists groups such as `blocks` in their place among the commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # the class of `ctx` depends on typer's version
-        return sorted(super().list_commands(ctx), key=COMMANDS.index)
+        return sorted(super().list_commands(ctx), key=_ORDER.index)
 
 
 app = typer.Typer(
@@ -43,6 +48,13 @@ Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False)]
 ExperimentName = Annotated[str, typer.Argument(metavar="EXPERIMENT", show_default=False)]
 TrialName = Annotated[str | None, typer.Option("--trial", help="One trial of a search.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def command(function: _Function) -> _Function:
+    """Add a command to the application: its module, `cli/PANEL/NAME.py`, gives its name and its panel."""
+    *_, panel, name = function.__module__.split(".")
+    return app.command(name, rich_help_panel=PANELS[panel])(function)
 
 
 def asks(option: str, metavar: str, about: str, *, at_least: int | None = None) -> typer.models.OptionInfo:

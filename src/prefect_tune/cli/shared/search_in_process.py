@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from prefect_tune.cli.look.show import show_search
 from prefect_tune.cli.shared.app import WrongUsage
-from prefect_tune.cli.show import show_search
 from prefect_tune.core.errors import InvalidInput, TuneError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.shared.app import LOOK, AsJson, ExperimentName, Target, app
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
 from prefect_tune.cli.shared.open_target import opened, place_at
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import objective_in
@@ -29,7 +29,7 @@ _FORMS_OF_JSON = {".json": "JSON", "": "JSON"}
 """The format of the output file, by its ending."""
 
 
-@app.command(rich_help_panel=LOOK)
+@command
 def report(
     target: Target,
     experiment: ExperimentName,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
 from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trial_key, trials_today
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
@@ -26,7 +26,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import transfer_pool
 
 
-@app.command(rich_help_panel=BYTES)
+@command
 def verify(
     target: Target,
     experiment: ExperimentName,

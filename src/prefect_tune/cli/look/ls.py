@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from rich.table import Table
 
-from prefect_tune.cli.shared.app import LOOK, AsJson, Target, app
+from prefect_tune.cli.shared.app import AsJson, Target, command
 from prefect_tune.cli.shared.open_target import looked_at, written_at
 from prefect_tune.core.errors import JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
@@ -28,7 +28,7 @@ from prefect_tune.terminal.formatting import (
 )
 
 
-@app.command("ls", rich_help_panel=LOOK)
+@command
 def list_experiments(target: Target, as_json: AsJson = False) -> None:
     """List the experiments on TARGET: their trials, the best trial, and the time of the last journal entry."""
     with looked_at(target) as store:

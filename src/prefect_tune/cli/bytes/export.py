@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, app
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
 from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trials_today
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.storage.layout import CheckpointKey
 
 
-@app.command(rich_help_panel=BYTES)
+@command
 def export(
     target: Target,
     experiment: ExperimentName,

@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from prefect_tune.cli.shared.app import BYTES, AsJson, Target, app
+from prefect_tune.cli.shared.app import AsJson, Target, command
 from prefect_tune.core.errors import DamageFound
 
 _NEW_DAMAGE = 4
 
 
-@app.command(rich_help_panel=BYTES)
+@command
 def maintain(
     target: Target,
     experiments: Annotated[

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.shared.app import START, app
+from prefect_tune.cli.shared.app import command
 
 
-@app.command(rich_help_panel=START)
+@command
 def demo(
     target: Annotated[str | None, typer.Option(help="Target of the demo. Default: a temporary folder.")] = None,
     steps: Annotated[int, typer.Option(min=4, help="Training steps of each run.")] = 24,

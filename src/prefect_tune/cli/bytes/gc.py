@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
 from prefect_tune.terminal.formatting import borderless_table, plain_cells, print_parts
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.storage.object_store import ObjectStore
 
 
-@app.command(rich_help_panel=BYTES)
+@command
 def gc(
     target: Target,
     experiment: ExperimentName,

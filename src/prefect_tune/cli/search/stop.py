@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from prefect_tune.cli.shared.app import SEARCH, AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
 
 
-@app.command(rich_help_panel=SEARCH)
+@command
 def stop(
     target: Target,
     experiment: ExperimentName,

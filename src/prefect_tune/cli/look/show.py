@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from prefect_tune.cli.shared.app import LOOK, AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import best_first, counted, is_search, objective_in, shown_settings
@@ -18,7 +18,7 @@ _TRIALS_SHOWN = 50
 _ERRORS_SHOWN = 5
 
 
-@app.command(rich_help_panel=LOOK)
+@command
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best one first; or all details of one trial."""
     with opened(target, experiment) as (_, state):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from prefect_tune.cli.shared.app import SEARCH, AsJson, ExperimentName, Target, app
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, command
 from prefect_tune.cli.shared.option_parsing import space_from
 from prefect_tune.cli.shared.search_in_process import checked, resume_command, search_in_this_process
 from prefect_tune.cli.shared.search_options import RESUME, parameters_from, takes
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prefect_tune.results.results import Results
 
 
-@app.command(rich_help_panel=SEARCH)
+@command
 @takes(RESUME)
 def resume(target: Target, experiment: ExperimentName, *, as_json: AsJson = False, **options: Any) -> None:
     """Resume the search EXPERIMENT with the settings in its journal; options given here replace them.

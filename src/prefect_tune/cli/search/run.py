@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.shared.app import SEARCH, AsJson, app, asks
+from prefect_tune.cli.shared.app import AsJson, asks, command
 from prefect_tune.cli.shared.option_parsing import space_from
 from prefect_tune.cli.shared.search_in_process import checked, resume_command, search_in_this_process
 from prefect_tune.cli.shared.search_options import RUN, parameters_from, takes
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prefect_tune.results.results import Results
 
 
-@app.command(rich_help_panel=SEARCH)
+@command
 @takes(RUN)
 def run(
     trainable: Annotated[str, typer.Argument(metavar="MODULE:NAME", show_default=False)],

@@ -8,10 +8,10 @@ from dataclasses import asdict
 
 import typer
 
-from prefect_tune.cli.shared.app import START, AsJson, Target, app
+from prefect_tune.cli.shared.app import PANELS, AsJson, Target, app
 
 blocks = typer.Typer(help="The blocks that describe storage targets.", no_args_is_help=True)
-app.add_typer(blocks, name="blocks", rich_help_panel=START)
+app.add_typer(blocks, name="blocks", rich_help_panel=PANELS["start"])
 
 
 @blocks.command("register")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from rich.table import Table
 
-from prefect_tune.cli.shared.app import BYTES, AsJson, ExperimentName, Target, TrialName, app
+from prefect_tune.cli.shared.app import AsJson, ExperimentName, Target, TrialName, command
 from prefect_tune.cli.shared.checkpoint_selection import live_checkpoints, trial_key, trials_today
 from prefect_tune.cli.shared.open_target import chosen_trials, opened
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound
@@ -23,7 +23,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.terminal.formatting import borderless_table, format_time, format_value, plain_cells, print_parts
 
 
-@app.command(rich_help_panel=BYTES)
+@command
 def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """List an experiment's checkpoints, or those of one of its trials."""
     with opened(target, experiment) as (store, state):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefect_tune.cli.shared.app import SEARCH, AsJson, WrongUsage, app, asks
+from prefect_tune.cli.shared.app import AsJson, WrongUsage, asks, command
 from prefect_tune.cli.shared.option_parsing import object_from, values_from
 from prefect_tune.core.errors import TuneError
 
@@ -33,7 +33,7 @@ _Param = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One paramete
 _Crons = Annotated[list[str] | None, asks("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
 
 
-@app.command(rich_help_panel=SEARCH)
+@command
 def deploy(
     flows: _Flows = None,
     work_pool: Annotated[str, asks("--work-pool", "POOL", "Work pool of the runs; required.")] = "",

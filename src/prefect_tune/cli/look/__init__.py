@@ -1,0 +1,1 @@
+"""The commands of the panel *Look*: they read experiments."""

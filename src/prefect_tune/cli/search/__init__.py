@@ -1,0 +1,1 @@
+"""The commands of the panel *Search*: they start, resume, stop and deploy searches."""
