@@ -17,8 +17,8 @@ import pytest
 import prefect_tune as pt
 from prefect_tune import loggers
 from prefect_tune.core.checkpoints.manifest import Manifest
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Event
-from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.experiment.experiment_stoppers import ExperimentStopper, of_experiment
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.fifo import FIFO
