@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prefect import task
 
-from prefect_tune.arrow_tables import as_parquet, from_parquet, reports_table, trials_table
+from prefect_tune.arrow_tables import as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
 from prefect_tune.core.experiment.experiment import Experiment
@@ -51,8 +51,8 @@ def publish_results(
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         read = curves or read_curves(store, experiment)
         tables: Mapping[Rows, Callable[[], pa.Table]] = {
-            "trials": lambda: trials_table(experiment),
-            "reports": lambda: reports_table((trial, read.of(trial)) for trial in experiment.trials),
+            "trials": lambda: trials_as_arrow(experiment),
+            "reports": lambda: reports_as_arrow((trial, read.of(trial)) for trial in experiment.trials),
         }
         return {rows: _publish(store, experiment, objective, rows, table()) for rows, table in tables.items()}
 
@@ -80,7 +80,7 @@ def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
     if found is not None:
         return found
     curves = read_curves(store, experiment)
-    return reports_table((trial, curves.of(trial)) for trial in experiment.trials)
+    return reports_as_arrow((trial, curves.of(trial)) for trial in experiment.trials)
 
 
 def read_curves(store: ObjectStore, experiment: Experiment) -> Curves:

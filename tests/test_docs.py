@@ -17,14 +17,9 @@ import pytest
 import prefect_tune as pt
 from prefect_tune import loggers
 from prefect_tune.core.checkpoints.manifest import Manifest
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Event
-from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.experiment.experiment_stoppers import ExperimentStopper, of_experiment
-from prefect_tune.core.schedulers.asha import ASHA
-from prefect_tune.core.schedulers.fifo import FIFO
-from prefect_tune.core.schedulers.hyperband import Hyperband
-from prefect_tune.core.schedulers.median_stopping import MedianStopping
-from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search import space_json
 from prefect_tune.core.storage import layout
 from prefect_tune.deploy.apply_automations import uninstall_automations
@@ -78,6 +73,7 @@ TESTED = {
     RESUME: {"python"},
     TRUST: {"text"},  # in tests/flows/test_trust.py
 }
+every_scheduler = pytest.mark.parametrize("scheduler", [getattr(pt, name) for name in pt.BUILT_IN["scheduler"]])
 UNTESTED = {
     (START, "text"): "what a command prints",
     (RECIPES / "kubernetes.md", "text"): "a Dockerfile: there is no container engine, and no registry",
@@ -235,7 +231,13 @@ def test_the_page_on_schedulers_works_from_top_to_bottom(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("scheduler", [FIFO, ASHA, Hyperband, MedianStopping, PBT], ids=lambda each: each.__name__)
+@every_scheduler
+def test_every_option_of_a_scheduler_has_a_line_in_its_docstring(scheduler: type) -> None:
+    _, _, lines = str(scheduler.__doc__).partition("Args:\n")
+    assert re.findall(r"^ +(\w+): ", lines, re.MULTILINE) == list(signature(scheduler).parameters)
+
+
+@every_scheduler
 def test_the_page_on_schedulers_shows_every_parameter_and_its_default(scheduler: type) -> None:
     page = " ".join(SCHEDULERS.read_text().replace('"', "'").split())
     parameters = [

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 _INT64 = 2**63
 _VERSION = b"1"
-"""Of the columns. `prefect-tune/version` is not written for the first one."""
+"""Of the columns: raised if one goes, changes its meaning, or is new among the reports, whose file is read back.
+
+`prefect-tune/version` is not written for the first one.
+"""
 
 
-def trials_table(experiment: Experiment) -> pa.Table:
+def trials_as_arrow(experiment: Experiment) -> pa.Table:
     """Return one row per trial, in the order in which they were added.
 
     The columns that every experiment has come first, then `config/...`, then the metrics of the last valid report.
@@ -35,7 +38,7 @@ def trials_table(experiment: Experiment) -> pa.Table:
     return pa.table({**columns, **_spread((flat(each.metrics) for each in trials), len(trials), columns)})
 
 
-def reports_table(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
+def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
     """Return one row per valid report: trial, step, training time up to it in seconds, and its metrics."""
     import pyarrow as pa
 

@@ -12,7 +12,7 @@ import pytest
 from prefect_tune.core.checkpoints.manifest import BlobRef, Manifest, decode_manifest, encode_manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal import entries, journal
+from prefect_tune.core.journal import journal, read_entries
 from prefect_tune.core.models import canonical_json, digest_of
 from prefect_tune.core.recovery.restore import read_manifest, restore
 from prefect_tune.stores.local.staging import DirectorySink
@@ -91,7 +91,7 @@ def test_every_flipped_bit_of_an_entry_is_noticed(left: MemoryStore, number: int
     data = left.objects[JOURNAL.entry_path(number)]
     for altered in flipped(data):
         with pytest.raises((JournalCorrupt, UnknownVersion)):
-            entries.decode_entry(altered, JOURNAL.entry_path(number))
+            read_entries.decode_entry(altered, JOURNAL.entry_path(number))
     record_property("figure: bits flipped in documents, all noticed", 8 * len(data))
     with pytest.raises(JournalCorrupt):
         load(with_entry(left, number, next(flipped(data))))
@@ -102,7 +102,7 @@ def test_an_entry_that_was_cut_anywhere_is_noticed(left: MemoryStore, number: in
     data = left.objects[JOURNAL.entry_path(number)]
     for torn in cut(data):
         with pytest.raises(JournalCorrupt):
-            entries.decode_entry(torn, JOURNAL.entry_path(number))
+            read_entries.decode_entry(torn, JOURNAL.entry_path(number))
     record_property("figure: documents cut, all noticed", len(data))
     for torn in (b"", data[:1], data[:-1]):
         with pytest.raises(JournalCorrupt):

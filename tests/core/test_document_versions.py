@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from prefect_tune import core
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt, UnknownVersion
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Owner, Started, TrialAdded
-from prefect_tune.core.experiment.experiment import Entry, Experiment, nothing_yet
-from prefect_tune.core.journal import entries, journal, snapshots
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.journal import journal, read_entries, snapshots
 from prefect_tune.core.models import Stamp, canonical_json, digest_of
 from prefect_tune.core.storage.documents import Document, Upgrade, seal, unseal, upgraded
 from tests.core.driver import JOURNAL, NAME
@@ -190,8 +191,11 @@ def test_a_kind_that_lacks_a_step_or_has_one_too_many_cannot_be_defined(versions
 class NewEntry(Entry):
     """An entry as a later release may write it: `at` is called `written_at`."""
 
-    version: Literal[2] = 2  # type: ignore[assignment]  # what a release raises
-    upgrades: ClassVar[Mapping[int, Upgrade]] = {1: lambda body: {**body, "written_at": body["at"]}}
+    version: int = Entry.current_version + 1  # type: ignore[assignment]  # what a release raises
+    upgrades: ClassVar[Mapping[int, Upgrade]] = {
+        **Entry.upgrades,
+        Entry.current_version: lambda body: {**body, "written_at": body["at"]},
+    }
     written_at: str = "now"
 
 
@@ -210,14 +214,14 @@ def test_a_journal_of_two_versions_is_one_history_and_nothing_in_it_is_rewritten
     old = appended(store, 1)
     written = dict(store.objects)
 
-    monkeypatch.setattr(entries, "Entry", NewEntry)
+    monkeypatch.setattr(read_entries, "Entry", NewEntry)
     monkeypatch.setattr(journal, "Entry", NewEntry)
     assert journal.load(store, NAME, side_by_side=map) == old
     new = appended(store, 2)
 
     assert written.items() <= store.objects.items()
     versions = [json.loads(store.objects[JOURNAL.entry_path(number)])["version"] for number in (1, 2, 3, 4)]
-    assert versions == [1, 1, 2, 2]
+    assert versions == [Entry.current_version] * 2 + [NewEntry.current_version] * 2
     assert journal.load(store, NAME, side_by_side=map) == new
     assert list(new.trials) == ["t1", "t2"]
     times = [each.written_at for each in journal.history(store, NAME, side_by_side=map) if isinstance(each, NewEntry)]
@@ -230,8 +234,8 @@ def renamed(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class NewHead(snapshots._Head):
-    version: Literal[2] = 2  # type: ignore[assignment]  # what a release raises
-    upgrades: ClassVar[Mapping[int, Upgrade]] = {1: renamed}
+    version: int = snapshots._Head.current_version + 1  # type: ignore[assignment]  # what a release raises
+    upgrades: ClassVar[Mapping[int, Upgrade]] = {**snapshots._Head.upgrades, snapshots._Head.current_version: renamed}
 
 
 def test_a_segment_of_an_older_version_is_read_and_so_are_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +249,7 @@ def test_a_segment_of_an_older_version_is_read_and_so_are_its_trials(monkeypatch
     found = snapshots.decode_segment(data, JOURNAL, 10)
     assert [each.trial for each in found.changed] == [f"trial-{at}" for at in range(5)]
     assert found.experiment.number == 10
-    assert json.loads(snapshots.encode_segment(state).partition(b"\n")[0])["version"] == 2
+    assert json.loads(snapshots.encode_segment(state).partition(b"\n")[0])["version"] == NewHead.current_version
     torn = data.replace(b'"t1"', b'"t2"')
     with pytest.raises(JournalCorrupt, match="its trials were altered"):
         snapshots.decode_segment(torn, JOURNAL, 10)

@@ -1,7 +1,7 @@
 """Write what a run leaves, as a tree of files that later versions must be able to read.
 
-Run once for each released format: `python -m tests.core.write_golden tests/core/golden/version-1`. What was
-released is never written again.
+Run once for each version of a document that is released: `python -m tests.core.write_golden
+tests/core/golden/version-1`, named for the journal's version. What was released is never written again.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from prefect_tune.core.schedulers.base import Decision, Exploit, Schedule, Sched
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.executors.remote_executor import RemoteExecutor
-from prefect_tune.parameters.limits import SearchLimits
 from tests.fakes.far_attempts import FarAttempt
 from tests.fakes.far_searches import Death, FarSearch
+from tests.fakes.limits import limits_of
 
 TRIAL = "00000"
 
@@ -61,7 +61,7 @@ def test_one_that_was_to_stop_while_nobody_ran_the_search_is_told_and_ends_by_it
 def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_are_now(target: LocalTarget) -> None:
     attempts = [FarAttempt(target, trial) for trial in ("00000", "00001")]
     FarSearch(target, samples=2).live(nothing, *(each.starts for each in attempts), nothing)
-    resumed = FarSearch(target, samples=2, limits=SearchLimits(max_concurrent_trials=1))
+    resumed = FarSearch(target, samples=2, limits=limits_of(1))
     resumed.live(nothing, resumed.stop, nothing)
     assert [each.told() for each in attempts] == [StopAndSave()] * 2
     assert resumed.machines.is_withdrawn
@@ -139,7 +139,7 @@ def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_to
     target: LocalTarget, attempt: FarAttempt
 ) -> None:
     FarSearch(target).live(nothing, attempt.starts, lambda: attempt.saves(1), nothing)
-    limits = SearchLimits(max_concurrent_trials=2, has_had_enough=lambda trial: trial.step >= 4)
+    limits = limits_of(2, has_had_enough=lambda trial: trial.step >= 4)
     resumed = FarSearch(target, limits=limits)
 
     def ends() -> None:

@@ -27,6 +27,7 @@ from prefect_tune.tuner import driver
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy
 from tests.fakes.far_attempts import FarMachines, plan_at
+from tests.fakes.limits import limits_of
 
 _LOSS = Objective(metrics=("loss",), modes=("min",))
 
@@ -54,7 +55,7 @@ class FarSearch:
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)
         policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
         executor = RemoteExecutor(target, self.machines, look_every=timedelta(seconds=0.01))
-        limits = limits or SearchLimits(max_concurrent_trials=2)
+        limits = limits or limits_of(2)
         plan, log = plan_at(target), getLogger(__name__)
         self._driver = Driver(plan, limits, policy, executor, self._journal_writer, log=log, listener=ObserverGroup())
         self._happens: deque[Callable[[], object]] = deque()

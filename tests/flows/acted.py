@@ -29,6 +29,7 @@ from prefect_tune.tasks.experiment_state import Opening, open_journal, write_dir
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import SearchPolicy
 from tests.fakes.acting_crew import ActingCrew
+from tests.fakes.limits import limits_of
 
 __all__ = ["NAME", "Acted", "Troupe"]
 
@@ -90,7 +91,7 @@ class Acted:
         )
         driver = Driver(
             plan,
-            limits or SearchLimits(max_concurrent_trials=self.slots),
+            limits or limits_of(self.slots),
             SearchPolicy(proposals, (scheduler or FIFO()).begin(objective, 1)),
             self.executor,
             JournalWriter(self.target, state, writer, lambda _events, _state: None),

@@ -15,7 +15,6 @@ from prefect_tune.core.experiment.experiment import Experiment, after_event, not
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.monitoring.subscribers import MetricCheck
-from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.parameters.resume_compatibility import say_code, say_errored, say_space
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.supervisor.search_link import StepReported
@@ -51,10 +50,10 @@ def gave_up(*trials: str) -> list[Event]:
 
 def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned(), *gave_up("00000", "00002"))
-    say_errored(state, SearchLimits(max_concurrent_trials=1, reruns_errored=True), LOG)
-    say_errored(searched(planned()), SearchLimits(max_concurrent_trials=1), LOG)
+    say_errored(state, planned(rerun_errored=True), LOG)
+    say_errored(searched(planned()), planned(), LOG)
     assert caplog.messages == []
-    say_errored(state, SearchLimits(max_concurrent_trials=1), LOG)
+    say_errored(state, planned(), LOG)
     assert caplog.messages[0].startswith(
         "2 trials that errored in an earlier run are not tried again: pass rerun_errored"
     )

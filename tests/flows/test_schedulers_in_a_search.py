@@ -28,9 +28,9 @@ from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.integrations.optuna import OptunaPruner
-from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.run_identity import current_owner, new_write_id
 from prefect_tune.tasks.experiment_state import Opening, open_journal, write_directly
+from tests.fakes.limits import limits_of
 from tests.flows.acted import NAME, Acted, Troupe
 
 SCHEDULERS = {
@@ -118,6 +118,6 @@ def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_n
     assert began.trial("00000").status is Status.PENDING
     acted = Acted(local_target, Troupe(9, saved={"00000": SAVED}), samples=1)
     for _ in range(2):
-        state = acted.run(limits=SearchLimits(1, has_had_enough=lambda trial: trial.step >= 9))
+        state = acted.run(limits=limits_of(1, has_had_enough=lambda trial: trial.step >= 9))
         assert (state.trial("00000").status, state.trial("00000").step) == (Status.FINISHED, 9)
         assert (state.trial("00000").attempt, acted.executor.start_count) == (2, 1)

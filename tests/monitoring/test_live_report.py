@@ -39,7 +39,7 @@ PATIENCE = timedelta(seconds=20)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that follow each other as fast as they can."""
     monkeypatch.setattr(artifact_publisher, "_FIRST", timedelta(0))
-    monkeypatch.setattr(artifact_publisher, "_PERIOD", timedelta(seconds=0.05))
+    monkeypatch.setattr(artifact_publisher, "REFRESH_PERIOD", timedelta(seconds=0.05))
     monkeypatch.setattr(artifact_publisher, "_SHARE", 1)
 
 

@@ -25,7 +25,7 @@ from prefect_tune.parameters.limits import warn_of_limits
         (
             scheduler_from,
             "asha",
-            "unknown name 'asha'; expected one of FIFO, ASHA, Hyperband, MedianStopping, PBT; did you mean 'ASHA'?",
+            f"unknown name 'asha'; expected one of {', '.join(pt.BUILT_IN['scheduler'])}; did you mean 'ASHA'?",
         ),
         (scheduler_from, "medianstoping", "did you mean 'MedianStopping'?"),
         (scheduler_from, {"ASHA": 27}, 'ASHA: expected its options, as in {"ASHA": {"max_t": 81}}, found 27'),

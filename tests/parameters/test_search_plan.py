@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from inspect import Parameter, signature
 
+from prefect_tune.cli.shared.search_options import _OPTIONS, RUN
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
 from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
@@ -11,8 +12,24 @@ from prefect_tune.parameters.search_plan import OF_THE_RUN, SearchPlan
 KEPT = {name: Parameter.empty if each.is_required() else each.default for name, each in SearchPlan.model_fields.items()}
 
 
+NOT_AN_OPTION = {
+    "trainable": "an argument",
+    "target": "an argument",
+    "experiment": "an argument",
+    "sync": "a dozen settings: in code, or in the parameters of a deployment",
+    "resources_total": "of the machine; the same for each run on it",
+    "rerun_errored": "an option of `resume`",
+}
+"""The parameters of a search that `prefect-tune run` does not take as an option, and why."""
+
+
 def test_what_the_journal_leaves_out_as_a_default_is_the_default_of_a_search() -> None:
     assert {name: each.default for name, each in signature(tune.fn).parameters.items()} == KEPT
+
+
+def test_every_parameter_of_a_search_is_an_option_of_run_or_has_a_reason_not_to_be() -> None:
+    options = {_OPTIONS[name].sets or name for name in RUN} - {"settings"}  # a part of the space
+    assert options == KEPT.keys() - NOT_AN_OPTION.keys()
 
 
 def test_whatever_a_resume_is_given_says_which_experiment_what_is_trusted_or_how_its_search_goes_on() -> None:

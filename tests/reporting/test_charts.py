@@ -12,7 +12,7 @@ import pytest
 from prefect_tune.core.events.experiment_events import Absorbed, AttemptEnded, Cause, Opened, Owner, Reported, Started
 from prefect_tune.core.models import StepReport
 from prefect_tune.reporting.axes import fitted
-from prefect_tune.reporting.report_data import DRAWN, ReportData
+from prefect_tune.reporting.report_input import DRAWN, ReportInput
 from prefect_tune.reporting.svg import GREY
 from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
 from prefect_tune.reporting.trial_charts import (
@@ -24,7 +24,7 @@ from prefect_tune.reporting.trial_charts import (
 )
 from tests.fakes.told_searches import Telling, asha, pareto, population, single
 
-Chart = Callable[[ReportData], str | None]
+Chart = Callable[[ReportInput], str | None]
 CHARTS: list[Chart] = [
     front_chart,
     importance_chart,
@@ -58,69 +58,69 @@ def thick(svg: str | None, ink: str) -> int:
 def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> None:
     found = asha(12, kills=False)
     frame = 1 + 2 * 0
-    svg = learning_curves(found.material())
+    svg = learning_curves(found.report_input())
     assert thick(svg, "#e07b1a") == 1
     assert marks(svg, "line") >= 12 + frame
 
 
 def test_of_many_trials_no_more_curves_are_drawn_than_can_be_seen() -> None:
-    material = asha(200).material()
-    assert len(material.history.curves) == DRAWN
-    best = material.best[0].trial
-    assert best in material.history.curves
-    assert best in said(learning_curves(material))
+    report_input = asha(200).report_input()
+    assert len(report_input.history.curves) == DRAWN
+    best = report_input.best[0].trial
+    assert best in report_input.history.curves
+    assert best in said(learning_curves(report_input))
 
 
 def test_one_training_has_a_panel_for_each_metric() -> None:
-    texts = said(learning_curves(single().material()))
+    texts = said(learning_curves(single().report_input()))
     assert {"loss", "accuracy"} <= set(texts)
 
 
 def test_a_line_through_the_parameters_for_each_trial() -> None:
     found = asha(30, kills=False)
-    svg = parallel_coordinates(found.material())
+    svg = parallel_coordinates(found.report_input())
     assert thick(svg, "#e07b1a") == 1
-    assert thick(svg, "#3f87e0") == len(found.material().ranking) - 1
+    assert thick(svg, "#3f87e0") == len(found.report_input().ranking) - 1
     assert {"lr", "dropout", "model/act", "model/depth", "seed", "loss"} <= set(said(svg))
 
 
 def test_a_bar_for_each_parameter() -> None:
-    assert marks(importance_chart(asha(100).material()), "bar") == 2 * 5
+    assert marks(importance_chart(asha(100).report_input()), "bar") == 2 * 5
 
 
 def test_each_rung_shows_everybody_who_was_compared_there() -> None:
     told = asha(50, kills=False)
-    svg = rung_chart(told.material())
-    judged = [each for trial in told.material().trials for each in trial.past if each.what == "decided"]
+    svg = rung_chart(told.report_input())
+    judged = [each for trial in told.report_input().trials for each in trial.past if each.what == "decided"]
     assert marks(svg, "dots") == len(judged)
-    assert f"50 compared, {sum(each.step > 1 for each in told.material().trials)} on" in said(svg)
+    assert f"50 compared, {sum(each.step > 1 for each in told.report_input().trials)} on" in said(svg)
 
 
 def test_the_front_holds_whom_nobody_beats() -> None:
-    material = pareto(40).material()
-    assert len(material.best) > 1
-    assert marks(front_chart(material), "dots") == 40
+    report_input = pareto(40).report_input()
+    assert len(report_input.best) > 1
+    assert marks(front_chart(report_input), "dots") == 40
 
 
 def test_a_population_has_its_lineage_and_no_rungs() -> None:
-    material = population(8, 6).material()
-    clones = material.history.clones
-    svg = lineage_chart(material)
+    report_input = population(8, 6).report_input()
+    clones = report_input.history.clones
+    svg = lineage_chart(report_input)
     assert clones
     assert marks(svg, "dots") == len(clones)
-    assert rung_chart(material) is None
+    assert rung_chart(report_input) is None
 
 
 def test_every_attempt_is_on_the_timeline_and_each_that_was_lost_is_crossed_out() -> None:
     told = single(60, kills=(23, 41))
-    svg = timeline(told.material())
+    svg = timeline(told.report_input())
     assert marks(svg, "bar") == 3 + 3  # runs, attempts
     assert marks(svg, "cross") == 2
     assert [each for each in said(svg) if each.endswith("later")] == ["1 h later", "1 h later"]
 
 
 def test_the_runs_above_the_attempts_have_none_of_the_colors_that_say_how_an_attempt_ended() -> None:
-    svg = timeline(single(60, kills=(23, 41)).material())
+    svg = timeline(single(60, kills=(23, 41)).report_input())
     assert svg is not None
     inks = [str(each.get("fill")) for each in ET.fromstring(svg).iter() if each.get("class") == "bar"]
     assert set(inks[:3]) == {GREY}
@@ -146,7 +146,7 @@ def test_only_what_spans_orders_of_magnitude_evenly_is_drawn_by_them(values: lis
 
 
 def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_found() -> None:
-    history = single(60, kills=(23,)).material().history
+    history = single(60, kills=(23,)).report_input().history
     attempts, ownerships = history.attempts, history.ownerships
     assert attempts[0].ended == ownerships[0].last
     assert attempts[0].end == "lost"
@@ -166,13 +166,13 @@ def test_what_a_trial_wrote_before_its_owner_died_is_of_the_time_when_it_was_wri
     lost = AttemptEnded(trial="0", cause=Cause.MACHINE, message="its owner died")
     again = Opened(experiment=told.name, trial="0", epoch=2, owner=owner)
     told.tell(Absorbed(trial="0", number=4, events=(again, lost), at=told.now.isoformat()), after=1)
-    history = told.material().history
+    history = told.report_input().history
     assert history.attempts[0].ended == datetime.fromisoformat(at)
     assert history.ownerships[0].last == datetime.fromisoformat(at)
 
 
 def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once() -> None:
-    svg = timeline(asha(700).material())
+    svg = timeline(asha(700).report_input())
     assert marks(svg, "bar") == 3
 
 
@@ -180,7 +180,7 @@ def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once()
 def test_nothing_is_drawn_of_nothing(chart: Chart) -> None:
     nothing = Telling()
     nothing.history = type(nothing.history)(("loss",))
-    assert chart(nothing.material()) is None
+    assert chart(nothing.report_input()) is None
 
 
 @pytest.mark.parametrize("chart", CHARTS)
@@ -192,7 +192,7 @@ def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> N
             told.starts(str(index))
             told.trains(str(index), 1, {"loss": value})
             told.trains(str(index), 2, {"loss": value if index else -1e12})
-        if (svg := chart(told.material())) is not None:
+        if (svg := chart(told.report_input())) is not None:
             ET.fromstring(svg)
             assert not re.search(r"nan|inf", svg.partition(">")[2].replace("font-family", ""))
 
@@ -204,6 +204,6 @@ def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
         told.adds(str(index), {"</text><script>": f"<i>{index % 2}\x1b", "lr": index})
         told.starts(str(index))
         told.trains(str(index), 1, {'<b>&"\x00': float(index % 5)})
-    if (svg := chart(told.material())) is not None:
+    if (svg := chart(told.report_input())) is not None:
         assert "<script" not in svg
         ET.fromstring(svg)

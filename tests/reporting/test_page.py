@@ -22,11 +22,11 @@ from prefect_tune.core.events.experiment_events import (
 )
 from prefect_tune.core.experiment.trial_transitions import newest_key
 from prefect_tune.core.storage.layout import TrialKey
+from prefect_tune.reporting.facts import facts_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_html import as_html
 from prefect_tune.reporting.render_markdown import as_markdown
-from prefect_tune.reporting.report_data import ReportData
-from prefect_tune.reporting.report_summary import facts_of
+from prefect_tune.reporting.report_input import ReportInput
 from tests.fakes.told_searches import Telling, asha, pareto, population, single
 
 _BIG = 300_000
@@ -36,8 +36,8 @@ def linked(owner: Owner) -> str | None:
     return f"http://ui/runs/flow-run/{owner.flow_run}" if owner.flow_run else None
 
 
-def markdown(material: ReportData) -> str:
-    return as_markdown(page_of(material, linked))
+def markdown(report_input: ReportInput) -> str:
+    return as_markdown(page_of(report_input, linked))
 
 
 def headings(page: str) -> list[str]:
@@ -52,8 +52,8 @@ def rendered(page: str) -> str:
 
 
 def test_a_search_has_everything_in_its_order() -> None:
-    page = markdown(asha(40).material(expected=50))
-    best = asha(40).material().best[0]
+    page = markdown(asha(40).report_input(expected=50))
+    best = asha(40).report_input().best[0]
     assert headings(page) == [
         f"Best: trial {best.trial}",
         "Learning curves",
@@ -72,7 +72,7 @@ def test_a_search_has_everything_in_its_order() -> None:
 
 
 def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
-    there = replace(asha(4).material(), uri="s3://runs/digits?endpoint_url=http://minio:9000&region=eu")
+    there = replace(asha(4).report_input(), uri="s3://runs/digits?endpoint_url=http://minio:9000&region=eu")
     page = markdown(there)
     assert "prefect-tune export 's3://runs/digits?endpoint_url=http://minio:9000&region=eu' rates DIRECTORY" in page
     best = newest_key(TrialKey(experiment="rates", trial=there.best[0].trial), there.best[0])
@@ -82,25 +82,25 @@ def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
 
 def test_keys_in_the_variables_of_a_job_are_on_no_page() -> None:
     told = Telling(settings={"metric": "loss", "trial_job_variables": {"env": {"WANDB_API_KEY": "topsecret"}}})
-    page = markdown(told.material())
+    page = markdown(told.report_input())
     assert "WANDB_API_KEY" in page
     assert "topsecret" not in page
 
 
 def test_one_training_is_reported_without_a_table_of_trials() -> None:
-    page = markdown(single().material())
+    page = markdown(single().report_input())
     assert headings(page) == ["The trial", "Learning curves", "Timeline", "Cost", "Runs"]
     assert "**✅ finished at step 60" in page
 
 
 def test_with_several_metrics_the_front_stands_in_for_the_best() -> None:
-    page = markdown(pareto(40).material())
+    page = markdown(pareto(40).report_input())
     assert headings(page)[0] == "Pareto front"
     assert re.search(r"\*\*\d+ trials on the Pareto front · 40 of 40 trials done\*\*", page)
 
 
 def test_a_population_has_its_lineage() -> None:
-    assert "Lineage" in headings(markdown(population().material()))
+    assert "Lineage" in headings(markdown(population().report_input()))
 
 
 def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None:
@@ -109,7 +109,7 @@ def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None
         told.adds(name, {"x": int(name)})
         told.starts(name)
         told.trains(name, 1, {"loss": 1.0, "text": "not a number"})
-    page = markdown(told.material())
+    page = markdown(told.report_input())
     assert headings(page) == ["Learning curves", "Timeline", "Trials", "Cost"]
 
 
@@ -122,7 +122,9 @@ def test_each_run_of_a_schedule_is_reported_with_what_it_added() -> None:
         for index in range(1 if night == "second" else 2):  # one of them was left to the third night
             told.adds(f"{night}-{index}", {"x": index})
             told.starts(f"{night}-{index}")
-    runs = [row.split(" | ") for row in markdown(told.material()).partition("## Runs")[2].splitlines() if "|" in row]
+    runs = [
+        row.split(" | ") for row in markdown(told.report_input()).partition("## Runs")[2].splitlines() if "|" in row
+    ]
     assert runs[0][-3:] == ["samples asked for", "trials added", "attempts |"]
     assert [row[-3:] for row in runs[2:]] == [["+2", "2", "2 |"], ["+2", "1", "1 |"], ["+2", "2", "2 |"]]
 
@@ -133,19 +135,19 @@ def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_numb
         told.adds(str(index), {"x": index})
         told.starts(str(index))
         told.tell(GaveUp(trial=str(index), cause=Cause.USER, message=f"ValueError: {index}\ntrace"))
-    page = markdown(told.material())
+    page = markdown(told.report_input())
     assert headings(page) == ["Timeline", "Trials", "Errors (30)", "Cost"]
     assert page.count("ValueError") == 10
     assert "And 20 more." in page
 
 
 def test_before_the_first_trial_there_is_a_page_too() -> None:
-    assert "**0 of 9 trials done**" in markdown(Telling().material(expected=9))
+    assert "**0 of 9 trials done**" in markdown(Telling().report_input(expected=9))
 
 
 def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
-    material = single(60, kills=(23, 41)).material()
-    cost = facts_of(material, linked).cost
+    report_input = single(60, kills=(23, 41)).report_input()
+    cost = facts_of(report_input, linked).cost
     assert (cost.attempts, cost.attempts_lost, cost.wasted_steps) == (3, 2, 3 + 1)
     assert cost.checkpoints_committed == 12
     assert (cost.committed_bytes, cost.sent_bytes) == (60_000_000, 10_500_000)
@@ -154,7 +156,7 @@ def test_the_cost_tells_what_was_done_in_vain_and_what_was_not_sent() -> None:
 
 
 def test_the_same_facts_are_json() -> None:
-    told = json.loads(json.dumps(asdict(facts_of(asha(20).material(), linked))))
+    told = json.loads(json.dumps(asdict(facts_of(asha(20).report_input(), linked))))
     assert told["trials_by_status"] == {"finished": 19, "errored": 1}
     assert [run["epoch"] for run in told["runs"]] == [1, 2, 3]
     assert told["best"][0]["trial"] == told["trials"][0]["trial"]
@@ -162,8 +164,8 @@ def test_the_same_facts_are_json() -> None:
 
 @pytest.mark.parametrize("count", [1, 100, 1_000])
 def test_it_stays_small_however_many_trials_there_are(count: int) -> None:
-    material = asha(count).material()
-    page = page_of(material, linked)
+    report_input = asha(count).report_input()
+    page = page_of(report_input, linked)
     assert len(as_markdown(page)) < _BIG
     assert len(as_html(page)) < _BIG
     assert as_markdown(page).count("\n| [") <= 50 + 10 + 3
@@ -176,20 +178,20 @@ def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> Non
         told.starts(str(index))
         told.trains(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{each}": 1.0 for each in range(300)}})
         told.tell(GaveUp(trial=str(index), cause=Cause.USER, message="e" * 100_000))
-    assert len(markdown(told.material())) < _BIG
+    assert len(markdown(told.report_input())) < _BIG
 
 
 HOSTILE = "</summary><script>alert(1)</script>![x](http://evil/x.png)[y](javascript:z)|`a`\n# no *b* _c_ \x00\x1b &lt;"
 
 
-def hostile() -> ReportData:
+def hostile() -> ReportInput:
     told = Telling(settings={"metric": HOSTILE, "mode": "min", "note": f"{HOSTILE}\n```\n# no"}, metrics=[HOSTILE])
     for index in range(12):
         told.adds(str(index), {HOSTILE: f"{HOSTILE}{index % 3}", "lr": index})
         told.starts(str(index))
         told.trains(str(index), 1, {HOSTILE: float(index)})
     told.tell(GaveUp(trial="3", cause=Cause.USER, message=HOSTILE))
-    return told.material()
+    return told.report_input()
 
 
 def test_what_a_user_named_is_text_in_markdown() -> None:
@@ -221,7 +223,7 @@ def test_what_a_user_named_is_text_in_html_and_nothing_is_fetched() -> None:
 
 
 def test_pictures_have_no_background_and_ask_nobody() -> None:
-    pictures = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", markdown(asha(40).material()))
+    pictures = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", markdown(asha(40).report_input()))
     drawn = [base64.b64decode(each).decode() for each in pictures]
     assert len(drawn) == 5
     for svg in drawn:
@@ -240,13 +242,13 @@ ODD: dict[str, tuple[dict[str, object], list[object], list[dict[str, object]]]] 
 }
 
 
-def odd(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> ReportData:
+def odd(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> ReportInput:
     told = Telling(settings=settings, metrics=["loss"])
     for index in range(12):
         told.adds(str(index), {"x": values[index % len(values)], "y": index})
         told.starts(str(index))
         told.trains(str(index), 1, metrics[index % len(metrics)])
-    return told.material()
+    return told.report_input()
 
 
 @pytest.mark.parametrize("case", ODD)
@@ -271,7 +273,7 @@ def test_what_was_sent_is_told_only_where_it_was_measured() -> None:
     told.trains("0", 1, {"loss": 1.0})
     new = CheckpointRef(step=1, sequence=told.number, metrics={"loss": 1.0}, size_bytes=5_000_000)
     told.tell(Committed(trial="0", checkpoint=new))  # as an earlier version journaled it
-    cost = markdown(told.material()).partition("## Cost")[2]
+    cost = markdown(told.report_input()).partition("## Cost")[2]
     assert "1 committed, 4.77 MiB in all" in cost
     assert "sent" not in cost
 
@@ -281,6 +283,6 @@ def test_a_run_that_was_ended_before_its_time_says_why(reason: str) -> None:
     told = Telling()
     if reason:
         told.tell(StopAsked(reason=reason))
-    assert (f"| **ended early** | {reason} |" in markdown(told.material())) == bool(reason)
+    assert (f"| **ended early** | {reason} |" in markdown(told.report_input())) == bool(reason)
     told.opens("the next one")
-    assert "ended early" not in markdown(told.material())
+    assert "ended early" not in markdown(told.report_input())

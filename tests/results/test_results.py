@@ -80,7 +80,7 @@ def test_the_report_draws_a_nested_metric() -> None:
         told.starts(name)
         told.trains(name, 1, {"eval": {"loss": 1.0}})
         told.trains(name, 2, {"eval": {"loss": loss}})
-    shown = told.material()
+    shown = told.report_input()
     assert shown.ranking[0].trial == "b"
     assert list(shown.history.curves["b"]["eval/loss"]) == [(1, 1.0), (2, 0.125)]
 
@@ -95,7 +95,7 @@ def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> N
     assert [each.trial for each in results.best_trials] == ["b", "c"]
     assert results.best is results.best_trials[0]
     assert results.best is best_of(told.state)  # what `ls` and `export` name
-    assert results.best.trial == told.material().ranking[0].trial  # what the report names
+    assert results.best.trial == told.report_input().ranking[0].trial  # what the report names
 
 
 def test_what_the_search_was_for_is_known_from_its_journal(target: Path, tmp_path: Path) -> None:

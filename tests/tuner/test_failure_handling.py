@@ -32,12 +32,12 @@ from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.monitoring.listener import ObserverGroup
-from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.supervisor.journal_writer import JournalWriter
 from prefect_tune.tuner.failure_handling import FailureHandler
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.policy import SearchPolicy
 from prefect_tune.tuner.stop_handling import Stopping
+from tests.fakes.limits import limits_of
 from tests.flows.acted import Troupe
 
 _LOG = logging.getLogger("tests")
@@ -57,7 +57,7 @@ class Court:
         journal_writer = JournalWriter(
             LocalTarget(path="/nowhere"), nothing_yet("e"), noted, lambda _events, _state: None
         )
-        limits = SearchLimits(max_concurrent_trials=1, failures=FailurePolicy(max_machine_failures=2))
+        limits = limits_of(1, failures=FailurePolicy(max_machine_failures=2))
         self.page = PendingEntry(journal_writer, policy, ObserverGroup(), timedelta(0))
         self.startable: deque[str] = deque()
         stopping = Stopping(limits, policy, Troupe(9), self.page, _LOG)

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Reported, Started
-from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.journal.journal import next_entry
 from prefect_tune.core.messages.process_messages import GoOn, Leave, StopAndSave
 from prefect_tune.core.messages.trial_replies import UNASKED, answer, take_back

@@ -22,10 +22,11 @@ from prefect_tune.core.models import digest_of
 from prefect_tune.prefect_api.artifacts import update_artifact
 from prefect_tune.supervisor.process_output import Log
 
-__all__ = ["ArtifactContent", "ArtifactPublisher", "artifact_key"]
+__all__ = ["REFRESH_PERIOD", "ArtifactContent", "ArtifactPublisher", "artifact_key"]
 
 _FIRST = timedelta(seconds=2)
-_PERIOD = timedelta(seconds=15)
+REFRESH_PERIOD = timedelta(seconds=15)
+"""The shortest pause between two updates of a report that changes."""
 _LONGEST_PERIOD = timedelta(minutes=10)
 _SHARE = 50
 """The pause after a round is at least this multiple of its duration: rounds take no more than 2 % of the time."""
@@ -96,7 +97,7 @@ class ArtifactPublisher:
             began = time.monotonic()
             is_shown = self._round()
             cost = timedelta(seconds=time.monotonic() - began) if is_shown else timedelta(0)
-            pause = max(_PERIOD, min(_LONGEST_PERIOD, cost * _SHARE))
+            pause = max(REFRESH_PERIOD, min(_LONGEST_PERIOD, cost * _SHARE))
         if not self._is_left:
             self._round()
 

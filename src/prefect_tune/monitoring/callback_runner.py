@@ -19,6 +19,7 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.did_you_mean import did_you_mean_or_has
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, InvalidInput, TuneError
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     AttemptEnded,
     Committed,
@@ -28,7 +29,7 @@ from prefect_tune.core.events.experiment_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.experiment.experiment import Entry, Experiment
+from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import entries_beyond
 from prefect_tune.core.models import valid_name

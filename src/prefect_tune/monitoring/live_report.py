@@ -1,4 +1,7 @@
-"""Report and progress of a running experiment, published as Prefect artifacts while it runs."""
+"""Report and progress of a running experiment, published as Prefect artifacts while it runs.
+
+How often: `REFRESH_PERIOD` in `artifact_publisher.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from prefect_tune.monitoring.artifact_publisher import ArtifactContent, Artifact
 from prefect_tune.reporting.history import ExperimentHistory, HistoryView, history_of
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_markdown import as_markdown
-from prefect_tune.reporting.report_data import material
+from prefect_tune.reporting.report_input import report_input_of
 from prefect_tune.retry_policy import with_retries
 from prefect_tune.stores.local.staging import transfer_pool
 from prefect_tune.supervisor import search_link
@@ -99,7 +102,7 @@ class Reporter:
             experiment = self._experiment
         now = datetime.now(UTC)
         uri, expected = self._target.uri, self._outlook.trial_count
-        page = page_of(material(experiment, self._view, uri=uri, now=now, expected=expected), link_to)
+        page = page_of(report_input_of(experiment, self._view, uri=uri, now=now, expected=expected), link_to)
         key, said = artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(key, "markdown", as_markdown(page), said)
         return [report, *self._progress(experiment), *self._progress_of_trials(experiment)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from prefect.logging import get_run_logger
 from prefect_tune.artifact_sync.trial_artifacts import TrialArtifacts
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import CheckpointRef
-from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.trial_stoppers import Stopper, limits_in
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.models import StepReport
 from prefect_tune.core.search.objective import Objective
+from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.supervisor.process_channel import Log
 from prefect_tune.supervisor.trial_spec import TrialSpec
 from prefect_tune.tasks.run_trial import curve_up_to
@@ -28,18 +28,12 @@ __all__ = ["SearchLimits", "has_had_enough", "require_possible", "warn_of_limits
 class SearchLimits:
     """The limits of one run of an experiment."""
 
+    options: SearchPlan
+    """The plan: its limits, such as `fail_fast`, are read from here where they apply."""
     max_concurrent_trials: int
-    failures: FailurePolicy = field(default_factory=FailurePolicy)
-    fail_fast: bool = False
-    """Whether the first trial that errors ends the experiment; the others save, and can be resumed."""
-    time: timedelta | None = None
-    """The time budget of the run, after which all trials save and the run ends; it can be resumed."""
+    """The number of slots, which the options only bound."""
     ends: str = ""
     """Reason that no new trial starts; empty while trials may start."""
-    reruns_errored: bool = False
-    """Whether errored trials are retried."""
-    only_errored: bool = False
-    """Whether only errored trials are retried, and no other trial continues or starts."""
     has_had_enough: Callable[[Trial], bool] = lambda _: True
     """Whether a finished trial meets today's stop criterion too; otherwise it is requeued."""
 

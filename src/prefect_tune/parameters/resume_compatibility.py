@@ -8,7 +8,6 @@ from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.models import canonical_json, plural
-from prefect_tune.parameters.limits import SearchLimits
 from prefect_tune.parameters.search_plan import SearchPlan, only_in_code
 from prefect_tune.parameters.training_request import name_of
 from prefect_tune.supervisor.process_channel import Log
@@ -119,10 +118,10 @@ def say_code(state: Experiment, plan: SearchPlan, log: Log) -> None:
         )
 
 
-def say_errored(state: Experiment, limits: SearchLimits, log: Log) -> None:
+def say_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log how many errored trials this run does not retry: it may have nothing else to train."""
     count = sum(each.status is Status.ERRORED for each in state.trials.values())
-    if count and not limits.reruns_errored:
+    if count and not plan.reruns_errored:
         log.warning(
             "%s not tried again: pass rerun_errored=True (prefect-tune resume … --rerun-errored)",
             plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),

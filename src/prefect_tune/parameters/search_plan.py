@@ -179,6 +179,11 @@ class SearchPlan(Value):
         return None if self.time_budget_seconds is None else timedelta(seconds=self.time_budget_seconds)
 
     @property
+    def failure_policy(self) -> FailurePolicy:
+        """The retry budgets of each trial."""
+        return self.failures or FailurePolicy()
+
+    @property
     def reruns_errored(self) -> RerunErrored:
         """Whether errored trials run again; `only` if no others do."""
         return self.rerun_errored or self.resume.rerun_errored
@@ -210,7 +215,7 @@ class SearchPlan(Value):
         }
 
     def extended(self, **changes: Any) -> Self:
-        """Return the plan with another `num_samples`, `stop` or `time_budget_seconds`."""
+        """Return the plan with changed fields, which are not validated again."""
         return self.model_copy(update=changes)
 
 

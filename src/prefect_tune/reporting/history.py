@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
     AttemptEnded,
@@ -26,7 +27,6 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.models import StepReport
 from prefect_tune.reporting.curve_sampling import Series, numbers_in
 

@@ -11,9 +11,9 @@ from prefect_tune.core.experiment.summary import named
 from prefect_tune.core.models import first_line, flat, metric_in, plural, shown_size
 from prefect_tune.core.storage.layout import below
 from prefect_tune.reporting.axes import format_number
-from prefect_tune.reporting.document import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
-from prefect_tune.reporting.report_data import ReportData
-from prefect_tune.reporting.report_summary import Facts, Links, TrialFacts, facts_of
+from prefect_tune.reporting.elements import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.facts import Facts, Links, TrialFacts, facts_of
+from prefect_tune.reporting.report_input import ReportInput
 from prefect_tune.reporting.timeline_charts import lineage_chart, timeline
 from prefect_tune.reporting.trial_charts import (
     front_chart,
@@ -55,10 +55,10 @@ _FIGURES = (
 )
 
 
-def page_of(material: ReportData, links: Links) -> Sequence[Block]:
+def page_of(report_input: ReportInput, links: Links) -> Sequence[Block]:
     """Return the page: at most about 300 KB, for any number of trials."""
-    facts = facts_of(material, links)
-    return [*_top(facts), *_best(facts), *_figures(material), *_trials(facts), *_errors(facts), *_end(facts)]
+    facts = facts_of(report_input, links)
+    return [*_top(facts), *_best(facts), *_figures(report_input), *_trials(facts), *_errors(facts), *_end(facts)]
 
 
 def _top(facts: Facts) -> Iterator[Block]:
@@ -133,17 +133,17 @@ def _export(facts: Facts, best: TrialFacts) -> str:
     return f"prefect-tune export {quote(facts.where)} {facts.experiment} DIRECTORY{which}"
 
 
-def _figures(material: ReportData) -> Iterator[Block]:
+def _figures(report_input: ReportInput) -> Iterator[Block]:
     for title, draw, legend in _FIGURES:
         try:
-            svg = draw(material)
+            svg = draw(report_input)
         except Exception as error:  # noqa: BLE001  show the rest of the page, with the error
             yield Text([f"{title} could not be drawn: {_clipped(f'{type(error).__name__}: {error}', 200)}"])
             continue
         if svg is not None:
             yield Heading(title)
-            is_clear = draw is learning_curves and material.objective is None
-            yield Figure(svg, f"{title} of {material.experiment.name}", "" if is_clear else legend)
+            is_clear = draw is learning_curves and report_input.objective is None
+            yield Figure(svg, f"{title} of {report_input.experiment.name}", "" if is_clear else legend)
 
 
 # ------------------------------------------------------------------------------------------------- the trials

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
-from prefect_tune.reporting.document import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
+from prefect_tune.reporting.elements import Block, Cell, Code, Details, Figure, Heading, Link, Table, Text, Verbatim
 from prefect_tune.reporting.svg import data_uri
 
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from prefect_tune.reporting.axes import END, GRID, MIDDLE, SMALL, Frame, draw_y_axis, fitted
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, Clone, OwnershipPeriod
-from prefect_tune.reporting.report_data import ReportData
+from prefect_tune.reporting.report_input import ReportInput
 from prefect_tune.reporting.svg import BLUE, GREEN, GREY, INKS, ORANGE, RED, Drawing, Pen, Point
 from prefect_tune.terminal.formatting import format_duration
 
@@ -45,12 +45,12 @@ class _Clock:
         return self.knots[-1][1]
 
 
-def timeline(material: ReportData) -> str | None:
+def timeline(report_input: ReportInput) -> str | None:
     """Draw the owners of the experiment and, below them, all attempts; None if no attempt has started."""
-    history, now = material.history, material.now
+    history, now = report_input.history, report_input.now
     if not history.ownerships:
         return None
-    attempts = [each if each.ended else replace(each, ended=_still(each, material)) for each in history.attempts]
+    attempts = [each if each.ended else replace(each, ended=_still(each, report_input)) for each in history.attempts]
     clock = _clock(history.ownerships, attempts, now)
     is_crowded = len(attempts) > _BARS
     lanes = [] if is_crowded else _lanes(attempts)
@@ -65,9 +65,9 @@ def timeline(material: ReportData) -> str | None:
     return drawing.svg()
 
 
-def _still(attempt: AttemptPeriod, material: ReportData) -> datetime:
+def _still(attempt: AttemptPeriod, report_input: ReportInput) -> datetime:
     """Return the end to draw for an attempt without one: the last journal entry of its owner."""
-    return max(attempt.began, material.history.ownerships[-1].last)
+    return max(attempt.began, report_input.history.ownerships[-1].last)
 
 
 def _clock(ownerships: Sequence[OwnershipPeriod], attempts: Sequence[AttemptPeriod], now: datetime) -> _Clock:
@@ -191,33 +191,33 @@ def _draw_clock(drawing: Drawing, clock: _Clock, y: float) -> None:
 # ----------------------------------------------------------------------------------------------------- lineage
 
 
-def lineage_chart(material: ReportData) -> str | None:
+def lineage_chart(report_input: ReportInput) -> str | None:
     """Draw each member of a population in the color of its weights' first member; None if no trial was cloned."""
-    clones = [each for each in material.history.clones if each.trial != each.source]
+    clones = [each for each in report_input.history.clones if each.trial != each.source]
     if not clones:
         return None
-    names = _members(material, clones)
+    names = _members(report_input, clones)
     lanes = {name: 24 + index * 15.0 for index, name in enumerate(names)}
     bottom = 24 + len(names) * 15.0
     drawing = Drawing(WIDTH, bottom + 36)
-    most = max(each.step for each in material.trials)
+    most = max(each.step for each in report_input.trials)
     x = fitted([0, max([most, *(each.at_step for each in clones)])], _LEFT, _RIGHT, may_be_log=False)
     for place, said in x.ticks(10):
         drawing.line([(place, 16), (place, bottom)], GRID)
         drawing.text((place, bottom + 16), said, f"{SMALL} {MIDDLE}")
     drawing.text((_RIGHT, bottom + 31), "step", f"{SMALL} {END}")
     founders = _founders(names)
-    _draw_pieces(drawing, x.at, lanes, (_pieces(material, clones, founders), clones))
+    _draw_pieces(drawing, x.at, lanes, (_pieces(report_input, clones, founders), clones))
     for name, y in lanes.items():
         drawing.text((_LEFT - 8, y + 4), name[-13:], f'font-size="10" {END}')
     return drawing.svg()
 
 
-def _members(material: ReportData, clones: Sequence[Clone]) -> Sequence[str]:
+def _members(report_input: ReportInput, clones: Sequence[Clone]) -> Sequence[str]:
     """Return the trials that cloned or were cloned; of many, the best."""
     part = {each.trial for each in clones} | {each.source for each in clones}
-    ranked = [each.trial for each in material.ranking if each.trial in part]
-    others = [each.trial for each in material.trials if each.trial in part and each.trial not in set(ranked)]
+    ranked = [each.trial for each in report_input.ranking if each.trial in part]
+    others = [each.trial for each in report_input.trials if each.trial in part and each.trial not in set(ranked)]
     return sorted([*ranked, *others][:_MOST_LANES])
 
 
@@ -235,7 +235,7 @@ class _Piece:
     ink: str
 
 
-def _pieces(material: ReportData, clones: Sequence[Clone], founders: Mapping[str, str]) -> Sequence[_Piece]:
+def _pieces(report_input: ReportInput, clones: Sequence[Clone], founders: Mapping[str, str]) -> Sequence[_Piece]:
     """Cloned weights keep the color of the member that trained them first."""
     inks, begins, pieces = dict(founders), dict.fromkeys(founders, 0.0), []
     for clone in clones:
@@ -243,7 +243,7 @@ def _pieces(material: ReportData, clones: Sequence[Clone], founders: Mapping[str
             pieces.append(_Piece(clone.trial, begins[clone.trial], clone.at_step, inks[clone.trial]))
             inks[clone.trial] = inks.get(clone.source, GREY)
             begins[clone.trial] = clone.step
-    steps = {each.trial: each.step for each in material.trials}
+    steps = {each.trial: each.step for each in report_input.trials}
     return [*pieces, *(_Piece(name, begins[name], steps[name], inks[name]) for name in founders)]
 
 

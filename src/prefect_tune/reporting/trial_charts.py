@@ -19,7 +19,7 @@ from prefect_tune.reporting.axes import (
     format_number,
 )
 from prefect_tune.reporting.curve_sampling import numbers_in
-from prefect_tune.reporting.report_data import ReportData, spread
+from prefect_tune.reporting.report_input import ReportInput, spread
 from prefect_tune.reporting.svg import BLUE, GREY, INKS, ORANGE, Drawing, Pen, Point
 
 WIDTH = 880
@@ -39,10 +39,12 @@ _LABEL = 'font-size="10.5" font-weight="700"'
 # ---------------------------------------------------------------------------------------------- learning curves
 
 
-def learning_curves(material: ReportData) -> str | None:
+def learning_curves(report_input: ReportInput) -> str | None:
     """Draw a panel for each metric; None if nothing was reported."""
     metrics = [
-        name for name in material.history.metrics if any(name in each for each in material.history.curves.values())
+        name
+        for name in report_input.history.metrics
+        if any(name in each for each in report_input.history.curves.values())
     ]
     if not metrics:
         return None
@@ -52,21 +54,21 @@ def learning_curves(material: ReportData) -> str | None:
     for index, name in enumerate(metrics):
         left, top = WIDTH / columns * (index % columns), height * (index // columns)
         right = left + WIDTH / columns - (70 if columns == 1 else 56)
-        _curves(drawing, Frame(left + 62, top + 26, right, top + height - 42), material, name)
+        _curves(drawing, Frame(left + 62, top + 26, right, top + height - 42), report_input, name)
     return drawing.svg()
 
 
-def _curves(drawing: Drawing, frame: Frame, material: ReportData, metric: str) -> None:
-    curves = {trial: each[metric] for trial, each in material.history.curves.items() if each.get(metric)}
+def _curves(drawing: Drawing, frame: Frame, report_input: ReportInput, metric: str) -> None:
+    curves = {trial: each[metric] for trial, each in report_input.history.curves.items() if each.get(metric)}
     x = fitted([step for each in curves.values() for step, _ in each], frame.left, frame.right, may_be_log=False)
     y = fitted([value for each in curves.values() for _, value in each], frame.bottom, frame.top, room=0.03)
     draw_axes(drawing, frame, x, y, ("step", metric))
     lines = {trial: [(x.at(step), y.at(value)) for step, value in each] for trial, each in curves.items()}
-    ranked = [each.trial for each in material.ranking if each.trial in lines]
-    best = [each.trial for each in material.best if each.trial in lines]
+    ranked = [each.trial for each in report_input.ranking if each.trial in lines]
+    best = [each.trial for each in report_input.best if each.trial in lines]
     named = [each for each in ranked[:_NAMED] if each not in best] if len(best) <= 1 else []
     others = [each for each in ranked if each not in best and each not in named]
-    unranked = [trial for trial in lines if trial not in material.losses]
+    unranked = [trial for trial in lines if trial not in report_input.losses]
     for index, trial in enumerate(unranked):
         drawing.lines([lines[trial]], Pen(INKS[index], 1.8) if len(unranked) <= len(INKS) else _UNRANKED)
     drawing.lines([lines[each] for each in reversed(others)], _OTHERS)
@@ -110,19 +112,19 @@ class _Axis:
         return frame.bottom - (index + 0.5) * (frame.bottom - frame.top) / len(self.categories)
 
 
-def parallel_coordinates(material: ReportData) -> str | None:
+def parallel_coordinates(report_input: ReportInput) -> str | None:
     """Draw each trial as a line through its parameters to its metric; None with fewer than two trials or no metric."""
-    if material.objective is None or len(material.ranking) < 2:
+    if report_input.objective is None or len(report_input.ranking) < 2:
         return None
     frame = Frame(70, 44, WIDTH - 70, 280)
-    axes = list(_axes(material, frame))
+    axes = list(_axes(report_input, frame))
     if len(axes) < 2:
         return None
     drawing = Drawing(WIDTH, 300)
     places = [frame.left + index * (frame.right - frame.left) / (len(axes) - 1) for index in range(len(axes))]
-    drawn = spread(material.ranking, _LINES)
+    drawn = spread(report_input.ranking, _LINES)
     lines = [_through(axes, places, each.trial, frame) for each in drawn]
-    best = {each.trial for each in material.best}
+    best = {each.trial for each in report_input.best}
     good = max(1, len(drawn) // 5)
     drawing.lines(reversed(lines[good:]), Pen(BLUE, 1, 0.2 if len(lines) > 40 else 0.35))
     drawing.lines([line for line, each in zip(lines[:good], drawn, strict=False) if each.trial not in best], _GOOD)
@@ -132,13 +134,15 @@ def parallel_coordinates(material: ReportData) -> str | None:
     return drawing.svg()
 
 
-def _axes(material: ReportData, frame: Frame) -> Iterator[_Axis]:
-    order = list(material.importances) or list(material.cells)
-    names = [each.trial for each in material.trials]
-    found = (_axis(name, dict(zip(names, material.cells[name], strict=True)), frame) for name in order)
+def _axes(report_input: ReportInput, frame: Frame) -> Iterator[_Axis]:
+    order = list(report_input.importances) or list(report_input.cells)
+    names = [each.trial for each in report_input.trials]
+    found = (_axis(name, dict(zip(names, report_input.cells[name], strict=True)), frame) for name in order)
     yield from [axis for axis in found if axis is not None][: _AXES - 1]
-    for metric in material.objective.metrics if material.objective else ():
-        values: dict[str, object] = {each.trial: material.compared(each.trial).get(metric) for each in material.ranking}
+    for metric in report_input.objective.metrics if report_input.objective else ():
+        values: dict[str, object] = {
+            each.trial: report_input.compared(each.trial).get(metric) for each in report_input.ranking
+        }
         if (axis := _axis(metric, values, frame)) is not None:
             yield axis
 
@@ -184,9 +188,9 @@ def _label(category: str) -> str:
 # -------------------------------------------------------------------------------------- parameter importance
 
 
-def importance_chart(material: ReportData) -> str | None:
+def importance_chart(report_input: ReportInput) -> str | None:
     """Draw a bar for each parameter; None with too few trials to say anything."""
-    shares = list(material.importances.items())[:_BARS]
+    shares = list(report_input.importances.items())[:_BARS]
     if len(shares) < 2:
         return None
     left, right, row = 220.0, WIDTH - 90.0, 24
@@ -203,13 +207,13 @@ def importance_chart(material: ReportData) -> str | None:
 # -------------------------------------------------------------------------------------------------- the rungs
 
 
-def rung_chart(material: ReportData) -> str | None:
+def rung_chart(report_input: ReportInput) -> str | None:
     """Draw the metrics compared at each of a scheduler's rungs, and which trials continued; None without rungs."""
-    rungs = _rungs(material)
-    if material.objective is None or not rungs or len(rungs) > 12 or material.history.clones:
+    rungs = _rungs(report_input)
+    if report_input.objective is None or not rungs or len(rungs) > 12 or report_input.history.clones:
         return None
     drawing, frame = Drawing(WIDTH, 290), Frame(62, 44, WIDTH - 20, 250)
-    metric = material.objective.metrics[0]
+    metric = report_input.objective.metrics[0]
     y = fitted([value for rung in rungs.values() for value, _ in rung], frame.bottom, frame.top, room=0.05)
     draw_y_axis(drawing, frame, y, 5)
     drawing.text((frame.left - 7, frame.top - 28), metric, f'{SMALL} font-weight="600"')
@@ -223,11 +227,11 @@ def rung_chart(material: ReportData) -> str | None:
     return drawing.svg()
 
 
-def _rungs(material: ReportData) -> Mapping[int, Sequence[tuple[float, bool]]]:
+def _rungs(report_input: ReportInput) -> Mapping[int, Sequence[tuple[float, bool]]]:
     """Return, for each rung's step, the metric of each trial and whether the trial continued."""
-    metric = material.objective.metrics[0] if material.objective else ""
+    metric = report_input.objective.metrics[0] if report_input.objective else ""
     rungs: dict[int, list[tuple[float, bool]]] = {}
-    for trial in material.trials:
+    for trial in report_input.trials:
         for step, value in _judged(trial, metric).items():
             rungs.setdefault(step, []).append((value, trial.step > step))
     return dict(sorted(rungs.items()))
@@ -260,24 +264,24 @@ def _jitter(index: int) -> float:
 # ------------------------------------------------------------------------------------------------------- front
 
 
-def front_chart(material: ReportData) -> str | None:
+def front_chart(report_input: ReportInput) -> str | None:
     """Draw the first metric against each other one, and the Pareto front; None with one metric."""
-    objective = material.objective
-    if objective is None or len(objective.metrics) < 2 or not material.ranking:
+    objective = report_input.objective
+    if objective is None or len(objective.metrics) < 2 or not report_input.ranking:
         return None
     panels = min(2, len(objective.metrics) - 1)
     drawing = Drawing(WIDTH, 320)
     for index in range(panels):
         left = WIDTH / panels * index
         frame = Frame(left + 66, 28, left + WIDTH / panels - 24, 276)
-        _draw_front(drawing, frame, material, (objective.metrics[0], objective.metrics[index + 1]))
+        _draw_front(drawing, frame, report_input, (objective.metrics[0], objective.metrics[index + 1]))
     return drawing.svg()
 
 
-def _draw_front(drawing: Drawing, frame: Frame, material: ReportData, metrics: tuple[str, str]) -> None:
-    best = {each.trial for each in material.best}
-    drawn = best | {each.trial for each in spread(material.ranking, _DOTS)}
-    compared = {each.trial: material.compared(each.trial) for each in material.trials if each.trial in drawn}
+def _draw_front(drawing: Drawing, frame: Frame, report_input: ReportInput, metrics: tuple[str, str]) -> None:
+    best = {each.trial for each in report_input.best}
+    drawn = best | {each.trial for each in spread(report_input.ranking, _DOTS)}
+    compared = {each.trial: report_input.compared(each.trial) for each in report_input.trials if each.trial in drawn}
     places = {trial: [values[name] for name in metrics] for trial, values in compared.items()}
     x = fitted([each[0] for each in places.values()], frame.left, frame.right, room=0.03)
     y = fitted([each[1] for each in places.values()], frame.bottom, frame.top, room=0.05)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, assert_never
 
-from prefect_tune.arrow_tables import trials_table
+from prefect_tune.arrow_tables import trials_as_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
@@ -222,7 +222,7 @@ class Results:
         """
         match rows:
             case "trials":
-                return trials_table(self.experiment)
+                return trials_as_arrow(self.experiment)
             case "reports":
                 return self._reports
             case _:

@@ -137,7 +137,7 @@ class Driver:
             if state.status is Status.PENDING:
                 return trial
             self._let_go_on(state)
-        if self._limits.only_errored:
+        if self._limits.options.reruns_errored == "only":
             return None
         self._stop_unneeded()
         if (paused := self._policy.resume_next()) is None:
@@ -331,7 +331,7 @@ class Driver:
             self._merger.catch_up(trial)  # a trial that ended unnoticed may have to be extended too
         self._requeue()
         for trial in self._unended():
-            if self._limits.only_errored and trial not in errored:
+            if self._limits.options.reruns_errored == "only" and trial not in errored:
                 continue
             if trial not in unended:
                 self._merger.catch_up(trial)
@@ -369,9 +369,9 @@ class Driver:
     def _requeue(self) -> None:
         """Requeue ended trials: errored ones that this run retries, finished ones that today's criterion extends."""
         for trial in list(self._state.trials.values()):
-            if trial.status is Status.ERRORED and self._limits.reruns_errored:
+            if trial.status is Status.ERRORED and self._limits.options.reruns_errored:
                 self._put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
-            elif self._limits.only_errored:
+            elif self._limits.options.reruns_errored == "only":
                 continue
             elif trial.status is Status.FINISHED and not self._limits.has_had_enough(trial):
                 self._put(Requeued(trial=trial.trial, reason=f"extended beyond step {trial.step}"))

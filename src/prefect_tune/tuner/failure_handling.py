@@ -49,18 +49,18 @@ class FailureHandler:
             StoreUnavailable, StoreRefused, CommitUnknown: the attempt failed by this error, and the budget of machine
                 failures is spent. All trials share the target, so the search ends; its next run resumes this trial.
         """
-        if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.failures):
+        if isinstance(error, _TARGET_FAILS) and machines_spent(trial, self._limits.options.failure_policy):
             raise error
         if not trial.apart:
             self._log.warning("attempt %d: %s: %s", trial.attempt, cause, trial.reason)
         elif not (self._stopping.ends and cause is Cause.PREEMPTED):
             self._log.warning("trial %s: attempt %d failed: %s: %s", trial.trial, trial.attempt, cause, trial.reason)
-        self.failure_handler(trial.trial, cause)
+        self.retry_or_give_up(trial.trial, cause)
 
-    def failure_handler(self, trial: str, cause: Cause) -> None:
+    def retry_or_give_up(self, trial: str, cause: Cause) -> None:
         """Retry a trial from its newest good checkpoint while its retry budgets last; then give it up."""
         state = self._pending_entry.state.trial(trial)
-        match verdict(state, cause, self._limits.failures):
+        match verdict(state, cause, self._limits.options.failure_policy):
             case TryAgain() | Resumable():
                 self._startable.append(trial)
             case Quarantine(sequence=sequence, reason=reason):
@@ -78,11 +78,11 @@ class FailureHandler:
 
         Its earlier machine failures do not count, unless the trial may have killed that run.
         """
-        if is_forgiven(trial, self._limits.failures):
+        if is_forgiven(trial, self._limits.options.failure_policy):
             self._pending_entry.put(Requeued(trial=trial.trial, reason=f"tried again after: {trial.reason}"))
             self._startable.append(trial.trial)
         else:
-            self.failure_handler(trial.trial, cause)
+            self.retry_or_give_up(trial.trial, cause)
 
     def lost(self, trial: str, error: BaseException | None) -> None:
         """Count an attempt that ended without writing its end as a machine failure; retry the trial or give it up.
@@ -96,7 +96,7 @@ class FailureHandler:
         count = 1 if saved > had else before + 1
         self._lost[trial] = (count, saved)
         self._log.warning("trial %s: attempt lost: %s", trial, why)
-        if count > self._limits.failures.max_machine_failures:
+        if count > self._limits.options.failure_policy.max_machine_failures:
             if isinstance(error, _TARGET_FAILS):
                 raise error
             self.give_up(trial, Cause.MACHINE, f"{count} attempts were lost without a commit: {why}")
@@ -106,5 +106,5 @@ class FailureHandler:
     def give_up(self, trial: str, cause: Cause, message: str) -> None:
         """Mark a trial as errored; with `fail_fast`, end the experiment."""
         self._pending_entry.put(GaveUp(trial=trial, cause=cause, message=message))
-        if self._limits.fail_fast:
+        if self._limits.options.fail_fast:
             self._stopping.end(f"trial {trial} errored, and fail_fast ends the experiment: {message}")

@@ -18,7 +18,6 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.events.experiment_events import Described, Event
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment, of_trials
-from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
@@ -98,7 +97,7 @@ def _searched(turn: Turn) -> Results:
     def search(stop: threading.Event) -> Experiment:
         with executor as who, retrying_refusals():  # first, since its fork server takes a moment to start
             _require_fit(plan, policy)
-            state, now, changes = _opened(turn, limits, known or read_known(plan.target, name))
+            state, now, changes = _opened(turn, known or read_known(plan.target, name))
             turn.reached(state)
             journal_writer = JournalWriter(plan.target, state, write_directly, lambda _events, now: turn.reached(now))
             learns = [each for each in learned if each.source not in state.learned]
@@ -120,7 +119,7 @@ def _searched(turn: Turn) -> Results:
         return Results(interruptible(search, grace=spec.grace), plan.target, objective)
 
 
-def _opened(turn: Turn, limits: SearchLimits, known: LoadedJournal) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
+def _opened(turn: Turn, known: LoadedJournal) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
     Returns:
@@ -131,7 +130,7 @@ def _opened(turn: Turn, limits: SearchLimits, known: LoadedJournal) -> tuple[Exp
     require_same(known.experiment, plan.settings)
     if plan.on_code_change == "refuse":
         require_code(known.experiment, plan)
-    owner = owner_after(known.experiment, limits.failures.max_restarts, answered=turn.answered)
+    owner = owner_after(known.experiment, plan.failure_policy.max_restarts, answered=turn.answered)
     state = restore_experiment_state(
         plan.target, plan.experiment, owner, new_write_id(), skip_prefect_introspection(known)
     )
@@ -141,7 +140,7 @@ def _opened(turn: Turn, limits: SearchLimits, known: LoadedJournal) -> tuple[Exp
     say_code(state, now, log)
     say_space(state, now, log)
     if not turn.answered:  # errors of this run were logged before the question
-        say_errored(state, limits, log)
+        say_errored(state, plan, log)
     return state, now, [*([Described(settings=settings)] if settings != state.settings else []), *added]
 
 
@@ -188,15 +187,10 @@ def _learn(policy: SearchPolicy, journal_writer: JournalWriter) -> None:
 
 
 def _limits(turn: Turn, spec: TrialSpec, stopper: Stopper, slots: Slots) -> SearchLimits:
-    plan = turn.plan
     return SearchLimits(
+        options=turn.plan,
         max_concurrent_trials=slots.count,
-        failures=plan.failures or FailurePolicy(),
-        fail_fast=plan.fail_fast,
-        time=plan.time_budget,
         ends=STOPPED_HERE if turn.stops else "",
-        reruns_errored=bool(plan.reruns_errored),
-        only_errored=plan.reruns_errored == "only",
         has_had_enough=lambda trial: has_had_enough(spec, trial, stopper),
     )
 

@@ -13,7 +13,6 @@ from prefect.runtime import flow_run
 from prefect_tune.core.errors import InvalidInput, TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.experiment_stoppers import of_experiment
-from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import LoadedJournal
@@ -65,7 +64,7 @@ def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[Tria
     spec = trial_spec(first.plan, stopper)
     spec = replace(spec, trial=TrialKey(experiment=plan.experiment, trial=ONLY_TRIAL), apart=False)
     require_possible(spec)
-    training = _TrainingPlan(spec, storable_config(config), stopper, plan.failures or FailurePolicy(), plan.trainable)
+    training = _TrainingPlan(spec, storable_config(config), stopper, plan)
     while turn is not None:
         state = _trained(training, turn)
         turn = next_turn(turn, QUESTION, state)
@@ -91,8 +90,7 @@ class _TrainingPlan:
     spec: TrialSpec
     config: Mapping[str, object]
     stopper: Stopper
-    failures: FailurePolicy
-    trainable: object
+    options: SearchPlan
 
     def is_done(self, state: Experiment) -> bool:
         """Whether the trial has finished, by today's stop criterion too."""
@@ -137,9 +135,8 @@ def _driven(
     is_done = training.is_done(state)
     _say_where_it_stands(training, state, is_done=is_done)
     limits = SearchLimits(
+        options=training.options.extended(rerun_errored=True),
         max_concurrent_trials=1,
-        failures=training.failures,
-        reruns_errored=True,
         has_had_enough=lambda _: is_done,
     )
     policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(_NO_OBJECTIVE, 0))
@@ -181,7 +178,7 @@ class _Interruption:
 
 def _opened(training: _TrainingPlan, turn: Turn, known: LoadedJournal) -> Experiment:
     """Take ownership of the experiment. Raises what `restore_experiment_state` and `owner_after` raise."""
-    owner = owner_after(known.experiment, training.failures.max_restarts, answered=turn.answered)
+    owner = owner_after(known.experiment, training.options.failure_policy.max_restarts, answered=turn.answered)
     read = skip_prefect_introspection(known)
     state = restore_experiment_state(training.spec.target, turn.plan.experiment, owner, new_write_id(), read)
     require_same_training(state, training.spec, training.config)  # another run may have begun it since it was read
@@ -206,7 +203,7 @@ def _say_where_it_stands(training: _TrainingPlan, state: Experiment, *, is_done:
         log.info("%s: finished already, at step %d: %s", where, trial.step, trial.reason)
     elif trial is not None and newest is not None:
         log.info("%s: resumes from step %d, after %d attempts", where, newest.step, trial.attempt)
-        if changed := code_changed(spec.target, spec.trial, trial, training.trainable):
+        if changed := code_changed(spec.target, spec.trial, trial, training.options.trainable):
             log.warning("%s: training continues with the new code", changed)
     elif (trial and trial.attempt) or (flow_run.run_count or 1) > 1:
         log.warning("%s: no checkpoint was ever committed, so training starts again from step 0", where)

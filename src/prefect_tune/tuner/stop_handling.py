@@ -59,9 +59,10 @@ class Stopping:
             self._handle(stop_event(self._pending_entry.state, request))
         if self._limits.ends:
             self.end(self._limits.ends)
+        budget = self._limits.options.time_budget
         elapsed = timedelta(seconds=time.monotonic() - self._began)
-        if self._limits.time is not None and elapsed >= self._limits.time:
-            self.end(f"the time budget of {self._limits.time} is spent")
+        if budget is not None and elapsed >= budget:
+            self.end(f"the time budget of {budget} is spent")
         elif (why := self._policy.why_end()) is not None:
             self.end(why)
         if self.ends:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from prefect_tune.core.errors import Superseded
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import Absorbed, Event, Opened
-from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import entries_beyond, next_entry
 from prefect_tune.core.storage.layout import JournalKey

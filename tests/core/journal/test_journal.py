@@ -13,6 +13,7 @@ from prefect_tune.core.errors import (
     JournalCorrupt,
     Superseded,
 )
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Adopted,
     CheckpointRef,
@@ -24,7 +25,7 @@ from prefect_tune.core.events.experiment_events import (
     Started,
     TrialAdded,
 )
-from prefect_tune.core.experiment.experiment import Entry, Experiment, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.snapshots import write_due_segment
 from prefect_tune.core.models import Stamp, StepReport, digest_of

@@ -34,7 +34,7 @@ _PASSES = (Meaning.PASSING, Meaning.UNKNOWN)
 
 @pytest.fixture(autouse=True)
 def _asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstore_store, "_PAUSES_SECONDS", (0.0,))
+    monkeypatch.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0,))
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_a_head_that_is_refused_without_a_reason_is_explained_by_a_listing(serve
 
 
 def test_what_passes_is_asked_again_by_the_store_itself(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstore_store, "_PAUSES_SECONDS", (0.0, 0.01, 0.01))
+    monkeypatch.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0, 0.01, 0.01))
     with _store("s3", server) as store:
         _answer(server, "s3", 400, "RequestTimeout")
         before = len(server.asked)

@@ -62,7 +62,7 @@ def sink() -> Iterator[S3Sink]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstore_store, "_PAUSES_SECONDS", (0.0, 0.01, 0.02, 0.04))
+    monkeypatch.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0, 0.01, 0.02, 0.04))
 
 
 class TestOnARealServer(StoreContract):

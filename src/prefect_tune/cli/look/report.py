@@ -16,12 +16,12 @@ from prefect_tune.cli.shared.open_target import opened, place_at
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import objective_in
 from prefect_tune.core.journal.journal import history
+from prefect_tune.reporting.facts import facts_of
 from prefect_tune.reporting.history import history_of, moment
 from prefect_tune.reporting.page import page_of
 from prefect_tune.reporting.render_html import as_html as html
 from prefect_tune.reporting.render_markdown import as_markdown
-from prefect_tune.reporting.report_data import ReportData, material
-from prefect_tune.reporting.report_summary import facts_of
+from prefect_tune.reporting.report_input import ReportInput, report_input_of
 from prefect_tune.stores.local.staging import transfer_pool
 
 _FORMS = {".html": "HTML", ".htm": "HTML", ".md": "Markdown", ".markdown": "Markdown", "": "Markdown"}
@@ -65,7 +65,7 @@ def _form_of(output: Path | None, *, as_json: bool) -> str:
     return forms[ending]
 
 
-def _written(found: ReportData, *, as_json: bool, as_html: bool) -> str:
+def _written(found: ReportInput, *, as_json: bool, as_html: bool) -> str:
     from prefect_tune.monitoring.live_report import link_to
 
     if as_json:
@@ -74,11 +74,11 @@ def _written(found: ReportData, *, as_json: bool, as_html: bool) -> str:
     return html(page) if as_html else as_markdown(page)
 
 
-def _material(target: str, experiment: str) -> ReportData:
+def _material(target: str, experiment: str) -> ReportInput:
     with opened(target, experiment) as (store, state), transfer_pool() as transfers:
         entries = history(store, experiment, side_by_side=transfers)
     objective = objective_in(state.settings)
     metrics = objective.metrics if objective else ()
     found = history_of((each for each in entries if each.number <= state.number), metrics)
     now = max((moment(each.at) for each in entries), default=datetime.now(UTC))
-    return material(state, found.view, uri=place_at(target).uri, now=now)
+    return report_input_of(state, found.view, uri=place_at(target).uri, now=now)

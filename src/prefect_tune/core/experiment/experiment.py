@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeVar, assert_never
+from typing import TypeVar, assert_never
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt, SaveOvertaken
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
     Adopted,
@@ -45,25 +46,11 @@ from prefect_tune.core.experiment.trial_transitions import (
 )
 from prefect_tune.core.models import Digest, StepReport, TrialId, Value, without_unset
 from prefect_tune.core.schedulers.base import Pause, Stop
-from prefect_tune.core.storage.documents import Document
 from prefect_tune.core.storage.layout import JournalKey, journal_key
 
-__all__ = ["Entry", "Experiment", "after_event", "apply", "following", "nothing_yet"]
+__all__ = ["Experiment", "after_event", "apply", "following", "nothing_yet"]
 
 _Kept = TypeVar("_Kept")
-
-
-class Entry(Document):
-    """One numbered, immutable record of the journal: a group of events, chained to the entry before it."""
-
-    format: Literal["prefect-tune/journal"] = "prefect-tune/journal"
-    version: Literal[1] = 1
-    number: int
-    epoch: int
-    write_id: str
-    at: str
-    previous: str
-    events: tuple[Event, ...]
 
 
 class Experiment(Value):

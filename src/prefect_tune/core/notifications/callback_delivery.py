@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import Field
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
+from prefect_tune.core.events.entry import Entry
 from prefect_tune.core.events.experiment_events import (
     Absorbed,
     AttemptEnded,
@@ -27,7 +28,6 @@ from prefect_tune.core.events.experiment_events import (
     Reported,
     Started,
 )
-from prefect_tune.core.experiment.experiment import Entry
 from prefect_tune.core.models import StepReport, Value, valid_name
 from prefect_tune.core.storage.conditional_create import create_or_recognize
 from prefect_tune.core.storage.documents import Document, seal, unseal

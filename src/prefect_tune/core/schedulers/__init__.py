@@ -1,1 +1,4 @@
-"""Schedulers: which trials continue, pause, stop or exploit; deterministic functions of the reports."""
+"""Schedulers: which trials continue, pause, stop or exploit; deterministic functions of the reports.
+
+`prefect_tune.BUILT_IN` lists the ones that have a name in JSON.
+"""

@@ -33,6 +33,13 @@ class ASHA(Scheduler):
 
     With more than one of the `brackets`, trials are distributed over ladders that begin one rung higher each, in the
     proportions of Hyperband: a hedge against misleading early results.
+
+    Args:
+        max_t: the step at which every trial ends.
+        grace_period: the step of the first rung.
+        reduction_factor: how many times as many steps the next rung has; 1 / `reduction_factor` of a rung continue.
+        brackets: the number of ladders.
+        variant: `stopping` ends the other trials of a rung; `promotion` pauses them.
     """
 
     max_t: int = field(metadata={"example": 81})

@@ -36,6 +36,10 @@ class Hyperband(Scheduler):
 
     `brackets` shows the sizes: for `max_t=81` and `reduction_factor=3` they are (81, 1), (34, 3), (15, 9),
     (8, 27), (5, 81), as trials and steps at the first rung.
+
+    Args:
+        max_t: the step at which every trial ends.
+        reduction_factor: how many times as many steps the next rung has; 1 / `reduction_factor` of a rung continue.
     """
 
     max_t: int = field(metadata={"example": 81})

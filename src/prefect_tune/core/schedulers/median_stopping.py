@@ -36,6 +36,12 @@ class MedianStopping(Scheduler):
 
     With `min_time_slice`, a trial with too few others to compare with gives its slot away after that many steps, and
     continues when there are enough: so comparisons start early with fewer slots than trials. It needs checkpoints.
+
+    Args:
+        grace_period: the step of the first comparison.
+        min_samples_required: how many other trials a comparison needs.
+        interval: steps between two comparisons of a trial.
+        min_time_slice: steps after which a trial with too few others gives its slot away. Default: never.
     """
 
     grace_period: int = 1

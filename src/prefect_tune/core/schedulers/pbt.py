@@ -44,6 +44,14 @@ class PBT(Scheduler):
     It is asynchronous: no trial waits for a comparison. A population larger than its slots takes turns of one interval,
     the trial with the fewest steps first; paused trials are compared, too. A trial that ends (a stopper:
     `stop={"step": 100}`) leaves the population.
+
+    Args:
+        perturbation_interval: steps between two comparisons of a trial.
+        hyperparam_mutations: the parameters that change, and what they may become.
+        quantile_fraction: the share of the population that takes over, and the share that it takes over from.
+        resample_probability: how often a value is drawn anew, and not multiplied.
+        perturbation_factors: one of them is drawn for each value that is multiplied.
+        burn_in_period: the step before which no trial is compared.
     """
 
     perturbation_interval: int = field(metadata={"example": 5})

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _Faults: TypeAlias = list[Fault]
-_PAUSES_SECONDS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+_REQUEST_PAUSES_SECONDS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _SMALL_BYTES: Final = 1 << 20
 _PAGE_COUNT: Final = 1000  # what S3 lists, and deletes, in one request
 _RUNG: Final = 0.8
@@ -215,7 +215,7 @@ class ObstoreStore:
         small = moved_bytes is not None and moved_bytes <= _SMALL_BYTES
         limit_seconds = self._limit_seconds / 4 if small else self._limit_seconds
         faults = [] if faults is None else faults
-        for pause_seconds in _PAUSES_SECONDS:
+        for pause_seconds in _REQUEST_PAUSES_SECONDS:
             self._pause(pause_seconds)
             client = self._client(doing, limit_seconds, faults)
             try:

@@ -29,7 +29,7 @@ class HistorySource(Protocol):
 
 
 @dataclass(frozen=True)
-class ReportData:
+class ReportInput:
     """An experiment at one moment."""
 
     experiment: Experiment
@@ -75,15 +75,15 @@ class ReportData:
         return importances(parameters, [self.losses[self.trials[place].trial][0] for place in places])
 
 
-def material(
+def report_input_of(
     experiment: Experiment, view_of: HistorySource, *, uri: str, now: datetime, expected: int | None = None
-) -> ReportData:
+) -> ReportInput:
     """Return the data for a report of the experiment."""
     objective = objective_in(experiment.settings)
     history = view_of(_drawn(experiment, objective))
     trials = [with_report(each, history.newest.get(each.trial)) for each in experiment.trials.values()]
     losses = {each.trial: losses for each, losses in ranked(trials, objective)}
-    return ReportData(experiment, uri, now, objective, history, trials, losses, expected, _cells(trials))
+    return ReportInput(experiment, uri, now, objective, history, trials, losses, expected, _cells(trials))
 
 
 def spread(items: Sequence[Trial], most: int) -> Sequence[Trial]:

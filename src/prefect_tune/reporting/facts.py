@@ -11,7 +11,7 @@ from prefect_tune.core.experiment.summary import counted, is_search, shown_setti
 from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.history import AttemptEnd, AttemptPeriod, OwnershipPeriod
-from prefect_tune.reporting.report_data import ReportData
+from prefect_tune.reporting.report_input import ReportInput
 
 Links: TypeAlias = Callable[[Owner], str | None]
 """Returns the URL of a run; None if it has none."""
@@ -114,30 +114,30 @@ class Facts:
         return sum(self.trials_by_status.get(str(each), 0) for each in ENDED)
 
 
-def facts_of(material: ReportData, links: Links) -> Facts:
+def facts_of(report_input: ReportInput, links: Links) -> Facts:
     """Return the facts of an experiment."""
-    state, history, objective = material.experiment, material.history, material.objective
+    state, history, objective = report_input.experiment, report_input.history, report_input.objective
     owners = {each.trial: each.owner for each in history.attempts}
     say = _Says(state.name, owners, links)
-    ranked = [*material.ranking, *(each for each in material.trials if each.trial not in material.losses)]
-    errors = [each for each in material.trials if each.status is Status.ERRORED]
+    ranked = [*report_input.ranking, *(each for each in report_input.trials if each.trial not in report_input.losses)]
+    errors = [each for each in report_input.trials if each.status is Status.ERRORED]
     return Facts(
         experiment=state.name,
-        where=material.uri,
+        where=report_input.uri,
         kind="search" if is_search(state) else "training",
         metric=objective.metrics if objective else (),
         mode=objective.modes if objective else (),
         began_at=_at(history.ownerships[0].began.isoformat()) if history.ownerships else "",
-        told_at=_at(material.now.isoformat()),
+        told_at=_at(report_input.now.isoformat()),
         trials_by_status=counted(state),
-        trial_count=len(material.trials),
-        expected_trial_count=material.expected,
-        best=[say.trial(each) for each in material.best[:_TRIALS]],
+        trial_count=len(report_input.trials),
+        expected_trial_count=report_input.expected,
+        best=[say.trial(each) for each in report_input.best[:_TRIALS]],
         trials=[say.trial(each) for each in ranked[:_TRIALS]],
         errors=[say.trial(each) for each in errors[:_ERRORS]],
-        importance=material.importances,
+        importance=report_input.importances,
         runs=_runs(history.ownerships[-_RUNS:], history.attempts, links),
-        cost=_cost(material),
+        cost=_cost(report_input),
         settings=shown_settings(state.settings),
         ended_because=state.ends,
         is_whole=history.is_whole,
@@ -180,8 +180,8 @@ def _runs(ownerships: Sequence[OwnershipPeriod], attempts: Sequence[AttemptPerio
     return runs
 
 
-def _cost(material: ReportData) -> Cost:
-    trials, costs, attempts = material.trials, material.history.costs, material.history.attempts
+def _cost(report_input: ReportInput) -> Cost:
+    trials, costs, attempts = report_input.trials, report_input.history.costs, report_input.history.attempts
     trained, steps = sum(each.trained_seconds for each in trials), sum(each.step for each in trials)
     wasted = sum(each.wasted_steps for each in trials)
     return Cost(
