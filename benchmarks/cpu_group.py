@@ -34,14 +34,18 @@ class CpuGroup:
         lines = (self._folder / "cpu.stat").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("usage_usec ")) / 1e6
 
+    def pids(self) -> list[int]:
+        """Return the processes that live."""
+        return [int(pid) for pid in (self._folder / "cgroup.procs").read_text().split()]
+
     def require_empty(self, *, seconds: float = 30) -> None:
         """Give what is left time to end, then kill it: it was all started here."""
         until = time.monotonic() + seconds
-        while pids := (self._folder / "cgroup.procs").read_text().split():
+        while pids := self.pids():
             if time.monotonic() > until:
                 for pid in pids:
                     with suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
 

@@ -1,0 +1,156 @@
+"""Searches of trainables that import PyTorch, Lightning, scikit-learn or XGBoost, with us, Ray Tune and Optuna.
+
+    python -m benchmarks.imports --peers PYTHON [--write] [--rounds 3] [--only torch_mlp ...]
+
+PYTHON is an interpreter with `ray[tune]`, Optuna and the four libraries, and nothing of ours; the interpreter that runs
+this has ours and the libraries. Each search is a process of its own with an empty directory, two trials at a time; the
+peers take turns. Ray runs with and without `reuse_actors`, Optuna as two processes that share a study in a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.cpu_group import CpuGroup, cpu_group
+from benchmarks.peers_real import Work
+from benchmarks.tables import circumstances, table, write
+from benchmarks.throughput import surroundings
+
+_REPOSITORY = Path(__file__).parents[1]
+_PATIENCE_SECONDS = 900
+_PEERS = {
+    "ours": "prefect-tune",
+    "ray-reuse": "Ray, reused actors",
+    "ray": "Ray's default",
+    "optuna": "Optuna, 2 processes",
+}
+
+
+WORKLOADS = tuple(
+    Work(trainable, scheduler, trials, epochs, room="")
+    for trainable in ("torch_mlp", "lightning_mlp", "sklearn_sgd", "xgboost_trees")
+    for scheduler, trials, epochs in (("fifo", 20, 1), ("asha", 20, 16), ("fifo", 200, 1), ("asha", 200, 16))
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    seconds: float
+    cpu_seconds: float
+    peak_mib: float
+    """Of all its processes together; a page that several share counts once."""
+
+
+def _searched(peer: str, python: str, work: Work, environment: Mapping[str, str]) -> Measured:
+    with tempfile.TemporaryDirectory() as room, cpu_group() as group, (Path(room) / "log").open("w+") as log:
+        command = [python, "-m", "benchmarks.peers_real", peer, json.dumps(asdict(replace(work, room=room)))]
+        began = time.monotonic()
+        with _peak_memory(group) as peak:
+            done = subprocess.run(
+                group.inside(command),
+                env={**environment, "PYTHONPATH": str(_REPOSITORY)},
+                cwd=_REPOSITORY,
+                stdout=log,
+                stderr=log,
+                timeout=_PATIENCE_SECONDS,
+                check=False,
+            )
+        ended = time.monotonic()
+        group.require_empty()
+        if done.returncode:
+            log.seek(0)
+            raise RuntimeError(f"{peer}, {work}: exited with code {done.returncode}: {log.read()[-3000:]}")
+        return Measured(ended - began, group.cpu_seconds(), max(peak))
+
+
+@contextmanager
+def _peak_memory(group: CpuGroup) -> Iterator[Sequence[float]]:
+    """Yield a list that grows, every 0.5 s, by the memory of all processes of the group, in MiB."""
+    found, over = [0.0], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.5):
+            found.append(sum(map(_proportional_bytes, group.pids())) / 2**20)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        looking.join()
+
+
+def _proportional_bytes(pid: int) -> int:
+    with suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    return 0
+
+
+def _rows(work: Work, pythons: Mapping[str, str], rounds: int, environment: Mapping[str, str]) -> Iterator[list[str]]:
+    found: dict[str, list[Measured]] = {peer: [] for peer in pythons}
+    for _ in range(rounds):
+        for peer, python in pythons.items():
+            found[peer].append(_searched(peer, python, work, environment))
+            print(_named(work), peer, found[peer][-1], file=sys.stderr, flush=True)
+    for peer, each in found.items():
+        ratio = [statistics.median(a.seconds / b.seconds for a, b in zip(each, found["ours"], strict=True))]
+        ratio.append(statistics.median(a.cpu_seconds / b.cpu_seconds for a, b in zip(each, found["ours"], strict=True)))
+        medians = [
+            statistics.median(getattr(one, name) for one in each) for name in ("seconds", "cpu_seconds", "peak_mib")
+        ]
+        shown = [f"{medians[0]:.1f}", f"{medians[1]:.1f}", f"{medians[2]:,.0f}"]
+        yield [_named(work) if peer == "ours" else "", _PEERS[peer], *shown, *(f"{one:.2f}x" for one in ratio)]
+
+
+def _named(work: Work) -> str:
+    return f"{work.trials} trials of {work.trainable}, {work.scheduler.upper()}, {work.epochs} epochs"
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", required=True, metavar="PYTHON", help="an interpreter that has Ray and Optuna")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=None, help="modules of benchmarks.real")
+    parser.add_argument("--trials", type=int, nargs="+", default=[20, 200])
+    parser.add_argument("--scheduler", nargs="+", default=["fifo", "asha"])
+    parser.add_argument("--peer", nargs="+", default=list(_PEERS), help="which of them take turns")
+    asked = parser.parse_args()
+    works = [
+        each
+        for each in WORKLOADS
+        if each.trainable in (asked.only or each.trainable)
+        and each.trials in asked.trials
+        and each.scheduler in asked.scheduler
+    ]
+    pythons = {
+        peer: sys.executable if peer == "ours" else asked.peers for peer in _PEERS if peer in {"ours", *asked.peer}
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        environment = surroundings(Path(folder))
+        once = Work("torch_mlp", "fifo", 2, 1, room="")
+        for peer, python in pythons.items():  # so that databases and compiled modules are there
+            _searched(peer, python, once, environment)
+        rows = [row for work in works for row in _rows(work, pythons, asked.rounds, environment)]
+    head = ["search", "", "seconds", "CPU s", "peak MiB", "seconds of ours", "CPU of ours"]
+    text = f"{table(head, rows)}\n\nMedians of {asked.rounds} rounds in turns. {circumstances('prefect', 'torch')}"
+    print(text)
+    if asked.write:
+        write("imports", text)
+
+
+if __name__ == "__main__":
+    _main()
