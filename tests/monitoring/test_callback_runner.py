@@ -128,7 +128,7 @@ def told(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Mappi
 class TestInASearch:
     """What each of the diaries holds."""
 
-    def test_it_is_set_up_first_and_reported_the_end_last(self, told: Mapping[str, Diary]) -> None:
+    def test_it_is_set_up_first_and_receives_the_end_last(self, told: Mapping[str, Diary]) -> None:
         (what, search), *_, end = told["first"].told
         assert what == "setup"
         assert (search.experiment, search.objective.metrics, search.objective.modes) == ("e", ("loss",), ("min",))
