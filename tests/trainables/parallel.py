@@ -167,8 +167,11 @@ def _code_of_terminated(config: Config, number: int, *, at_once: bool = False) -
     while not at_once and not gate.exists():
         time.sleep(0.001)
     os.kill(worker.pid or 0, number)
-    worker.join(20)
-    return worker.exitcode
+    until = time.monotonic() + 60
+    # `join` returns without a code while another thread's `start` reaps this worker (`multiprocessing._cleanup`).
+    while (code := worker.exitcode) is None and time.monotonic() < until:
+        worker.join(0.01)
+    return code
 
 
 def _touch_and_wait(gate: Path) -> None:
