@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 from uuid import uuid4
 
 __all__ = ["CpuGroup", "cpu_group"]
@@ -25,6 +27,26 @@ class CpuGroup:
     def inside(self, command: Sequence[str]) -> list[str]:
         """Return the command that joins the group and then becomes `command`."""
         return ["sh", "-c", f'echo $$ > {self._folder}/cgroup.procs && exec "$@"', "sh", *command]
+
+    def run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: TextIO,
+        *,
+        timeout_seconds: float,
+        directory: Path | None = None,
+    ) -> int:
+        """Run a command inside, with its output in `log`; return its exit code."""
+        return subprocess.run(
+            self.inside(command),
+            env=environment,
+            cwd=directory,
+            stdout=log,
+            stderr=log,
+            timeout=timeout_seconds,
+            check=False,
+        ).returncode
 
     def cpu_seconds(self) -> float:
         """Return what all of them have used so far, the dead ones included."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -57,20 +56,15 @@ def _searched(peer: str, python: str, work: Work, environment: Mapping[str, str]
         command = [python, "-m", "benchmarks.peers_real", peer, json.dumps(asdict(replace(work, room=room)))]
         began = time.monotonic()
         with _peak_memory(group) as peak:
-            done = subprocess.run(
-                group.inside(command),
-                env={**environment, "PYTHONPATH": str(_REPOSITORY)},
-                cwd=_REPOSITORY,
-                stdout=log,
-                stderr=log,
-                timeout=_PATIENCE_SECONDS,
-                check=False,
+            path = {"PYTHONPATH": str(_REPOSITORY)}
+            code = group.run(
+                command, {**environment, **path}, log, timeout_seconds=_PATIENCE_SECONDS, directory=_REPOSITORY
             )
         ended = time.monotonic()
         group.require_empty()
-        if done.returncode:
+        if code:
             log.seek(0)
-            raise RuntimeError(f"{peer}, {work}: exited with code {done.returncode}: {log.read()[-3000:]}")
+            raise RuntimeError(f"{peer}, {work}: exited with code {code}: {log.read()[-3000:]}")
         return Measured(ended - began, group.cpu_seconds(), max(peak))
 
 

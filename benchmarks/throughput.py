@@ -95,18 +95,12 @@ def _searched(peer: Peer, work: Workload, room: Path) -> Measured:
         served = peer.server.cpu_seconds() if peer.server else 0.0
         command = [peer.python, str(_REPOSITORY / "benchmarks" / peer.script), work.kind]
         began = time.monotonic()
-        done = subprocess.run(
-            group.inside([*command, str(work.trials), str(work.reports), folder]),
-            env=peer.environment,
-            stdout=log,
-            stderr=log,
-            timeout=_PATIENCE_SECONDS,
-            check=False,
-        )
+        whole = [*command, str(work.trials), str(work.reports), folder]
+        code = group.run(whole, peer.environment, log, timeout_seconds=_PATIENCE_SECONDS)
         ended = time.monotonic()
         group.require_empty()
         cpu = group.cpu_seconds() + (peer.server.cpu_seconds() - served if peer.server else 0.0)
-        told = _told(Path(folder), work, done.returncode)
+        told = _told(Path(folder), work, code)
     loop = told["returned"] - told["first"]
     return Measured(
         trials_per_second=work.trials / loop,
