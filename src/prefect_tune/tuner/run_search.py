@@ -22,7 +22,7 @@ from prefect_tune.core.experiment.trial_stoppers import Stopper
 from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.schedulers.base import Schedule, Scheduler
 from prefect_tune.core.schedulers.fifo import FIFO
-from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.objective import UNNAMED, Objective
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor
@@ -69,7 +69,6 @@ __all__ = ["begun", "searched"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 _LOOK_FOR_REQUESTS = timedelta(seconds=5)
-_NAMELESS = Objective(metrics=("unnamed",), modes=("min",))
 
 
 def searched(plan: SearchPlan, known: LoadedJournal | None = None) -> Results:
@@ -87,7 +86,7 @@ def _searched(turn: Turn) -> Results:
     require_possible(spec := trial_spec(plan, stopper))
     warn_of_limits(stopper, objective, get_run_logger())
     policy = _policy(plan)
-    executor, slots = _executor(plan, spec)
+    opening, slots = _executor(plan, spec)
     limits = _limits(turn, spec, stopper, slots)
     subscribers = _subscribers(plan)
     known = require_presence(plan.target, name, plan.resume, turn.known)
@@ -95,7 +94,7 @@ def _searched(turn: Turn) -> Results:
     learned = new_lessons(source_names(plan.warm_start or ()), plan.target, name, seen)
 
     def search(stop: threading.Event) -> Experiment:
-        with executor as who, retrying_refusals():  # first, since its fork server takes a moment to start
+        with opening as executor, retrying_refusals():  # first, since its fork server takes a moment to start
             _require_fit(plan, policy)
             state, now, changes = _opened(turn, known or read_known(plan.target, name))
             turn.reached(state)
@@ -113,7 +112,8 @@ def _searched(turn: Turn) -> Results:
                 StopRequestPoller(plan.target, name, len(state.heard), look_every, stop) as stop_requests,
                 subscribers.listening(journal_writer, stop, log) as listener,
             ):
-                return Driver(spec, limits, asks, who, journal_writer, log=log, listener=listener).run(stop_requests)
+                driver = Driver(spec, limits, asks, executor, journal_writer, log=log, listener=listener)
+                return driver.run(stop_requests)
 
     with as_one_owner(plan.target, name), say_what_is_resumable(lambda: turn.state):
         return Results(interruptible(search, grace=spec.grace), plan.target, objective)
@@ -207,7 +207,7 @@ def begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Sched
     """Return the schedule of a new experiment. Raises `InvalidInput` if the scheduler needs a metric and has none."""
     if objective is None and not isinstance(scheduler, FIFO):
         raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; name it: metric='loss'")
-    return scheduler.begin(objective or _NAMELESS, seed)
+    return scheduler.begin(objective or UNNAMED, seed)
 
 
 def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager[TrialExecutor], Slots]:
@@ -219,7 +219,7 @@ def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager
     if (runner := _runner_elsewhere()) is not None:
         there = TaskRunnerLauncher(runner, plan.resources)
         return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan)
-    return _local_crew(spec, slots := slots_here(plan)), slots
+    return _local_executor(spec, slots := slots_here(plan)), slots
 
 
 def _runner_elsewhere() -> TaskRunner[Any] | None:
@@ -230,7 +230,7 @@ def _runner_elsewhere() -> TaskRunner[Any] | None:
 
 
 @contextmanager
-def _local_crew(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
+def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
     with TrialProcessPool(slots=slots.count) as pool:
         if spec.isolation == "process":
             pool.prepare()

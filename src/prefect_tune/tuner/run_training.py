@@ -19,7 +19,7 @@ from prefect_tune.core.journal.journal import LoadedJournal
 from prefect_tune.core.messages.stop_requests import StopRequest
 from prefect_tune.core.schedulers.fifo import FIFO
 from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
-from prefect_tune.core.search.objective import Objective
+from prefect_tune.core.search.objective import UNNAMED
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.executors.trial_executor import LocalExecutor, TrialExecutor, call_attempt
 from prefect_tune.monitoring.assets import ExperimentAddress
@@ -49,8 +49,6 @@ from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.policy import ONLY_TRIAL, SearchPolicy
 
 __all__ = ["trained"]
-
-_NO_OBJECTIVE = Objective(metrics=("unnamed",), modes=("min",))
 
 
 def trained(plan: SearchPlan, config: Mapping[str, object] | None) -> tuple[TrialSpec, Trial]:
@@ -139,7 +137,7 @@ def _driven(
         max_concurrent_trials=1,
         has_had_enough=lambda _: is_done,
     )
-    policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(_NO_OBJECTIVE, 0))
+    policy = SearchPolicy(_OneConfig(training.config), FIFO().begin(UNNAMED, 0))
     reporter = Reporter(spec.target, state, SearchEstimate(state.name, None, 1, training.stopper.step_count), log)
     observers = ObserverGroup([emitter, reporter])
     with reported(reporter, stop), nullcontext() if is_done else emitting_events(emitter, stop):

@@ -11,7 +11,7 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.models import Value, metric_in
 from prefect_tune.core.numbers import is_finite, shown
 
-__all__ = ["Mode", "Objective", "objective_of"]
+__all__ = ["UNNAMED", "Mode", "Objective", "objective_of"]
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -44,6 +44,10 @@ class Objective(Value):
             (1 if mode == "min" else -1) * _number(metrics, name, where)
             for name, mode in zip(self.metrics, self.modes, strict=True)
         )
+
+
+UNNAMED = Objective(metrics=("unnamed",), modes=("min",))
+"""For a schedule that compares no trials: no trial reports this metric."""
 
 
 def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
