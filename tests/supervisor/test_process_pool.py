@@ -167,7 +167,7 @@ def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
 def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         assert not ours.pids()
-        pool.prepare()
+        pool.prepare("tests.trainables.forked:looks_around", LOG)
         until(lambda: len(ours.pids()) == 1, what=lambda: f"one process, found {ours.names()}")  # /proc lags behind
         found_in(pool, tmp_path)
 

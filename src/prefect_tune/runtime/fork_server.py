@@ -1,7 +1,7 @@
 """The fork server that trial processes are forked from: `python -m prefect_tune.runtime.fork_server`, without Prefect.
 
-It has imported what every trial needs and no user code, and it has one thread, so a fork of it is safe whatever the
-supervisor is doing. Between it and each trial's process is a subreaper process:
+It has imported what every trial needs, and the trainable if that is safe (`prefect_tune.runtime.preload`). It has one
+thread, so a fork of it is safe whatever the supervisor is doing. Between it and each trial's process is a subreaper:
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
@@ -31,10 +31,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+from prefect_tune.core.messages.process_messages import READY, Preload
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
+from prefect_tune.runtime.preload import import_before_forking
+from prefect_tune.runtime.process_reset import children_of
 from prefect_tune.runtime.trial_process import flush_output, rehearse, serve
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
@@ -53,6 +55,7 @@ _STRAYS_DIE_WITHIN = timedelta(seconds=2)
 _LOOK_AGAIN = timedelta(seconds=0.05)
 _SUBREAPERS_STAY = timedelta(seconds=0.2)  # if another trial follows, its process is requested at once
 _FREE = b"free"
+_REASON_BYTES = 2000
 _libc = ctypes.CDLL(None)
 _Handlers = Mapping[signal.Signals, Any]
 _Life: TypeAlias = "Callable[[], _Life | None]"
@@ -93,8 +96,13 @@ def run_forever(life: _Life | None) -> NoReturn:
         os._exit(code)
 
 
-def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
-    """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
+def fork_server_main(control_fd: int, supervisor: int, preload_fd: int | None = None) -> _Life | None:
+    """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone.
+
+    Args:
+        preload_fd: a file that holds a `Preload`. Before the first request, `ready` is sent on `control_fd`; or the
+            reason why no trial can be forked after that import, and this process starts anew without it.
+    """
     _set_process_name(b"tune-forkserver")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of a killed subreaper
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
@@ -104,6 +112,8 @@ def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
     control = socket.socket(fileno=control_fd)
     subreapers: dict[int, socket.socket] = {}
     copy_context().run(rehearse)
+    if preload_fd is not None:
+        _preload_or_restart(control, preload_fd, before)
     gc.freeze()  # the children's collections then do not touch, and so do not copy, shared memory pages
     while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
         if deaths in rung:
@@ -118,6 +128,18 @@ def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
     _outlive(subreapers, deaths)
     control.close()
     return None
+
+
+def _preload_or_restart(control: socket.socket, preload_fd: int, before: _Handlers) -> None:
+    as_started = dict(os.environb)
+    with open(preload_fd, "rb") as file:
+        request = Preload.model_validate_json(file.read())
+    why_not = import_before_forking(request, control.fileno())
+    control.send(why_not.encode("utf-8", "replace")[:_REASON_BYTES] or READY.encode())
+    if why_not:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.execve(sys.executable, sys.orig_argv[:-1], as_started)  # noqa: S606 - the command of this process
 
 
 def _close(sockets: Collection[socket.socket]) -> None:
@@ -163,7 +185,7 @@ def _reap(deaths: int, subreapers: dict[int, socket.socket]) -> bool:
             if (line := subreapers.pop(death[0], None)) is not None:
                 line.close()
             if line is None or death[1] != 0:
-                _send(signal.SIGKILL, _children() - subreapers.keys())
+                _send(signal.SIGKILL, children_of(os.getpid()) - subreapers.keys())
         return True
     return False
 
@@ -268,7 +290,7 @@ def _end_strays(deaths: int) -> None:
     give_up_at = kill_at + _STRAYS_DIE_WITHIN.total_seconds()
     asked: set[int] = set()
     while _has_children() and (now := time.monotonic()) < give_up_at:
-        left = _children()  # includes descendants whose parent has just died
+        left = children_of(os.getpid())  # includes descendants whose parent has just died
         _send(signal.SIGTERM, left - asked) if now < kill_at else _send(signal.SIGKILL, left)
         asked |= left
         if _rung([deaths], _LOOK_AGAIN):
@@ -354,20 +376,6 @@ def _keep_only(*descriptors: int) -> None:
                 os.close(descriptor)
 
 
-def _children() -> set[int]:
-    """Return the pids of this process's children, adopted ones included."""
-    me = str(os.getpid()).encode()
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):  # it has ended
-                # pid (name) state parent ...; the name may hold any bytes, parentheses too
-                _, parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                if parent == me:
-                    found.add(int(entry.name))
-    return found
-
-
 def _send(number: signal.Signals, pids: Collection[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
@@ -389,4 +397,4 @@ def _say(status: int, words: str) -> None:
 
 
 if __name__ == "__main__":
-    run_forever(partial(fork_server_main, int(sys.argv[1]), int(sys.argv[2])))
+    run_forever(partial(fork_server_main, *map(int, sys.argv[1:])))

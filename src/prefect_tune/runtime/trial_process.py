@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -31,7 +31,7 @@ from prefect_tune.core.messages.process_messages import Broke, Start, Surroundin
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.group_signals import ignore_group_signals
 from prefect_tune.runtime.message_stream import MalformedMessage
-from prefect_tune.runtime.process_reset import settle_in
+from prefect_tune.runtime.process_reset import ProcessState, free_memory, settle_in
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
@@ -187,7 +187,10 @@ class _Attempts:
         except BaseException as error:  # noqa: BLE001 - the process's edge: everything becomes a message
             ended = _broke(error)
         self._say_end(ended)
-        return isinstance(ended, TrialEnded) and ended.waits
+        if not isinstance(ended, TrialEnded) or not ended.waits:
+            return False
+        free_memory()
+        return True
 
     def _say_end(self, ended: TrialEnded | Broke) -> None:
         if self._session is None:  # the trainable or the stopper could not be loaded
@@ -209,21 +212,28 @@ class _Attempts:
             claim_process(start.trial)
         if why := session.why_stop():
             return TrialEnded(reason=why, waits=kept is not None)  # its last step was committed, its end not journaled
+        before = ProcessState.now()
         try:
             session.ask_first()
-            with _forks_end():
-                if isinstance(trainable, type):
-                    return self._run_class(session, _set_up(trainable, start), start)
-                if isinstance(trainable, _SetUp):
-                    return self._run_class(session, _reset(trainable, start), start)
-            function = cast("TrainFunction", trainable)
-            session.loaded(_code(function))
-            session.begin()
-            with _forks_end():
-                returned = function(dict(start.config))
-            return session.finish(returned)
+            ended = self._train(session, trainable, start)
         except TrialOver as over:
-            return over.ended(waits=self._kept is not None)
+            ended = over.ended(waits=self._kept is not None)
+        if start.keeps_process and not ended.interrupted and not ended.waits and before.is_restored():
+            return ended.model_copy(update={"waits": True})
+        return ended
+
+    def _train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
+        with _forks_end():
+            if isinstance(trainable, type):
+                return self._run_class(session, _set_up(trainable, start), start)
+            if isinstance(trainable, _SetUp):
+                return self._run_class(session, _reset(trainable, start), start)
+        function = cast("TrainFunction", trainable)
+        session.loaded(_code(function))
+        session.begin()
+        with _forks_end():
+            returned = function(dict(start.config))
+        return session.finish(returned)
 
     def _run_class(self, session: TrialSession, ready: _SetUp, start: Start) -> TrialEnded:
         self._kept = None
@@ -243,8 +253,13 @@ class _Attempts:
                 trainable.cleanup()
 
 
+def prepend_import_path(import_path: Sequence[str]) -> None:
+    """Put `import_path` before the other entries of `sys.path`."""
+    sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
+
+
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
-    sys.path[:] = [*start.import_path, *(entry for entry in sys.path if entry not in start.import_path)]
+    prepend_import_path(start.import_path)
     try:
         trainable = kept or load_trainable(start.trainable)
         stopper = cast("Stopper", load_trainable(start.stopper))
@@ -298,8 +313,19 @@ def _train_until_over(session: TrialSession, trainable: Trainable) -> NoReturn:
         session.report_step(trainable.step(), trainable.save_checkpoint)
 
 
+_sources: dict[int, tuple[object, str]] = {}
+"""The trainable that was imported before the fork, by `id`, and the digest of its source: the file may change since."""
+
+
+def remember_source(trainable: object) -> None:
+    """Remember the digest of the trainable's source as it is now, for this process and its forks."""
+    _sources[id(trainable)] = trainable, _code(cast("type | TrainFunction", trainable))
+
+
 def _code(trainable: type | TrainFunction) -> str:
     """Return a digest of the trainable's source; "" if there is none, as for some pickled objects."""
+    if (imported := _sources.get(id(trainable))) is not None:
+        return imported[1]
     try:
         return digest_of(inspect.getsource(trainable).encode())[:16]
     except (TypeError, OSError):

@@ -8,20 +8,24 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from prefect_tune.core.messages.process_messages import READY, Preload
 from prefect_tune.stores.local.scratch import ScratchDirectory
+from prefect_tune.supervisor.process_output import Log, TrialOutput
 
 __all__ = ["ForkServer", "ForkedProcess", "PendingFork"]
 
 _PATIENCE = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
 _GOODBYE = timedelta(seconds=5)
+_IMPORT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
 _WORDS_BYTES = 64
+_REASON_BYTES = 2000
 _FIRST = "1"  # a process's first temporary directory
 
 
@@ -32,23 +36,63 @@ class ForkServer:
         self._process = process
         self._control = control
         self._was_asked = False
+        self._ready = threading.Event()
+        self._ready.set()
+        self.why_plain = ""
+        """Why it forks without the trainable, although it was to import it; empty if it has, or if it was not."""
+        self.has_died = False
+        """Whether the import has ended it, or took too long."""
 
     @staticmethod
-    def start(environment: Mapping[str, str]) -> ForkServer:
-        """Start the fork server without waiting; requests queue until it is ready."""
+    def start(environment: Mapping[str, str], preload: Preload | None = None, log: Log | None = None) -> ForkServer:
+        """Start the fork server without waiting; requests queue until it is ready.
+
+        Args:
+            preload: the trainable that it imports first. Call `fork` only after `is_ready` has returned True.
+            log: the log that receives what the import prints.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_PATIENCE.total_seconds())
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.runtime.fork_server"]
-        with theirs:
+        with theirs, _file_of(preload) as request:
             process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
+                [*command, str(theirs.fileno()), str(os.getpid()), *map(str, request)],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
+                # Trials have their own pipe, and without an import the fork server prints nothing.
+                stdout=subprocess.DEVNULL if preload is None else subprocess.PIPE,
                 env={**environment, "PYTHONUNBUFFERED": "1"},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *request),
                 start_new_session=True,
             )
-        return ForkServer(process, ours)
+        started = ForkServer(process, ours)
+        if preload is not None and log is not None:
+            started._await_import(log)
+        return started
+
+    def _await_import(self, log: Log) -> None:
+        """Wait for the end of the import, in a thread."""
+        self._ready.clear()
+        output = TrialOutput(log)
+        if self._process.stdout is not None:
+            with self._process.stdout:
+                output.start(self._process.stdout.fileno())
+        threading.Thread(target=self._note_import, args=(output,), name="fork-server-import", daemon=True).start()
+
+    def _note_import(self, output: TrialOutput) -> None:
+        said = _message(self._control, _IMPORT, most_bytes=_REASON_BYTES)
+        output.stop()
+        if not said:
+            self.has_died = True
+            self._process.kill()
+            how = f"took longer than {_IMPORT}" if said is None else "ended the process"
+            self.why_plain = f"its import {how}"
+        elif said != READY:
+            self.why_plain = said
+        self._ready.set()
+
+    def is_ready(self, patience: timedelta) -> bool:
+        """Wait up to `patience`; return whether the import is over, however it ended."""
+        return self._ready.wait(patience.total_seconds())
 
     def fork(self) -> PendingFork:
         """Request a process that waits for its first message; return without waiting for the fork."""
@@ -69,7 +113,7 @@ class ForkServer:
         """End the fork server: it exits after its forked processes, and is killed if that takes more than 5 s."""
         if not self._was_asked:
             self._process.kill()  # it may still be importing
-        self._control.close()
+        self._close()
         try:
             self._process.wait(_GOODBYE.total_seconds())
         except subprocess.TimeoutExpired:
@@ -78,7 +122,7 @@ class ForkServer:
 
     def let_go(self) -> None:
         """Send no more requests, and do not wait: the fork server exits after the last process that it forked."""
-        self._control.close()
+        self._close()
         threading.Thread(target=self._process.wait, name="fork-server", daemon=True).start()
 
     def kill(self) -> None:
@@ -86,9 +130,28 @@ class ForkServer:
         self._process.kill()
         self.end()
 
+    def _close(self) -> None:
+        if not self._ready.is_set():
+            self._process.kill()
+            self._ready.wait()  # its thread reads `control`
+        self._control.close()
+
+
+@contextmanager
+def _file_of(preload: Preload | None) -> Iterator[Sequence[int]]:
+    """Yield the descriptor of a file in memory that holds `preload`; none without it."""
+    if preload is None:
+        yield ()
+        return
+    with os.fdopen(os.memfd_create("preload"), "wb") as file:
+        file.write(preload.model_dump_json().encode())
+        file.flush()
+        file.seek(0)
+        yield (file.fileno(),)
+
 
 def _started_pid(status: socket.socket) -> int | None:
-    words = _heard(status, _PATIENCE)
+    words = _message(status, _PATIENCE)
     match (words or "").split():
         case ["born", subreaper, _]:
             return int(subreaper)
@@ -142,7 +205,7 @@ class PendingFork:
     def end(self, patience: timedelta) -> None:
         """Give the process `patience` to exit by itself; then its subreaper, if there is one, kills it."""
         try:
-            while _heard(self._ends.status, patience):
+            while _message(self._ends.status, patience):
                 pass  # "born", then "ended"
         finally:
             self._ends.close()
@@ -195,7 +258,7 @@ class ForkedProcess:
 
     def _ended_within(self, patience: timedelta) -> int | None:
         if self._code is None and not self._closed:
-            words = _heard(self._ends.status, patience)
+            words = _message(self._ends.status, patience)
             match (words if words is not None else "no word yet").split():
                 case ["ended", status]:
                     self._code = os.waitstatus_to_exitcode(int(status))
@@ -211,11 +274,11 @@ class ForkedProcess:
             self._ends.close()
 
 
-def _heard(status: socket.socket, patience: timedelta) -> str | None:
-    """Return the subreaper's next message: "" if the subreaper is gone, None if no message came in time."""
+def _message(status: socket.socket, patience: timedelta, most_bytes: int = _WORDS_BYTES) -> str | None:
+    """Return the next message of a forked process: "" if it is gone, None if no message came in time."""
     if not wait([status], patience.total_seconds()):
         return None
     try:
-        return status.recv(_WORDS_BYTES).decode()
+        return status.recv(most_bytes).decode()
     except ConnectionError:
         return ""

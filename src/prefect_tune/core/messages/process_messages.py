@@ -13,12 +13,14 @@ from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.texts import Message, PathName
 
 __all__ = [
+    "READY",
     "Broke",
     "CheckpointSaved",
     "FromTrial",
     "GoOn",
     "Leave",
     "MilestoneReached",
+    "Preload",
     "Question",
     "Start",
     "StateSaved",
@@ -41,6 +43,19 @@ class Surroundings(Value):
     """All environment variables; each character is one byte (Latin-1)."""
     working_directory: str
     """In Latin-1, too; empty to keep the present one."""
+
+
+READY = "ready"
+"""What a fork server says when it has imported the trainable, and can be forked."""
+
+
+class Preload(Value):
+    """Import a trainable in the process that its trials are forked from."""
+
+    type: Literal["preload"] = "preload"
+    trainable: str
+    """As in `Start`."""
+    import_path: tuple[PathName, ...]
 
 
 class Start(Value):
@@ -77,6 +92,8 @@ class Start(Value):
     """Answers of persons to the trial's questions, by their keys."""
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
+    keeps_process: bool = False
+    """Whether the process may wait, if it is clean, even though its trainable has no `reset_config`."""
 
 
 class CheckpointSaved(Value):

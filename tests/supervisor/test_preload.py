@@ -1,0 +1,322 @@
+"""Imports that are paid once: trials forked from a process that has imported their trainable, and where they are not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from prefect_tune.core.messages.process_messages import Broke, Start, TrainableLoaded, TrialEnded
+from prefect_tune.supervisor.process_pool import TrialProcessPool
+from prefect_tune.supervisor.trial_spec import Reuse, import_path
+from tests.fakes.trial_processes import Family, Hearing, family, heard, log_to, metrics_of, nothing_left, start_of, until
+
+TRAIN = """
+import os
+
+with open({witness!r}, "a") as file:
+    file.write(f"{{os.getpid()}}\\n")
+
+{body}
+
+
+def train(config):
+    return {{"pid": os.getpid(), **measured(config)}}
+"""
+QUIET = "def measured(config): return {'x': config['x']}"
+
+
+class Module:
+    """A module `training_<n>` with a function `train`, that notes each import."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._witness = folder / "imports"
+        self.name = f"training_{time.monotonic_ns()}"
+
+    def write(self, body: str = QUIET) -> None:
+        text = TRAIN.format(witness=str(self._witness), body=dedent(body))
+        (self._folder / f"{self.name}.py").write_text(text)
+
+    def start(self, x: int = 0) -> Start:
+        """Return the start of a trial of one step."""
+        start = start_of(os.getcwd, self._folder, {"x": x}, steps=1)  # replaced by the name in the next line
+        return start.model_copy(update={"trainable": f"{self.name}:train", "import_path": import_path()})
+
+    @property
+    def imports(self) -> list[int]:
+        """The processes that imported it."""
+        return [int(line) for line in self._witness.read_text().split()] if self._witness.exists() else []
+
+
+@pytest.fixture
+def ours() -> Iterator[Family]:
+    with family() as found:
+        yield found
+
+
+@pytest.fixture
+def hearing() -> Hearing:
+    return Hearing()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Module(tmp_path)
+    made.write()
+    return made
+
+
+Trains = Callable[..., Any]
+
+
+@pytest.fixture
+def trains(module: Module, ours: Family, hearing: Hearing) -> Iterator[Trains]:
+    """Train one trial after the other in a pool; return their metrics."""
+    del ours
+
+    def train(count: int, reuse: Reuse = "auto") -> list[dict[str, Any]]:
+        found = []
+        with TrialProcessPool(slots=2, reuse=reuse) as pool:
+            for number in range(count):
+                with pool.process(module.start(number), log_to(hearing)) as channel:
+                    found.append(dict(metrics_of(channel)))
+        return found
+
+    return train
+
+
+def different(found: list[dict[str, Any]], name: str = "pid") -> int:
+    return len({each[name] for each in found})
+
+
+# ------------------------------------------------------------------------------------------------------ forked
+
+
+@pytest.mark.parametrize("reuse", ["auto", "fork"])
+def test_one_process_imports_the_module_and_each_trial_is_a_fork_of_it(
+    trains: Trains, module: Module, hearing: Hearing, reuse: Reuse
+) -> None:
+    found = trains(5, reuse)
+    assert [each["x"] for each in found] == [0, 1, 2, 3, 4]
+    assert (len(module.imports), different(found)) == (1, 5)
+    assert module.imports[0] not in {each["pid"] for each in found}
+    assert hearing.lines == []
+
+
+def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module: Module) -> None:
+    found = trains(3, "never")
+    assert module.imports == [each["pid"] for each in found]
+
+
+def test_what_the_import_prints_is_logged_once(trains: Trains, module: Module, hearing: Hearing) -> None:
+    module.write(QUIET + "\nimport sys; print('hello'); print('beware', file=sys.stderr)")
+    trains(3)
+    assert sorted(hearing.lines) == ["beware", "hello"]
+
+
+def test_libraries_whose_threads_end_before_a_fork_are_no_reason_not_to_fork(trains: Trains, module: Module) -> None:
+    module.write("""
+        import numpy, sklearn.linear_model
+        numpy.ones((500, 500)) @ numpy.ones((500, 500))
+        def measured(config): return {'sum': float((numpy.ones((500, 500)) @ numpy.ones((500, 500))).sum())}
+    """)
+    found = trains(4)
+    assert (len(module.imports), different(found), {each["sum"] for each in found}) == (1, 4, {500.0**3})
+
+
+def test_numbers_drawn_by_trials_of_one_import_differ(trains: Trains, module: Module) -> None:
+    module.write("""
+        import random, numpy
+        def measured(config): return {'drawn': random.random(), 'numpy': numpy.random.random()}
+    """)
+    found = trains(3)
+    assert (len(module.imports), different(found, "drawn"), different(found, "numpy")) == (1, 3, 3)
+
+
+def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trains: Trains, module: Module) -> None:
+    before = trains(2)
+    module.write("def measured(config): return {'x': 'changed'}")
+    after = trains(2)
+    assert ([each["x"] for each in before], [each["x"] for each in after]) == ([0, 1], ["changed"] * 2)
+    assert len(module.imports) == 2
+
+
+def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
+    module: Module, ours: Family, hearing: Hearing
+) -> None:
+    del ours
+    codes = []
+    with TrialProcessPool(slots=1, reuse="auto") as pool:
+        for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
+            module.write(body)
+            with pool.process(module.start(), log_to(hearing)) as channel:
+                codes += [each.code for each in heard(channel) if isinstance(each, TrainableLoaded)]
+    assert codes[0]
+    assert codes == codes[:1] * 2
+
+
+# ------------------------------------------------------------------------------- where forks are not safe, and why
+
+REASONS = {
+    "its import started threads that still run: Thread-1 (wait)": """
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    """,
+    "its import started processes that still run:": """
+        import subprocess
+        left = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """,
+    "its import left open: socket:": """
+        import socket
+        left = socket.socket()
+    """,
+    "its import left open: a GPU": """
+        import sys, types
+        sys.modules["torch"] = torch = types.ModuleType("torch")
+        torch.cuda = types.SimpleNamespace(is_initialized=lambda: True, empty_cache=lambda: None)
+        torch.manual_seed = lambda seed: None
+    """,
+    "its import installed handlers of signals: SIGUSR1": """
+        import signal
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+    """,
+    "it imports JAX, which cannot be forked": """
+        import sys, types
+        sys.modules["jax"] = types.ModuleType("jax")
+    """,
+}
+
+
+@pytest.mark.parametrize(("why", "body"), REASONS.items(), ids=[each.split(":")[0] for each in REASONS])
+def test_a_process_that_cannot_be_forked_safely_serves_one_trial_after_the_other(
+    trains: Trains, module: Module, hearing: Hearing, why: str, body: str
+) -> None:
+    module.write(dedent(body) + QUIET)
+    found = trains(3)
+    (reason,) = hearing.lines
+    assert why in reason
+    assert "a process that has imported it serves one trial after the other" in reason
+    kept = not why.startswith("its import started processes")  # such a process is no clean one
+    assert different(found) == (1 if kept else 3)
+
+
+def test_forks_where_they_are_not_safe_are_new_processes_if_none_may_be_kept(
+    trains: Trains, module: Module, hearing: Hearing
+) -> None:
+    module.write("import socket\nleft = socket.socket()\n" + QUIET)
+    found = trains(3, "fork")
+    assert (different(found), len(module.imports)) == (3, 4)
+    assert "each trial imports it" in hearing.lines[0]
+
+
+def test_an_import_that_raises_is_the_error_of_the_trial(module: Module, ours: Family, hearing: Hearing) -> None:
+    del ours
+    module.write("raise RuntimeError('no licence')")
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
+        (broke,) = heard(channel)
+    assert isinstance(broke, Broke)
+    assert broke.message == "RuntimeError: no licence"
+    assert "its import raised RuntimeError: no licence" in hearing.lines[0]
+
+
+def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, ours: Family, hearing: Hearing) -> None:
+    del ours
+    module.write("os._exit(3)")
+    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
+        assert heard(channel) == []
+        assert channel.end() == "exited with code 3"
+    assert "its import ended the process" in hearing.lines[0]
+
+
+def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(
+    module: Module, ours: Family, hearing: Hearing
+) -> None:
+    module.write("import time; time.sleep(600)")
+    stop = threading.Event()
+    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
+        pool.prepare(f"{module.name}:train", log_to(hearing))
+        until(lambda: module.imports, what=lambda: "an import")
+        stop.set()
+        with pool.process(module.start(), log_to(hearing), stop=stop) as channel:
+            until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
+            assert channel.receive(timedelta(seconds=0.1)) is None
+    ours.require_none()
+
+
+def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: Family, tmp_path: Path) -> None:
+    module.write("import time; time.sleep(600)")
+    code = dedent(f"""
+        import logging, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        from prefect_tune.supervisor.process_pool import TrialProcessPool
+        pool = TrialProcessPool(slots=1, reuse="auto")
+        pool.prepare("{module.name}:train", logging.getLogger())
+        time.sleep(600)
+    """)
+    supervisor = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", code])
+    until(lambda: module.imports, seconds=60, what=lambda: "an import")
+    os.kill(supervisor, signal.SIGKILL)
+    os.waitpid(supervisor, 0)
+    ours.require_none()
+
+
+# -------------------------------------------------------------------------------------------------------- kept
+
+
+def test_a_process_that_is_kept_serves_functions_and_begins_each_as_if_it_were_new(
+    trains: Trains, module: Module
+) -> None:
+    module.write("""
+        import random, tempfile
+        def measured(config):
+            found = {'drawn': random.random(), 'mark': os.environ.get('MARK', ''), 'here': os.getcwd(),
+                     'temporary': tempfile.gettempdir()}
+            os.environ['MARK'] = 'left'
+            os.chdir('/')
+            random.seed(1)
+            return found
+    """)
+    found = trains(3, "keep")
+    assert (different(found), len(module.imports), different(found, "drawn"), different(found, "temporary")) == (1, 1, 3, 3)
+    assert [(each["mark"], each["here"]) for each in found] == [("", os.getcwd())] * 3
+
+
+LEFT = {
+    "a thread": "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "a process": "subprocess.Popen(['sleep', '600'])",
+    "an orphan": "subprocess.run(['sh', '-c', 'setsid sleep 600 &'], check=True)",
+    "a handler": "signal.signal(signal.SIGUSR2, lambda *_: None)",
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_a_process_in_which_a_trial_left_something_serves_no_other(trains: Trains, module: Module, what: str) -> None:
+    module.write(f"""
+        import signal, subprocess, threading
+        def measured(config):
+            {LEFT[what]}
+            return {{}}
+    """)
+    assert different(trains(3, "keep")) == 3
+
+
+def test_a_trial_that_failed_takes_its_process_with_it(module: Module, ours: Family, hearing: Hearing) -> None:
+    del ours
+    module.write("def measured(config): 1 / config['x']; return {}")
+    with TrialProcessPool(slots=1, reuse="keep") as pool:
+        with pool.process(module.start(0), log_to(hearing)) as channel:
+            assert isinstance(heard(channel)[-1], Broke)
+        with pool.process(module.start(1), log_to(hearing)) as channel:
+            assert isinstance(heard(channel)[-1], TrialEnded)
+    assert len(set(module.imports)) == 2
