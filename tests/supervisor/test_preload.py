@@ -1,4 +1,4 @@
-"""Imports that are paid once: trials forked from a process that has imported their trainable, and where they are not."""
+"""Imports that are paid once: trials are forked from a process that has imported their trainable, if that is safe."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
@@ -16,9 +17,21 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.messages.process_messages import Broke, Start, TrainableLoaded, TrialEnded
+from prefect_tune.supervisor import worker_pools
 from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
-from tests.fakes.trial_processes import Family, Hearing, family, heard, log_to, metrics_of, nothing_left, start_of, until
+from prefect_tune.supervisor.worker_pools import worker_pool
+from tests.fakes.trial_processes import (
+    Family,
+    Hearing,
+    family,
+    heard,
+    log_to,
+    metrics_of,
+    nothing_left,
+    start_of,
+    until,
+)
 
 TRAIN = """
 import os
@@ -81,7 +94,7 @@ Trains = Callable[..., Any]
 
 
 @pytest.fixture
-def trains(module: Module, ours: Family, hearing: Hearing) -> Iterator[Trains]:
+def trains(module: Module, ours: Family, hearing: Hearing) -> Trains:
     """Train one trial after the other in a pool; return their metrics."""
     del ours
 
@@ -175,7 +188,7 @@ REASONS = {
     """,
     "its import started processes that still run:": """
         import subprocess
-        left = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        left = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     """,
     "its import left open: socket:": """
         import socket
@@ -288,8 +301,13 @@ def test_a_process_that_is_kept_serves_functions_and_begins_each_as_if_it_were_n
             return found
     """)
     found = trains(3, "keep")
-    assert (different(found), len(module.imports), different(found, "drawn"), different(found, "temporary")) == (1, 1, 3, 3)
-    assert [(each["mark"], each["here"]) for each in found] == [("", os.getcwd())] * 3
+    assert (different(found), len(module.imports), different(found, "drawn"), different(found, "temporary")) == (
+        1,
+        1,
+        3,
+        3,
+    )
+    assert [(each["mark"], each["here"]) for each in found] == [("", str(Path.cwd()))] * 3
 
 
 LEFT = {
@@ -320,3 +338,60 @@ def test_a_trial_that_failed_takes_its_process_with_it(module: Module, ours: Fam
         with pool.process(module.start(1), log_to(hearing)) as channel:
             assert isinstance(heard(channel)[-1], TrialEnded)
     assert len(set(module.imports)) == 2
+
+
+# ------------------------------------------------------------------------------------------------ imported ahead
+
+
+def test_a_single_trials_process_imports_its_module_before_it_is_needed(
+    module: Module, ours: Family, hearing: Hearing
+) -> None:
+    with TrialProcessPool(slots=0) as pool:
+        pool.prepare(f"{module.name}:train", log_to(hearing))
+        until(lambda: module.imports, what=lambda: "an import")
+        with pool.process(module.start(7), log_to(hearing)) as channel:
+            found = metrics_of(channel)
+        assert (found["x"], [found["pid"]]) == (7, module.imports)
+    ours.require_none()
+
+
+def test_an_import_ahead_that_ends_its_process_is_repeated_by_the_trial(
+    module: Module, ours: Family, hearing: Hearing
+) -> None:
+    module.write("os._exit(3)")
+    with TrialProcessPool(slots=0) as pool:
+        pool.prepare(f"{module.name}:train", log_to(hearing))
+        until(lambda: module.imports, what=lambda: "an import")
+        until(
+            lambda: ours.names() <= {"tune-forkserver", "tune-subreaper"}, what=lambda: f"its end, not {ours.names()}"
+        )
+        with pool.process(module.start(), log_to(hearing)) as channel:
+            assert heard(channel) == []
+            assert channel.end() == "exited with code 3"
+
+
+# ---------------------------------------------------------------------------------------------------- in a worker
+
+
+def test_attempts_of_a_search_in_one_worker_share_an_import(module: Module, ours: Family, hearing: Hearing) -> None:
+    def train(search: str) -> int:
+        with worker_pool(search, "auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
+            return int(metrics_of(channel)["pid"])
+
+    with ThreadPoolExecutor(3) as threads:
+        assert len(set(threads.map(train, ["first"] * 6))) == 6
+    assert len(module.imports) == 1
+    train("second")
+    assert len(module.imports) == 2
+    until(lambda: len(ours.pids("tune-forkserver")) == 1, what=lambda: "the end of the first search's pool")
+    with worker_pool("another", "never"):
+        until(lambda: not ours.pids(), what=lambda: "the end of the second search's")
+
+
+def test_the_pool_of_a_search_that_sends_no_more_attempts_is_closed(
+    module: Module, ours: Family, hearing: Hearing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pools, "_IDLE", timedelta(0))
+    with worker_pool("search", "auto") as pool, pool.process(module.start(), log_to(hearing)) as channel:
+        metrics_of(channel)
+    ours.require_none()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from datetime import timedelta
 
@@ -20,8 +20,10 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.supervisor.process_channel import TrialChannel
 from prefect_tune.supervisor.process_output import Log
-from prefect_tune.supervisor.process_pool import supervised_process
+from prefect_tune.supervisor.process_pool import TrialProcessPool
 from prefect_tune.supervisor.search_link import Answer
+from prefect_tune.supervisor.trial_spec import Reuse
+from prefect_tune.supervisor.worker_pools import worker_pool
 
 __all__ = ["StoreLink"]
 
@@ -40,17 +42,21 @@ class StoreLink:
 
     reads_journal = True
 
-    def __init__(self, target: StorageTarget, trial: TrialKey, attempt: int) -> None:
+    def __init__(
+        self, target: StorageTarget, trial: TrialKey, attempt: int, *, search_epoch: int = 0, reuse: Reuse = "never"
+    ) -> None:
+        """Args: search_epoch, reuse: of the run of the search, whose attempts in one process share a pool."""
         self._target = target
         self._trial = trial
         self._attempt = attempt
+        self._shares: tuple[int, Reuse] = search_epoch, reuse
         self._open()
 
-    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int]:
-        return self._target, self._trial, self._attempt
+    def __getstate__(self) -> tuple[StorageTarget, TrialKey, int, tuple[int, Reuse]]:
+        return self._target, self._trial, self._attempt, self._shares
 
-    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int]) -> None:
-        self._target, self._trial, self._attempt = state
+    def __setstate__(self, state: tuple[StorageTarget, TrialKey, int, tuple[int, Reuse]]) -> None:
+        self._target, self._trial, self._attempt, self._shares = state
         self._open()
 
     def _open(self) -> None:
@@ -60,14 +66,25 @@ class StoreLink:
         self._closed = threading.Event()
         self._was_told = False
         self._warned = ""
+        self._pool: TrialProcessPool | None = None
 
     def stopped_by(self, stop: threading.Event) -> StoreLink:
         """Let this event of the local process stop the trial too."""
         self.stop = stop
         return self
 
-    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
-        return supervised_process(start, log, environment)
+    def trained_in(self, pool: TrialProcessPool) -> StoreLink:
+        """Train in a process of this pool, instead of the pool that attempts in this process share."""
+        self._pool = pool
+        return self
+
+    @contextmanager
+    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
+        epoch, reuse = self._shares
+        search = self._target.uri, self._trial.experiment, epoch
+        own = nullcontext(self._pool) if self._pool is not None else worker_pool(search, reuse)
+        with own as pool, pool.process(start, log, environment, self.stop) as channel:
+            yield channel
 
     def connect(self, tell: Callable[[Answer], None]) -> None:
         """Start a thread that polls the target for answers."""

@@ -27,7 +27,7 @@ from prefect_tune.core.checkpoints.cadence import Cadence
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.events.experiment_events import Cause
 from prefect_tune.core.experiment.trial_stoppers import Never, Stopper
-from prefect_tune.core.messages.process_messages import Broke, Start, Surroundings, TrialEnded
+from prefect_tune.core.messages.process_messages import Broke, Preload, Start, Surroundings, TrialEnded
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.group_signals import ignore_group_signals
 from prefect_tune.runtime.message_stream import MalformedMessage
@@ -158,6 +158,10 @@ def _next_start(connection: SupervisorConnection) -> Start | None:
                 return message
             case Surroundings():
                 settle_in(message)
+            case Preload():
+                prepend_import_path(message.import_path)
+                with suppress(BaseException):  # the trial's own import raises it again
+                    load_trainable(message.trainable)
             case _:
                 pass  # a message to the previous trial, which had ended meanwhile
 

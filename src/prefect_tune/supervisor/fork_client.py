@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from prefect_tune.core.messages.process_messages import READY, Preload
+from prefect_tune.core.messages.process_messages import READY, Preload, ToTrial
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.supervisor.process_output import Log, TrialOutput
 
@@ -197,6 +197,15 @@ class PendingFork:
                 return None
             undo.pop_all()
         return ForkedProcess(self._ends, subreaper)
+
+    @property
+    def temporary_directory(self) -> Path:
+        """An empty directory for what it does in advance."""
+        return self._ends.home.path / _FIRST
+
+    def tell(self, message: ToTrial) -> None:
+        """Send a message, which it reads when it is forked."""
+        self._ends.connection.send_bytes(message.model_dump_json().encode())
 
     def dismiss(self) -> None:
         """Let the process exit by itself: it is not needed. Call `end` afterwards."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Self
 
 from prefect_tune.core.messages.process_messages import Preload
 from prefect_tune.supervisor.fork_client import ForkServer
@@ -17,6 +18,15 @@ __all__ = ["ForkServers", "TrialKind"]
 
 # The interpreter and the C library read these at start, so a fork has the values of its fork server.
 _READ_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON")
+# Libraries read these once: when they are imported, or when they first compute.
+_READ_ONCE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+)
 _LOOK_AGAIN = timedelta(seconds=0.2)
 
 
@@ -27,6 +37,12 @@ class TrialKind:
     trainable: str
     import_path: tuple[str, ...]
     environment: frozenset[tuple[str, str]]
+
+    @classmethod
+    def of(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
+        """Return the kind of a trial with this environment; a worker's scheduler may change devices between trials."""
+        devices = {name: os.environ[name] for name in _READ_ONCE if name in os.environ}
+        return cls(trainable, import_path, frozenset({**devices, **environment}.items()))
 
     @property
     def whole_environment(self) -> Mapping[str, str]:
@@ -49,13 +65,11 @@ class ForkServers:
     those with another trainable or environment, if it is imported first.
 
     Args:
-        slots: how many trials run at the same time. Each may need another fork server, and one more may run; beyond
-            that, the one that was used longest ago ends.
+        reuse: whether they import the trainable.
     """
 
-    def __init__(self, slots: int, reuse: Reuse) -> None:
+    def __init__(self, reuse: Reuse) -> None:
         self._imports = reuse in ("fork", "auto")
-        self._most = 1 + slots * (2 if self._imports else 1)  # a plain one beside each that imports
         self._reuse = reuse
         self._guard = threading.RLock()
         self._running: dict[TrialKind | frozenset[tuple[str, str]], ForkServer] = {}
@@ -64,6 +78,14 @@ class ForkServers:
 
     def __len__(self) -> int:
         return len(self._running)
+
+    def end_surplus(self, slots: int) -> None:
+        """End those that were used longest ago, beyond the number that trials in `slots` slots may need."""
+        most = 1 + slots * (2 if self._imports else 1)  # a plain one beside each that imports
+        with self._guard:
+            surplus = [self._running.pop(key) for key in list(self._running)[:-most]]
+        for each in surplus:
+            each.let_go()
 
     def of(self, kind: TrialKind, log: Log) -> ForkServer:
         """Return the fork server for trials of this kind; start it if it does not run, and do not wait for it.
@@ -120,8 +142,6 @@ class ForkServers:
                 raise RuntimeError("the pool of trial processes is closed")
             found = self._running.pop(key, None) or start()
             self._running[key] = found  # ordered by last use
-            if len(self._running) > self._most:
-                self._running.pop(next(iter(self._running))).let_go()
             return found
 
     def _note(self, kind: TrialKind, why: str, log: Log) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Self
 
-from prefect_tune.core.messages.process_messages import FromTrial, Start, Surroundings, ToTrial, TrialEnded
+from prefect_tune.core.messages.process_messages import FromTrial, Preload, Start, Surroundings, ToTrial, TrialEnded
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.supervisor.fork_client import ForkedProcess, ForkServer, PendingFork
 from prefect_tune.supervisor.fork_servers import ForkServers, TrialKind
@@ -37,18 +38,21 @@ class TrialProcessPool:
 
     Args:
         slots: the most processes, used and waiting together, up to which one is kept or forked in advance. With 0
-            each process serves one trial, and cleans up before it reports the trial's end.
+            each process serves one trial, and cleans up before it reports the trial's end. With None, the most
+            processes that were in use at the same time.
         reuse: how the import of the trainable's module is shared; see `Reuse`.
     """
 
-    def __init__(self, *, slots: int, reuse: Reuse = "never") -> None:
-        self._slots = slots
-        self._pool = _Pool(slots, ForkServers(slots, reuse))
+    def __init__(self, *, slots: int | None, reuse: Reuse = "never") -> None:
+        self._pool = _Pool(slots, "never" if slots == 0 else reuse)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """End the waiting processes; those in use serve their trial to its end."""
         self._pool.close()
 
@@ -58,9 +62,13 @@ class TrialProcessPool:
         self._pool.forget_expected()
 
     def prepare(self, trainable: str, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> None:
-        """Start the fork server for trials of `trainable` (as in `Start`), and do not wait for it."""
+        """Begin to import `trainable` (as in `Start`), and do not wait for it.
+
+        The fork server imports it if `reuse` says so; with no slots, a process that is forked in advance.
+        """
         if sys.platform == "linux":
-            self._pool.forks.of(TrialKind(trainable, import_path(), frozenset(environment.items())), log)
+            kind = TrialKind.of(trainable, import_path(), environment)
+            self._pool.forks.of(kind, log) if self._pool.slots else self._pool.import_ahead(kind, log)
 
     @contextmanager
     def process(
@@ -87,7 +95,7 @@ class TrialProcessPool:
             with trial_process(start, log, environment) as alone:
                 yield alone
             return
-        kind = TrialKind(start.trainable, start.import_path, frozenset(environment.items()))
+        kind = TrialKind.of(start.trainable, start.import_path, environment)
         with self._pool.using():
             child = self._pool.waiting_child(kind)
             borrowed = _Borrowed(child or self._pool.new_child(kind, log, stop or threading.Event()), log)
@@ -105,7 +113,8 @@ class TrialProcessPool:
             self._pool.expect(kind, log)
 
     def _ways_to_wait(self, kind: TrialKind) -> Mapping[str, bool]:
-        return {"waits": self._slots > 0, "keeps_process": self._slots > 0 and self._pool.forks.keeps(kind)}
+        waits = self._pool.slots > 0
+        return {"waits": waits, "keeps_process": waits and self._pool.forks.keeps(kind)}
 
 
 @contextmanager
@@ -125,9 +134,10 @@ class _Request:
 class _Pool:
     """The fork servers, and the processes that wait for a trial; counts those in use."""
 
-    def __init__(self, slots: int, forks: ForkServers) -> None:
-        self._slots = slots
-        self.forks = forks
+    def __init__(self, slots: int | None, reuse: Reuse) -> None:
+        self._grows = slots is None
+        self.slots = slots if slots is not None else 1
+        self.forks = ForkServers(reuse)
         self._guard = threading.RLock()
         self._used_count = 0
         self._waiting: list[tuple[TrialKind, ForkedProcess]] = []
@@ -139,6 +149,8 @@ class _Pool:
         """Count one more process as in use."""
         with self._guard:
             self._used_count += 1
+            if self._grows:
+                self.slots = max(self.slots, self._used_count)
         try:
             yield
         finally:
@@ -162,19 +174,28 @@ class _Pool:
         """Fork a process in advance, in place of one that has ended, so that the next trial need not wait."""
         with self._guard, suppress(OSError):  # `new_child` raises it if a trial then needs a process
             in_sight = self._used_count + len(self._waiting) + len(self._expected)
-            if self.forks and not self._closed and in_sight < self._slots:
+            if self.forks and not self._closed and in_sight < self.slots:
                 forks = self.forks.of(kind, log)
                 if forks.is_ready(timedelta(0)):
                     self._expected.append((forks, forks.fork()))
 
+    def import_ahead(self, kind: TrialKind, log: Log) -> None:
+        """Fork a process in advance, and have it import the trainable."""
+        with self._guard, suppress(OSError):
+            forks = self.forks.of(kind, log)
+            self._expected.append((forks, pending := forks.fork()))
+            pending.tell(_surroundings(pending.temporary_directory, kind.environment))
+            pending.tell(Preload(trainable=kind.trainable, import_path=kind.import_path))
+
     def new_child(self, kind: TrialKind, log: Log, stop: threading.Event) -> ForkedProcess:
         """Return a new process, after ending waiting processes of other kinds if there are too many."""
-        self.dismiss_waiting(slots=self._slots)
+        self.dismiss_waiting(slots=self.slots)
         while (expected := self._next_expected(kind, log)) is not None:
             if (child := self._child_of(*expected)) is not None:
                 return child
         for _ in range(_TRIES):
             forks = self.forks.ready(kind, log, stop)
+            self.forks.end_surplus(self.slots)
             if (child := forks.fork().child()) is not None:
                 return child
             self.forks.lose(forks)
@@ -204,7 +225,7 @@ class _Pool:
     def keep(self, kind: TrialKind, child: ForkedProcess) -> None:
         """Keep a process for another trial; end it if there are enough."""
         with self._guard:
-            is_kept = not self._closed and self._used_count + len(self._waiting) <= self._slots
+            is_kept = not self._closed and self._used_count + len(self._waiting) <= self.slots
             if is_kept:
                 self._waiting.append((kind, child))
         if not is_kept:
@@ -286,7 +307,8 @@ class _PooledChannel(TrialChannel):
     def begin(self) -> None:
         """Send the process its environment and the trial's start message."""
         self._borrowed.begin()
-        super().tell(_surroundings(self._borrowed.child, self._request.kind.environment))
+        temporary = self._borrowed.child.new_temporary_directory()
+        super().tell(_surroundings(temporary, self._request.kind.environment))
         for message in (self._request.start, *self._told):
             super().tell(message)
 
@@ -336,8 +358,8 @@ class _PooledChannel(TrialChannel):
             self.begin()
 
 
-def _surroundings(child: ForkedProcess, environment: frozenset[tuple[str, str]]) -> Surroundings:
-    own = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(child.new_temporary_directory())}
+def _surroundings(temporary: Path, environment: frozenset[tuple[str, str]]) -> Surroundings:
+    own = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary)}
     whole = {**os.environ, **dict(environment), **own}
     return Surroundings(
         environment={_latin(name): _latin(value) for name, value in whole.items()},

@@ -199,13 +199,9 @@ class Broke(Value):
     traceback: Message
 
 
-ToTrial: TypeAlias = Annotated[
-    Surroundings | Start | CheckpointSaved | StopAndSave | GoOn | Leave, Field(discriminator="type")
-]
-FromTrial: TypeAlias = Annotated[
-    MilestoneReached | TrainableLoaded | StepDone | StateSaved | TrialEnded | Broke, Field(discriminator="type")
-]
-to_trial: TypeAdapter[Surroundings | Start | CheckpointSaved | StopAndSave | GoOn | Leave] = TypeAdapter(ToTrial)
-from_trial: TypeAdapter[MilestoneReached | TrainableLoaded | StepDone | StateSaved | TrialEnded | Broke] = TypeAdapter(
-    FromTrial
-)
+_ToTrial: TypeAlias = Surroundings | Preload | Start | CheckpointSaved | StopAndSave | GoOn | Leave
+_FromTrial: TypeAlias = MilestoneReached | TrainableLoaded | StepDone | StateSaved | TrialEnded | Broke
+ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
+FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]
+to_trial: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)
+from_trial: TypeAdapter[_FromTrial] = TypeAdapter(FromTrial)
