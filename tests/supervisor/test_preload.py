@@ -310,6 +310,18 @@ def test_a_process_that_is_kept_serves_functions_and_begins_each_as_if_it_were_n
     assert [(each["mark"], each["here"]) for each in found] == [("", str(Path.cwd()))] * 3
 
 
+def test_a_function_that_imports_much_by_itself_is_not_forked_for_each_trial(trains: Trains, module: Module) -> None:
+    module.write("""
+        import sys, types
+        def measured(config):
+            sys.modules.update({f'imported_{n}': types.ModuleType(f'imported_{n}') for n in range(100)})
+            return {'x': config['x']}
+    """)
+    found = trains(3)
+    assert (different(found), len(module.imports), [each["x"] for each in found]) == (1, 1, [0, 1, 2])
+    assert different(trains(3, "fork")) == 3
+
+
 LEFT = {
     "a thread": "threading.Thread(target=threading.Event().wait, daemon=True).start()",
     "a process": "subprocess.Popen(['sleep', '600'])",

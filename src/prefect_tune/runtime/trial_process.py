@@ -37,6 +37,7 @@ from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
 from prefect_tune.runtime.trainable import Trainable, TrialOver, enter, require_trainable
 
+_MANY_MODULES = 100  # about 0.1 s; a trainable that imports PyTorch itself imports 2,000
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
 
@@ -174,6 +175,7 @@ class _Attempts:
         self._whole_process = whole_process
         self._session: TrialSession | None = None
         self._kept: _SetUp | None = None
+        self._module_count = len(sys.modules)
         if whole_process:
             _be_quiet_when_a_thread_leaves()
 
@@ -222,7 +224,10 @@ class _Attempts:
             ended = self._train(session, trainable, start)
         except TrialOver as over:
             ended = over.ended(waits=self._kept is not None)
-        if start.keeps_process and not ended.interrupted and not ended.waits and before.is_restored():
+        is_kept = start.kept == "always" or (
+            start.kept == "after-imports" and len(sys.modules) - self._module_count >= _MANY_MODULES
+        )
+        if is_kept and not ended.interrupted and not ended.waits and before.is_restored():
             return ended.model_copy(update={"waits": True})
         return ended
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self
+from typing import Literal, Self
 
 from prefect_tune.core.messages.process_messages import Preload
 from prefect_tune.supervisor.fork_client import ForkServer
@@ -114,9 +114,11 @@ class ForkServers:
         self.lose(forks)
         return self._plain_one(kind)
 
-    def keeps(self, kind: TrialKind) -> bool:
-        """Whether the process of a trial of this kind serves the next one, instead of a new fork."""
-        return self._reuse == "keep" or (self._reuse == "auto" and kind in self._plain)
+    def kept(self, kind: TrialKind) -> Literal["never", "after-imports", "always"]:
+        """Return when the process of a trial of this kind serves the next one, as in `Start`."""
+        if self._reuse == "keep" or (self._reuse == "auto" and kind in self._plain):
+            return "always"
+        return "after-imports" if self._reuse == "auto" else "never"
 
     def lose(self, forks: ForkServer) -> None:
         """Kill and forget a fork server that has died or is stopped; its processes do not need it."""
@@ -151,7 +153,7 @@ class ForkServers:
         if is_news:
             how = (
                 "a process that has imported it serves one trial after the other"
-                if self.keeps(kind)
+                if self.kept(kind) == "always"
                 else "each trial imports it"
             )
             log.info("%s: trials cannot be forked after its import; %s: %s", kind, how, why)

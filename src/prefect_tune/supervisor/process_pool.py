@@ -112,9 +112,9 @@ class TrialProcessPool:
         if not channel.keeps:
             self._pool.expect(kind, log)
 
-    def _ways_to_wait(self, kind: TrialKind) -> Mapping[str, bool]:
+    def _ways_to_wait(self, kind: TrialKind) -> Mapping[str, bool | str]:
         waits = self._pool.slots > 0
-        return {"waits": waits, "keeps_process": waits and self._pool.forks.keeps(kind)}
+        return {"waits": waits, "kept": self._pool.forks.kept(kind) if waits else "never"}
 
 
 @contextmanager

@@ -29,7 +29,7 @@ Reuse: TypeAlias = Literal["auto", "fork", "keep", "never"]
 
 - `fork`: one process imports it; trials are forked from that process, if its forks are safe.
 - `keep`: a trial's process serves the next trial, if the trial has left no thread, process or signal handler in it.
-- `auto`: `fork`, and `keep` where forks are not safe.
+- `auto`: `fork`; `keep` where forks are not safe, and for a process in which a trial has imported 100 modules or more.
 - `never`: each trial's process imports it.
 
 Elsewhere than on Linux, each trial's process imports it.

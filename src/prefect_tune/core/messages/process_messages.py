@@ -92,8 +92,9 @@ class Start(Value):
     """Answers of persons to the trial's questions, by their keys."""
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
-    keeps_process: bool = False
-    """Whether the process may wait, if it is clean, even though its trainable has no `reset_config`."""
+    kept: Literal["never", "after-imports", "always"] = "never"
+    """Whether the process may wait, if it is clean, even though its trainable has no `reset_config`; `after-imports`:
+    if the trial has imported so much that the next one would train sooner in it than in a new one."""
 
 
 class CheckpointSaved(Value):
