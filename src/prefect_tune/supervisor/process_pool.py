@@ -20,7 +20,7 @@ from prefect_tune.supervisor.process_channel import AS_IT_IS, TrialChannel, beca
 from prefect_tune.supervisor.process_output import Log, TrialOutput
 from prefect_tune.supervisor.trial_spec import Reuse, import_path
 
-__all__ = ["TrialProcessPool", "supervised_process"]
+__all__ = ["TrialProcessPool"]
 
 _TRIES = 3
 _MOMENT = timedelta(seconds=0.2)
@@ -115,13 +115,6 @@ class TrialProcessPool:
     def _ways_to_wait(self, kind: TrialKind) -> Mapping[str, bool | str]:
         waits = self._pool.slots > 0
         return {"waits": waits, "kept": self._pool.forks.kept(kind) if waits else "never"}
-
-
-@contextmanager
-def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
-    """Train as `TrialProcessPool.process` does, in a process that serves no other trial and ends with the block."""
-    with TrialProcessPool(slots=0) as pool, pool.process(start, log, environment) as channel:
-        yield channel
 
 
 @dataclass(frozen=True, slots=True)
