@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import threading
@@ -155,6 +156,29 @@ def test_numbers_drawn_by_trials_of_one_import_differ(trains: Trains, module: Mo
     """)
     found = trains(3)
     assert (len(module.imports), different(found, "drawn"), different(found, "numpy")) == (1, 3, 3)
+
+
+@pytest.mark.parametrize("reuse", ["fork", "keep", "never"])
+def test_what_the_import_sets_is_set_in_each_trial(
+    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+) -> None:
+    module.write(f"""
+        import random, numpy
+        os.environ["SET_BY_IMPORT"] = "yes"
+        os.environ.pop("HOME", None)
+        os.chdir({str(tmp_path)!r})
+        random.seed(7)
+        numpy.random.random()  # draws, and does not seed
+        def measured(config):
+            found = {{"set": os.environ.get("SET_BY_IMPORT"), "home": os.environ.get("HOME"), "here": os.getcwd(),
+                     "drawn": random.random(), "numpy": numpy.random.random()}}
+            os.environ["SET_BY_IMPORT"] = "changed"
+            return found
+    """)
+    found = trains(3, reuse)
+    assert {(each["set"], each["home"], each["here"]) for each in found} == {("yes", None, str(tmp_path))}
+    assert {each["drawn"] for each in found} == {random.Random(7).random()}
+    assert different(found, "numpy") == 3
 
 
 def test_a_pool_that_is_opened_after_the_source_has_changed_imports_it_anew(trains: Trains, module: Module) -> None:
@@ -358,12 +382,15 @@ def test_a_trial_that_failed_takes_its_process_with_it(module: Module, ours: Fam
 def test_a_single_trials_process_imports_its_module_before_it_is_needed(
     module: Module, ours: Family, hearing: Hearing
 ) -> None:
+    module.write(
+        "os.environ['SET'] = 'yes'\ndef measured(config): return {'x': config['x'], 'set': os.environ.get('SET')}"
+    )
     with TrialProcessPool(slots=0) as pool:
         pool.prepare(f"{module.name}:train", log_to(hearing))
         until(lambda: module.imports, what=lambda: "an import")
         with pool.process(module.start(7), log_to(hearing)) as channel:
             found = metrics_of(channel)
-        assert (found["x"], [found["pid"]]) == (7, module.imports)
+        assert (found["x"], [found["pid"]], found["set"]) == (7, module.imports, "yes")
     ours.require_none()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from prefect_tune.core.messages.process_messages import Preload
 from prefect_tune.core.models import first_line
-from prefect_tune.runtime.process_reset import ProcessState, children_of
+from prefect_tune.runtime.process_reset import ProcessState, children_of, noting_import
 from prefect_tune.runtime.trial_process import flush_output, load_trainable, prepend_import_path, remember_source
 
 __all__ = ["import_before_forking"]
@@ -46,7 +46,8 @@ def import_before_forking(request: Preload, control: int) -> str:
     with _killed_at_hangup(control), _output_of_import():
         prepend_import_path(request.import_path)
         try:
-            remember_source(load_trainable(request.trainable))
+            with noting_import():
+                remember_source(load_trainable(request.trainable))
             _finish_torch()
         except BaseException as error:  # noqa: BLE001 - whatever the user's module raises, SystemExit too
             return f"its import raised {type(error).__name__}: {first_line(str(error))}"

@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +31,7 @@ from prefect_tune.core.messages.process_messages import Broke, Preload, Start, S
 from prefect_tune.core.models import digest_of
 from prefect_tune.runtime.group_signals import ignore_group_signals
 from prefect_tune.runtime.message_stream import MalformedMessage
-from prefect_tune.runtime.process_reset import ProcessState, free_memory, settle_in
+from prefect_tune.runtime.process_reset import ProcessState, free_memory, has_noted_import, noting_import, settle_in
 from prefect_tune.runtime.ranks import claim_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.supervisor_connection import SupervisorConnection
@@ -161,7 +161,7 @@ def _next_start(connection: SupervisorConnection) -> Start | None:
                 settle_in(message)
             case Preload():
                 prepend_import_path(message.import_path)
-                with suppress(BaseException):  # the trial's own import raises it again
+                with suppress(BaseException), noting_import():  # the trial's own import raises it again
                     load_trainable(message.trainable)
             case _:
                 pass  # a message to the previous trial, which had ended meanwhile
@@ -270,11 +270,17 @@ def prepend_import_path(import_path: Sequence[str]) -> None:
 def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None) -> tuple[TrialSession, object]:
     prepend_import_path(start.import_path)
     try:
-        trainable = kept or load_trainable(start.trainable)
+        trainable = kept or _loaded(start)
         stopper = cast("Stopper", load_trainable(start.stopper))
     except Exception as error:
         raise _NotLoaded(f"{type(error).__name__}: {error}") from error
     return TrialSession(connection, start, stopper), trainable
+
+
+def _loaded(start: Start) -> object:
+    """Return the trainable; if the process may serve another trial, note what the import sets."""
+    with noting_import() if start.kept == "always" and not has_noted_import() else nullcontext():
+        return load_trainable(start.trainable)
 
 
 def _set_up(kind: type, start: Start) -> _SetUp:
