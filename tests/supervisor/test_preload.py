@@ -218,11 +218,14 @@ REASONS = {
         import socket
         left = socket.socket()
     """,
+    "its import left open: /proc/": """
+        left = open("/proc/self/status")
+    """,
     "its import left open: a GPU": """
         import sys, types
         sys.modules["torch"] = torch = types.ModuleType("torch")
         torch.cuda = types.SimpleNamespace(is_initialized=lambda: True, empty_cache=lambda: None)
-        torch.manual_seed = lambda seed: None
+        torch.manual_seed, torch.initial_seed = lambda seed: None, lambda: 67280421310721
     """,
     "its import installed handlers of signals: SIGUSR1": """
         import signal

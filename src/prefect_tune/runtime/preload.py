@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +31,7 @@ __all__ = ["import_before_forking"]
 _REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
 # Allocators end this thread before a fork, in a handler of their own, and start it again when they need it.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
-_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+_NO_STATE = frozenset({"/dev/null", "/dev/random", "/dev/urandom", "/dev/zero"})
 _PROBE = timedelta(seconds=10)
 _LOOK_AGAIN = timedelta(seconds=0.002)
 
@@ -56,12 +56,12 @@ def import_before_forking(request: Preload, control: int) -> str:
 
 def _finish_torch() -> None:
     """Take a step with an optimizer: the first one in a process imports 900 modules, in 1.2 CPU s (PyTorch 2.13)."""
-    torch = sys.modules.get("torch")
-    if (optim := getattr(torch, "optim", None)) is not None:
-        optim.SGD([sys.modules["torch"].zeros(1, requires_grad=True)], lr=0.0).step()
+    if (torch := sys.modules.get("torch")) is not None:
+        with suppress(Exception):  # an optimizer is not needed for an import
+            torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()
 
 
-def _why_not_fork(before: ProcessState, opened: frozenset[str]) -> str:
+def _why_not_fork(before: ProcessState, opened: Mapping[str, str]) -> str:
     if refusing := [name for module, name in _REFUSE_FORKS.items() if module in sys.modules]:
         return f"it imports {' and '.join(refusing)}, which cannot be forked"
     if not _a_fork_ends():
@@ -70,7 +70,7 @@ def _why_not_fork(before: ProcessState, opened: frozenset[str]) -> str:
         return f"its import started threads that still run: {', '.join(threads)}"
     if children := children_of(os.getpid()):
         return f"its import started processes that still run: {', '.join(map(str, sorted(children)))}"
-    if left := sorted(_opened() - opened) or ["a GPU"] * _has_gpu_context():
+    if left := sorted(set(_opened().values()) - set(opened.values())) or ["a GPU"] * _has_gpu_context():
         return f"its import left open: {', '.join(left)}"
     now = ProcessState.now().handlers
     if changed := [signal.Signals(each).name for each, own in before.handlers.items() if now[each] != own]:
@@ -113,13 +113,13 @@ def _has_gpu_context() -> bool:
     return bool(cuda is not None and cuda.is_initialized())
 
 
-def _opened() -> frozenset[str]:
-    """Return the open sockets and GPU devices, which a fork would share."""
-    found = set()
+def _opened() -> Mapping[str, str]:
+    """Return the open files, sockets and devices by descriptor. Forks would share them, and the position in a file."""
+    found = {}
     for each in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the listing's own
-            found.add(str(each.readlink()))
-    return frozenset(each for each in found if each.startswith(("socket:", *_GPU_DEVICES)))
+            found[each.name] = str(each.readlink())
+    return {name: opened for name, opened in found.items() if opened not in _NO_STATE}
 
 
 @contextmanager
