@@ -1,9 +1,12 @@
 """The fork server that trial processes are forked from: `python -m prefect_tune.runtime.fork_server`, without Prefect.
 
-It has imported what every trial needs, and the trainable if that is safe (`prefect_tune.runtime.preload`). It has one
-thread, so a fork of it is safe whatever the supervisor is doing. Between it and each trial's process is a subreaper:
+It has imported what every trial needs and no user code, and it has one thread, so a fork of it is safe whatever the
+supervisor is doing. Between it and each trial's process is a subreaper process:
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
+
+A template is such a process too. It imports a trainable (`prefect_tune.runtime.preload`), and then is itself a fork
+server, for trials of that trainable: `fork server <- subreaper <- template <- subreaper <- trial's process`.
 
 The subreaper sets `PR_SET_CHILD_SUBREAPER`, so orphaned descendants of the trial become its children, in any session.
 When the supervisor requests it or is gone, and when the trial's process has ended, it ends all of them and reports
@@ -33,10 +36,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypeAlias
 
-from prefect_tune.core.messages.process_messages import READY, Preload
+from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
+from prefect_tune.runtime.group_signals import ignore_group_signals
 from prefect_tune.runtime.preload import import_before_forking
-from prefect_tune.runtime.process_reset import children_of
+from prefect_tune.runtime.process_reset import children_of, settle_in
 from prefect_tune.runtime.trial_process import flush_output, rehearse, serve
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
@@ -69,6 +73,8 @@ class _Asked:
     output: int
     status: int
     """Socket for `born <subreaper pid> <trial pid>`, then `ended <wait status>`; or `failed <errno>` alone."""
+    word: bytes = FORK
+    """`FORK` for a trial's process; `IMPORT` for a template, whose fork requests come on `channel`."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -96,29 +102,26 @@ def run_forever(life: _Life | None) -> NoReturn:
         os._exit(code)
 
 
-def fork_server_main(control_fd: int, supervisor: int, preload_fd: int | None = None) -> _Life | None:
-    """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone.
-
-    Args:
-        preload_fd: a file that holds a `Preload`. Before the first request, `ready` is sent on `control_fd`; or the
-            reason why no trial can be forked after that import, and this process starts anew without it.
-    """
-    _set_process_name(b"tune-forkserver")
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of a killed subreaper
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
-    deaths, alive = _sigchld_pipe(), _while_alive(supervisor)
+def fork_server_main(control_fd: int, supervisor: int) -> _Life | None:
+    """Serve each fork request on `control_fd`, until its other side is closed or the supervisor is gone."""
+    alive = _while_alive(supervisor)
     if os.getppid() != supervisor:
         return None  # the supervisor died before the pidfd was opened
-    control = socket.socket(fileno=control_fd)
-    subreapers: dict[int, socket.socket] = {}
+    _set_process_name(b"tune-forkserver")
     copy_context().run(rehearse)
-    if preload_fd is not None:
-        _preload_or_restart(control, preload_fd, before)
+    return _serve_forks(socket.socket(fileno=control_fd), alive)
+
+
+def _serve_forks(control: socket.socket, alive: Collection[int]) -> _Life | None:
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopts the children of a killed subreaper
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_US}
+    deaths = _sigchld_pipe()
+    subreapers: dict[int, socket.socket] = {}
     gc.freeze()  # the children's collections then do not touch, and so do not copy, shared memory pages
-    while not (rung := _rung([control_fd, deaths, *alive])).intersection(alive):
+    while not (rung := _rung([control.fileno(), deaths, *alive])).intersection(alive):
         if deaths in rung:
             _reap(deaths, subreapers)
-        if control_fd in rung:
+        if control.fileno() in rung:
             if (asked := _next_asked(control)) is None:
                 break
             if not _is_given(subreapers.values(), asked) and (line := _new_subreaper(subreapers, asked)) is not None:
@@ -130,18 +133,6 @@ def fork_server_main(control_fd: int, supervisor: int, preload_fd: int | None = 
     return None
 
 
-def _preload_or_restart(control: socket.socket, preload_fd: int, before: _Handlers) -> None:
-    as_started = dict(os.environb)
-    with open(preload_fd, "rb") as file:
-        request = Preload.model_validate_json(file.read())
-    why_not = import_before_forking(request, control.fileno())
-    control.send(why_not.encode("utf-8", "replace")[:_REASON_BYTES] or READY.encode())
-    if why_not:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.execve(sys.executable, sys.orig_argv[:-1], as_started)  # noqa: S606 - the command of this process
-
-
 def _close(sockets: Collection[socket.socket]) -> None:
     for each in sockets:
         each.close()
@@ -150,7 +141,7 @@ def _close(sockets: Collection[socket.socket]) -> None:
 def _next_asked(control: socket.socket) -> _Asked | None:
     """Return the next request; None at end of file."""
     message, descriptors, _, _ = socket.recv_fds(control, 16, 3)
-    return _Asked(*descriptors) if message else None
+    return _Asked(*descriptors, word=message) if message else None
 
 
 def _is_given(subreapers: Collection[socket.socket], asked: _Asked) -> bool:
@@ -158,7 +149,7 @@ def _is_given(subreapers: Collection[socket.socket], asked: _Asked) -> bool:
     for subreaper in subreapers:
         with suppress(OSError):  # it is busy, or has just exited
             if subreaper.recv(16, socket.MSG_DONTWAIT) == _FREE:
-                socket.send_fds(subreaper, [b"fork"], asked.descriptors)
+                socket.send_fds(subreaper, [asked.word], asked.descriptors)
                 return True
     return False
 
@@ -213,7 +204,7 @@ def _subreaper_main(pool: socket.socket, first: _Asked, alive: Collection[int], 
     while asked is not None:
         if (trial := _fork(asked)) == 0:
             pool.close()
-            return partial(_run_trial, asked, subreaper, before)
+            return partial(_import_and_fork if asked.word == IMPORT else _run_trial, asked, subreaper, before)
         os.close(asked.channel)
         os.close(asked.output)
         is_done = trial < 0 or _look_after(trial, asked.status, deaths, alive)
@@ -310,12 +301,35 @@ def _has_children() -> bool:
 
 
 def _run_trial(asked: _Asked, subreaper: int, before: _Handlers) -> None:
-    """Set the process up as if it had been started by exec, and serve trials."""
+    """Serve trials."""
+    if _is_set_up(asked, subreaper, before, b"trial"):
+        serve(Connection(asked.channel))
+
+
+def _import_and_fork(asked: _Asked, subreaper: int, before: _Handlers) -> _Life | None:
+    """Be a template: import a trainable; then, if that is safe, fork its trials as the fork server does."""
+    if not _is_set_up(asked, subreaper, before, b"tune-template"):
+        return None
+    ignore_group_signals()
+    control = socket.socket(fileno=asked.channel)
+    _, files, _, _ = socket.recv_fds(control, 16, 1)
+    if not files:
+        return None  # the supervisor is gone
+    with os.fdopen(files[0], "rb") as file:
+        request = ImportRequest.model_validate_json(file.read())
+    settle_in(request.surroundings)
+    why_not = import_before_forking(request)
+    control.send(why_not.encode("utf-8", "replace")[:_REASON_BYTES] or READY.encode())
+    return None if why_not else partial(_serve_forks, control, _while_alive(request.supervisor))
+
+
+def _is_set_up(asked: _Asked, subreaper: int, before: _Handlers, name: bytes) -> bool:
+    """Set the process up as if it had been started by exec; return whether its subreaper is alive."""
     os.setsid()
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != subreaper:
-        return  # the subreaper died before prctl was called
-    _set_process_name(b"trial")
+        return False  # the subreaper died before prctl was called
+    _set_process_name(name)
     os.dup2(asked.output, 1)
     os.dup2(asked.output, 2)
     _keep_only(asked.channel)
@@ -323,7 +337,7 @@ def _run_trial(asked: _Asked, subreaper: int, before: _Handlers) -> None:
     signal.set_wakeup_fd(-1)
     for number, handler in {**before, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
-    serve(Connection(asked.channel))
+    return True
 
 
 # ----------------------------------------------------------------------------------------------------- the kernel

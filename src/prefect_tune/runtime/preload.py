@@ -7,20 +7,20 @@ this process. https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.ht
 
 from __future__ import annotations
 
-import fcntl
 import os
-import select
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Self
 
-from prefect_tune.core.messages.process_messages import Preload
+from prefect_tune.core.messages.process_messages import ImportRequest
 from prefect_tune.core.models import first_line
 from prefect_tune.runtime.process_reset import ProcessState, children_of, noting_import
 from prefect_tune.runtime.trial_process import flush_output, load_trainable, prepend_import_path, remember_source
@@ -31,27 +31,23 @@ __all__ = ["import_before_forking"]
 _REFUSE_FORKS = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
 # Allocators end this thread before a fork, in a handler of their own, and start it again when they need it.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
-_NO_STATE = frozenset({"/dev/null", "/dev/random", "/dev/urandom", "/dev/zero"})
 _PROBE = timedelta(seconds=10)
 _LOOK_AGAIN = timedelta(seconds=0.002)
 
 
-def import_before_forking(request: Preload, control: int) -> str:
-    """Import the trainable; return why this process must not be forked now, empty if it may be.
-
-    Until it returns, the kernel kills this process when the other side of `control` is closed, even if the import
-    hangs in C code.
-    """
-    before, opened = ProcessState.now(), _opened()
-    with _killed_at_hangup(control), _output_of_import():
-        prepend_import_path(request.import_path)
-        try:
-            with noting_import():
-                remember_source(load_trainable(request.trainable))
-            _finish_torch()
-        except BaseException as error:  # noqa: BLE001 - whatever the user's module raises, SystemExit too
-            return f"its import raised {type(error).__name__}: {first_line(str(error))}"
-        return _why_not_fork(before, opened)
+def import_before_forking(request: ImportRequest) -> str:
+    """Import the trainable; return why this process must not be forked now, empty if it may be."""
+    before, held = ProcessState.now(), _Held.now()
+    prepend_import_path(request.import_path)
+    try:
+        with noting_import():
+            remember_source(load_trainable(request.trainable))
+        _finish_torch()
+    except BaseException as error:  # noqa: BLE001 - whatever the user's module raises, SystemExit too
+        return f"its import raised {type(error).__name__}: {first_line(str(error))}"
+    finally:
+        flush_output()  # else each fork prints it again
+    return _why_not_fork(before, held)
 
 
 def _finish_torch() -> None:
@@ -61,7 +57,30 @@ def _finish_torch() -> None:
             torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()
 
 
-def _why_not_fork(before: ProcessState, opened: Mapping[str, str]) -> str:
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What forks would share with this process, and with each other."""
+
+    descriptors: Mapping[str, str]
+    """What each open descriptor refers to. Forks would share the position in a file, and a connection."""
+    memory: frozenset[str]
+    """Mappings that are shared and can be written, such as the locks of `multiprocessing`."""
+
+    @classmethod
+    def now(cls) -> Self:
+        descriptors = {}
+        for each in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # the listing's own
+                descriptors[each.name] = str(each.readlink())
+        maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+        return cls(descriptors, frozenset(each[-1] for each in maps if each[1].startswith("rw") and each[1][3] == "s"))
+
+    def added_since(self, before: Self) -> list[str]:
+        opened = [what for name, what in self.descriptors.items() if name not in before.descriptors]
+        return sorted([*opened, *(f"shared memory {name}" for name in self.memory - before.memory)])
+
+
+def _why_not_fork(before: ProcessState, held: _Held) -> str:
     if refusing := [name for module, name in _REFUSE_FORKS.items() if module in sys.modules]:
         return f"it imports {' and '.join(refusing)}, which cannot be forked"
     if not _a_fork_ends():
@@ -70,11 +89,13 @@ def _why_not_fork(before: ProcessState, opened: Mapping[str, str]) -> str:
         return f"its import started threads that still run: {', '.join(threads)}"
     if children := children_of(os.getpid()):
         return f"its import started processes that still run: {', '.join(map(str, sorted(children)))}"
-    if left := sorted(set(_opened().values()) - set(opened.values())) or ["a GPU"] * _has_gpu_context():
+    if left := _Held.now().added_since(held) or ["a GPU"] * _has_gpu_context():
         return f"its import left open: {', '.join(left)}"
     now = ProcessState.now().handlers
     if changed := [signal.Signals(each).name for each, own in before.handlers.items() if now[each] != own]:
         return f"its import installed handlers of signals: {', '.join(changed)}"
+    if any(signal.getitimer(each)[0] for each in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
+        return "its import set a timer"
     return ""
 
 
@@ -111,46 +132,3 @@ def _has_gpu_context() -> bool:
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     return bool(cuda is not None and cuda.is_initialized())
-
-
-def _opened() -> Mapping[str, str]:
-    """Return the open files, sockets and devices by descriptor. Forks would share them, and the position in a file."""
-    found = {}
-    for each in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the listing's own
-            found[each.name] = str(each.readlink())
-    return {name: opened for name, opened in found.items() if opened not in _NO_STATE}
-
-
-@contextmanager
-def _killed_at_hangup(control: int) -> Iterator[None]:
-    """Have the kernel send SIGKILL to this process when the other side of `control` is closed."""
-    flags = fcntl.fcntl(control, fcntl.F_GETFL)
-    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(control, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    if poll.poll(0):  # it was closed before
-        os._exit(0)
-    try:
-        yield
-    finally:
-        fcntl.fcntl(control, fcntl.F_SETFL, flags)
-        fcntl.fcntl(control, fcntl.F_SETSIG, 0)
-
-
-@contextmanager
-def _output_of_import() -> Iterator[None]:
-    """Send stderr to where stdout goes, the log of the search; afterwards, stdout to nowhere: forks have their own."""
-    own = os.dup(2)
-    os.dup2(1, 2)
-    try:
-        yield
-    finally:
-        flush_output()
-        os.dup2(own, 2)
-        os.close(own)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)

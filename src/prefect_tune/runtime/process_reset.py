@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import signal
@@ -13,17 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 from prefect_tune.core.messages.process_messages import Surroundings
 
 _TORCH_SEED = 67280421310721  # torch's default seed
-_PROBE_SEED = 20261123
 _BLOCK = 624  # numbers of 32 bits for each key of a Mersenne twister
-_BLOCKS = 200  # keys; an import that draws more than 124,800 numbers is taken for one that seeds
+_BLOCKS = 4000  # keys; an import that draws more than 2,496,000 numbers is taken for one that seeds
 
 
 def settle_in(surroundings: Surroundings) -> None:
@@ -89,17 +90,16 @@ def noting_import() -> Iterator[None]:
     and seeds that the module sets. A generator from which the import only draws is seeded anew for each trial.
     """
     global _imported  # noqa: PLW0603 - of the process, as what it describes
-    environment, directory = dict(os.environb), _directory()
-    if find_spec("numpy") is not None:
-        import_module("numpy.random").seed(_PROBE_SEED)
-    random.seed(_PROBE_SEED)
-    yield
+    environment, directory, probe = dict(os.environb), _directory(), int.from_bytes(os.urandom(4), "little")
+    random.seed(probe)
+    with _numpy_seeded_with(probe):
+        yield
     now = dict(os.environb)
     _imported = _Imported(
         removed=frozenset(environment.keys() - now.keys()),
         added={name: value for name, value in now.items() if environment.get(name) != value},
         directory="" if _directory() == directory else _directory(),
-        generators=tuple(_seeded_generators()),
+        generators=tuple(_seeded_generators(probe)),
     )
     _forget_what_was_drawn()
     _imported.apply()
@@ -110,14 +110,44 @@ def has_noted_import() -> bool:
     return _imported is not None
 
 
-def _seeded_generators() -> Iterator[tuple[Callable[[Any], object], object]]:
-    """Yield the generators that were seeded since they were seeded with `_PROBE_SEED`."""
-    own = random.Random(_PROBE_SEED)  # noqa: S311 - no secret
+@contextmanager
+def _numpy_seeded_with(seed: int) -> Iterator[None]:
+    """Seed NumPy's global generator, now or as soon as the block imports it; the block must not import it earlier."""
+    finder = _SeedingFinder(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _SeedingFinder(MetaPathFinder):
+    """Finds `numpy.random` as the other finders do, and seeds its generator after its import."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "numpy.random":
+            return None
+        others = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
+        spec = next((each for each in others if each is not None), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (run(module), module.seed(self._seed))  # type: ignore[method-assign]
+        return spec
+
+
+def _seeded_generators(probe: int) -> Iterator[tuple[Callable[[Any], object], object]]:
+    """Yield the generators that were seeded since they were seeded with `probe`."""
+    own = random.Random(probe)  # noqa: S311 - no secret
     state = random.getstate()
     if not _was_drawn(state[1][:-1], lambda: own.getstate()[1][:-1], lambda: own.getrandbits(32 * _BLOCK)):
         yield random.setstate, state
     if (numpy := sys.modules.get("numpy")) is not None:
-        like = numpy.random.RandomState(_PROBE_SEED)
+        like = numpy.random.RandomState(probe)
         found = numpy.random.get_state()
         if not _was_drawn(tuple(found[1]), lambda: tuple(like.get_state()[1]), lambda: like.bytes(4 * _BLOCK)):
             yield numpy.random.set_state, found
@@ -148,19 +178,37 @@ class ProcessState:
 
     threads: frozenset[threading.Thread]
     handlers: Mapping[int, Any]
+    outputs: tuple[object, ...]
+    """The streams and the root log's handlers, to which what a trial prints and logs goes."""
+    files: frozenset[tuple[str, str]]
+    """Open files and sockets, each with its descriptor; a GPU driver's own are needed by the next trial too."""
 
     @classmethod
     def now(cls) -> Self:
-        handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
-        return cls(frozenset(threading.enumerate()), handlers)
+        return cls(
+            threads=frozenset(threading.enumerate()),
+            handlers={int(number): signal.getsignal(number) for number in signal.valid_signals()},
+            outputs=(sys.stdout, sys.stderr, *logging.getLogger().handlers),
+            files=frozenset(_open_files()),
+        )
 
     def is_restored(self) -> bool:
-        """Whether no thread, no process and no signal handler was added since."""
+        """Whether no thread, process, open file, signal handler, stream or log handler was added since."""
         now = ProcessState.now()
-        if now.threads - self.threads or now.handlers != self.handlers:
+        if now.threads - self.threads or now.files - self.files:
+            return False
+        if (now.handlers, now.outputs) != (self.handlers, self.outputs):
             return False
         me, subreaper = os.getpid(), os.getppid()
         return children_of(me, subreaper) == {me}  # the subreaper adopts those whose parent has exited
+
+
+def _open_files() -> Iterator[tuple[str, str]]:
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own
+            opened = str(each.readlink())
+            if opened.startswith("socket:") or (opened.startswith("/") and not opened.startswith(("/dev/", "/proc/"))):
+                yield each.name, opened
 
 
 def free_memory() -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -279,8 +279,11 @@ def _prepare(connection: SupervisorConnection, start: Start, kept: _SetUp | None
 
 def _loaded(start: Start) -> object:
     """Return the trainable; if the process may serve another trial, note what the import sets."""
-    with noting_import() if start.kept == "always" and not has_noted_import() else nullcontext():
+    if start.kept != "always" or has_noted_import():
         return load_trainable(start.trainable)
+    with noting_import():
+        remember_source(loaded := load_trainable(start.trainable))
+    return loaded
 
 
 def _set_up(kind: type, start: Start) -> _SetUp:

@@ -8,24 +8,27 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from prefect_tune.core.messages.process_messages import READY, Preload, ToTrial
+from prefect_tune.core.messages.process_messages import (
+    FORK,
+    IMPORT,
+    ImportRequest,
+    Surroundings,
+    ToTrial,
+)
 from prefect_tune.stores.local.scratch import ScratchDirectory
-from prefect_tune.supervisor.process_output import Log, TrialOutput
 
-__all__ = ["ForkServer", "ForkedProcess", "PendingFork"]
+__all__ = ["ForkServer", "ForkedProcess", "PendingFork", "fork_from", "message_of", "surroundings"]
 
 _PATIENCE = timedelta(seconds=30)  # a fork takes milliseconds, even on a busy machine, unless the server is stopped
 _GOODBYE = timedelta(seconds=5)
-_IMPORT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
 _WORDS_BYTES = 64
-_REASON_BYTES = 2000
 _FIRST = "1"  # a process's first temporary directory
 
 
@@ -36,84 +39,58 @@ class ForkServer:
         self._process = process
         self._control = control
         self._was_asked = False
-        self._ready = threading.Event()
-        self._ready.set()
-        self.why_plain = ""
-        """Why it forks without the trainable, although it was to import it; empty if it has, or if it was not."""
-        self.has_died = False
-        """Whether the import has ended it, or took too long."""
 
     @staticmethod
-    def start(environment: Mapping[str, str], preload: Preload | None = None, log: Log | None = None) -> ForkServer:
-        """Start the fork server without waiting; requests queue until it is ready.
-
-        Args:
-            preload: the trainable that it imports first. Call `fork` only after `is_ready` has returned True.
-            log: the log that receives what the import prints.
-        """
+    def start(environment: Mapping[str, str]) -> ForkServer:
+        """Start the fork server without waiting; requests queue until it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_PATIENCE.total_seconds())
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "prefect_tune.runtime.fork_server"]
-        with theirs, _file_of(preload) as request:
+        with theirs:
             process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid()), *map(str, request)],
+                [*command, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                # Trials have their own pipe, and without an import the fork server prints nothing.
-                stdout=subprocess.DEVNULL if preload is None else subprocess.PIPE,
+                stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
                 env={**environment, "PYTHONUNBUFFERED": "1"},
-                pass_fds=(theirs.fileno(), *request),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        started = ForkServer(process, ours)
-        if preload is not None and log is not None:
-            started._await_import(log)
-        return started
-
-    def _await_import(self, log: Log) -> None:
-        """Wait for the end of the import, in a thread."""
-        self._ready.clear()
-        output = TrialOutput(log)
-        if self._process.stdout is not None:
-            with self._process.stdout:
-                output.start(self._process.stdout.fileno())
-        threading.Thread(target=self._note_import, args=(output,), name="fork-server-import", daemon=True).start()
-
-    def _note_import(self, output: TrialOutput) -> None:
-        said = _message(self._control, _IMPORT, most_bytes=_REASON_BYTES)
-        output.stop()
-        if not said:
-            self.has_died = True
-            self._process.kill()
-            how = f"took longer than {_IMPORT}" if said is None else "ended the process"
-            self.why_plain = f"its import {how}"
-        elif said != READY:
-            self.why_plain = said
-        self._ready.set()
-
-    def is_ready(self, patience: timedelta) -> bool:
-        """Wait up to `patience`; return whether the import is over, however it ended."""
-        return self._ready.wait(patience.total_seconds())
+        return ForkServer(process, ours)
 
     def fork(self) -> PendingFork:
         """Request a process that waits for its first message; return without waiting for the fork."""
         self._was_asked = True
-        with ExitStack() as undo:
-            home = ScratchDirectory(_FIRST)
-            undo.callback(home.close)
-            connection, channel = socket.socketpair()
-            status, says = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            output, prints = os.pipe()
-            undo.pop_all()
-        with channel, says, suppress(OSError):  # if the server is gone, reading `status` gives end of file
-            socket.send_fds(self._control, [b"fork"], [channel.fileno(), prints, says.fileno()])
-        os.close(prints)
-        return PendingFork(_Ends(Connection(connection.detach()), status, output, home))
+        return fork_from(self._control)
+
+    def import_first(
+        self, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]
+    ) -> tuple[PendingFork, socket.socket]:
+        """Request a template: a process that imports a trainable; return the socket on which it says how that ended.
+
+        Afterwards it takes fork requests on that socket; see `fork_from`. `environment` is all of its variables.
+        """
+        self._was_asked = True
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_PATIENCE.total_seconds())
+        pending = fork_from(self._control, IMPORT, theirs)
+        request = ImportRequest(
+            trainable=trainable,
+            import_path=import_path,
+            surroundings=surroundings(pending.temporary_directory, environment),
+            supervisor=os.getpid(),
+        )
+        with os.fdopen(os.memfd_create("import"), "wb") as file, suppress(OSError):  # the template is gone
+            file.write(request.model_dump_json().encode())
+            file.flush()
+            file.seek(0)
+            socket.send_fds(ours, [IMPORT], [file.fileno()])
+        return pending, ours
 
     def end(self) -> None:
         """End the fork server: it exits after its forked processes, and is killed if that takes more than 5 s."""
         if not self._was_asked:
             self._process.kill()  # it may still be importing
-        self._close()
+        self._control.close()
         try:
             self._process.wait(_GOODBYE.total_seconds())
         except subprocess.TimeoutExpired:
@@ -122,7 +99,7 @@ class ForkServer:
 
     def let_go(self) -> None:
         """Send no more requests, and do not wait: the fork server exits after the last process that it forked."""
-        self._close()
+        self._control.close()
         threading.Thread(target=self._process.wait, name="fork-server", daemon=True).start()
 
     def kill(self) -> None:
@@ -130,28 +107,46 @@ class ForkServer:
         self._process.kill()
         self.end()
 
-    def _close(self) -> None:
-        if not self._ready.is_set():
-            self._process.kill()
-            self._ready.wait()  # its thread reads `control`
-        self._control.close()
+
+def fork_from(control: socket.socket, word: bytes = FORK, channel: socket.socket | None = None) -> PendingFork:
+    """Request a process of a fork server or a template."""
+    with ExitStack() as undo:
+        home = ScratchDirectory(_FIRST)
+        undo.callback(home.close)
+        connection, theirs = socket.socketpair() if channel is None else (None, channel)
+        status, says = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output, prints = os.pipe()
+        undo.pop_all()
+    with theirs, says, suppress(OSError):  # if the server is gone, reading `status` gives end of file
+        socket.send_fds(control, [word], [theirs.fileno(), prints, says.fileno()])
+    os.close(prints)
+    return PendingFork(_Ends(Connection(connection.detach()) if connection else None, status, output, home))
 
 
-@contextmanager
-def _file_of(preload: Preload | None) -> Iterator[Sequence[int]]:
-    """Yield the descriptor of a file in memory that holds `preload`; none without it."""
-    if preload is None:
-        yield ()
-        return
-    with os.fdopen(os.memfd_create("preload"), "wb") as file:
-        file.write(preload.model_dump_json().encode())
-        file.flush()
-        file.seek(0)
-        yield (file.fileno(),)
+def surroundings(temporary: Path, environment: Mapping[str, str]) -> Surroundings:
+    """Return what a process adopts: these variables, a temporary directory, and this process's working directory."""
+    whole = {**environment, "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary)}
+    return Surroundings(
+        environment={_latin(name): _latin(value) for name, value in whole.items()},
+        working_directory=_latin(_here()),
+    )
+
+
+def _here() -> str:
+    """Return the working directory; "" if it was removed: then a fork inherits it anyway."""
+    try:
+        return os.getcwd()  # noqa: PTH109 - text is needed, not a Path
+    except FileNotFoundError:
+        return ""
+
+
+def _latin(text: str) -> str:
+    """Return the text's bytes as Latin-1, a character per byte: a variable or a path may not be UTF-8."""
+    return os.fsencode(text).decode("latin-1")
 
 
 def _started_pid(status: socket.socket) -> int | None:
-    words = _message(status, _PATIENCE)
+    words = message_of(status, _PATIENCE)
     match (words or "").split():
         case ["born", subreaper, _]:
             return int(subreaper)
@@ -165,14 +160,16 @@ def _started_pid(status: socket.socket) -> int | None:
 class _Ends:
     """The supervisor's descriptors of a process, which may not be forked yet."""
 
-    connection: Connection
+    connection: Connection | None
+    """None for a template."""
     status: socket.socket
     output: int
     home: ScratchDirectory
     """For its temporary files."""
 
     def close(self) -> None:
-        self.connection.close()
+        if self.connection is not None:
+            self.connection.close()
         self.status.close()
         os.close(self.output)
         self.home.close()
@@ -205,16 +202,18 @@ class PendingFork:
 
     def tell(self, message: ToTrial) -> None:
         """Send a message, which it reads when it is forked."""
-        self._ends.connection.send_bytes(message.model_dump_json().encode())
+        if self._ends.connection is not None:
+            self._ends.connection.send_bytes(message.model_dump_json().encode())
 
     def dismiss(self) -> None:
         """Let the process exit by itself: it is not needed. Call `end` afterwards."""
-        self._ends.connection.close()
+        if self._ends.connection is not None:
+            self._ends.connection.close()
 
     def end(self, patience: timedelta) -> None:
         """Give the process `patience` to exit by itself; then its subreaper, if there is one, kills it."""
         try:
-            while _message(self._ends.status, patience):
+            while message_of(self._ends.status, patience):
                 pass  # "born", then "ended"
         finally:
             self._ends.close()
@@ -224,7 +223,6 @@ class ForkedProcess:
     """A forked process, as its supervisor controls it."""
 
     def __init__(self, ends: _Ends, subreaper: int) -> None:
-        self.connection = ends.connection
         self.output = ends.output
         """Descriptor of the pipe that carries its stdout and stderr."""
         self._ends = ends
@@ -232,6 +230,13 @@ class ForkedProcess:
         self._temporary_count = 0
         self._code: int | None = None
         self._closed = False
+
+    @property
+    def connection(self) -> Connection:
+        """The channel to a trial's process; a template has none."""
+        if self._ends.connection is None:
+            raise ValueError("a template has no channel")
+        return self._ends.connection
 
     def new_temporary_directory(self) -> Path:
         """Return a new empty directory; earlier ones stay until the process ends, since it may still use them."""
@@ -247,9 +252,10 @@ class ForkedProcess:
         """Let a waiting process clean up and exit: it is not needed any more."""
         self.connection.close()
 
-    def end(self, patience: timedelta = _GOODBYE) -> int:
+    def end(self, patience: timedelta | None = _GOODBYE) -> int:
         """Give the process `patience` to exit by itself, then kill it and all its descendants; return its exit code.
 
+        With None it has no limit.
         A negative code is the negated number of the signal that killed it.
         """
         code = self._ended_within(patience)
@@ -265,9 +271,9 @@ class ForkedProcess:
         self._close()
         return code
 
-    def _ended_within(self, patience: timedelta) -> int | None:
+    def _ended_within(self, patience: timedelta | None) -> int | None:
         if self._code is None and not self._closed:
-            words = _message(self._ends.status, patience)
+            words = message_of(self._ends.status, patience)
             match (words if words is not None else "no word yet").split():
                 case ["ended", status]:
                     self._code = os.waitstatus_to_exitcode(int(status))
@@ -283,11 +289,11 @@ class ForkedProcess:
             self._ends.close()
 
 
-def _message(status: socket.socket, patience: timedelta, most_bytes: int = _WORDS_BYTES) -> str | None:
+def message_of(status: socket.socket, patience: timedelta | None, most_bytes: int = _WORDS_BYTES) -> str | None:
     """Return the next message of a forked process: "" if it is gone, None if no message came in time."""
-    if not wait([status], patience.total_seconds()):
+    if not wait([status], None if patience is None else patience.total_seconds()):
         return None
     try:
-        return status.recv(most_bytes).decode()
+        return status.recv(most_bytes).decode("utf-8", "replace")
     except ConnectionError:
         return ""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
-from prefect_tune.core.messages.process_messages import Preload
-from prefect_tune.supervisor.fork_client import ForkServer
-from prefect_tune.supervisor.process_output import Log
+from prefect_tune.core.messages.process_messages import READY
+from prefect_tune.stores.deadline import Deadline
+from prefect_tune.supervisor.fork_client import ForkedProcess, ForkServer, PendingFork, fork_from, message_of
+from prefect_tune.supervisor.process_output import Log, TrialOutput
 from prefect_tune.supervisor.trial_spec import Reuse
 
 __all__ = ["ForkServers", "TrialKind"]
@@ -28,6 +30,9 @@ _READ_ONCE = (
     "OPENBLAS_NUM_THREADS",
 )
 _LOOK_AGAIN = timedelta(seconds=0.2)
+_IMPORT = timedelta(minutes=10)  # of PyTorch and more from a cold network disk
+_GOODBYE = timedelta(seconds=5)
+_REASON_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,87 +63,186 @@ class TrialKind:
         return f"trainable {self.trainable!r}" if ":" in self.trainable else "the trainable"
 
 
+class Template:
+    """A process that imports a trainable and then forks its trials. It runs under a subreaper, as a trial does.
+
+    Whatever the import starts ends with it; if it cannot be forked safely, it ends before `is_ready` returns True.
+    """
+
+    def __init__(self, forks: ForkServer, kind: TrialKind, log: Log) -> None:
+        self._pending, control = forks.import_first(kind.trainable, kind.import_path, kind.whole_environment)
+        self._control = control
+        self._process: ForkedProcess | None = None
+        self._ready = threading.Event()
+        self._leaving = threading.Event()
+        self.why_not = ""
+        """Why no trial can be forked from it; empty if it can. Valid when it is ready."""
+        context = copy_context()
+        threading.Thread(target=context.run, args=(self._watch, log), name="template", daemon=True).start()
+
+    def is_ready(self, patience: timedelta) -> bool:
+        """Wait up to `patience`; return whether the import is over, however it ended."""
+        return self._ready.wait(patience.total_seconds())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no one waits for its import."""
+        return self._ready.is_set()
+
+    def fork(self) -> PendingFork:
+        """Request a trial's process. Call it when the template is ready and `why_not` is empty."""
+        return fork_from(self._control)
+
+    def end(self) -> None:
+        """End it: it exits after the processes that it forked. During the import: end it at once."""
+        self._leaving.set()
+        self._ready.wait()
+        self._control.close()
+        if self._process is not None:
+            self._process.end(_GOODBYE)
+
+    def let_go(self) -> None:
+        """Send no more requests, and do not wait: it exits after the last process that it forked."""
+        self._leaving.set()
+        self._ready.wait()
+        self._control.close()
+        if self._process is not None:
+            threading.Thread(target=self._process.end, args=(None,), name="template", daemon=True).start()
+
+    def kill(self) -> None:
+        """Kill it, and all that it forked."""
+        self._leaving.set()
+        self._ready.wait()
+        self._control.close()
+        if self._process is not None:
+            self._process.end(timedelta(0))
+
+    def _watch(self, log: Log) -> None:
+        """Wait for the end of the import."""
+        try:
+            self._process = self._pending.child()
+            self.why_not = self._imported(self._process, log) if self._process else "its process could not be forked"
+            if self.why_not and self._process:
+                self._process.end(timedelta(0))
+        except Exception as error:  # noqa: BLE001 - who waits for `ready` must not wait for ever
+            self.why_not = f"its import could not be followed: {type(error).__name__}: {error}"
+        finally:
+            self._ready.set()
+
+    def _imported(self, process: ForkedProcess, log: Log) -> str:
+        output, until = TrialOutput(log), Deadline.after(_IMPORT)
+        output.start(process.output)
+        try:
+            while not self._leaving.is_set():
+                said = message_of(self._control, _LOOK_AGAIN, most_bytes=_REASON_BYTES)
+                if said:
+                    return "" if said == READY else said
+                if said is not None or not process.is_alive():
+                    return "its import ended the process"
+                if until.remaining_seconds <= 0:
+                    return f"its import took longer than {_IMPORT}"
+        finally:
+            output.stop()
+        return "it is not needed any more"
+
+
+Forks: TypeAlias = ForkServer | Template
+_Key: TypeAlias = TrialKind | frozenset[tuple[str, str]]
+
+
 class ForkServers:
-    """The fork servers that run: those that have imported a trainable, and plain ones. Safe for threads.
+    """What a pool forks its trials from: fork servers, and templates that have imported a trainable. Safe for threads.
 
-    Trials with other values of variables that a process reads at its start get a fork server of their own; so do
-    those with another trainable or environment, if it is imported first.
-
-    Args:
-        reuse: whether they import the trainable.
+    Trials with other values of variables that a process reads at its start get a fork server of their own; each kind
+    of trial gets a template of its own, if imports are shared by forks.
     """
 
     def __init__(self, reuse: Reuse) -> None:
-        self._imports = reuse in ("fork", "auto")
+        self._has_templates = reuse in ("fork", "auto")
         self._reuse = reuse
         self._guard = threading.RLock()
-        self._running: dict[TrialKind | frozenset[tuple[str, str]], ForkServer] = {}
-        self._plain: set[TrialKind] = set()
+        self._running: dict[_Key, Forks] = {}
+        self._unfit: dict[TrialKind, str] = {}
         self._closed = False
 
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def end_surplus(self, slots: int) -> None:
-        """End those that were used longest ago, beyond the number that trials in `slots` slots may need."""
-        most = 1 + slots * (2 if self._imports else 1)  # a plain one beside each that imports
-        with self._guard:
-            surplus = [self._running.pop(key) for key in list(self._running)[:-most]]
-        for each in surplus:
-            each.let_go()
-
-    def of(self, kind: TrialKind, log: Log) -> ForkServer:
-        """Return the fork server for trials of this kind; start it if it does not run, and do not wait for it.
+    def begin(self, kind: TrialKind, log: Log) -> Forks:
+        """Start what trials of this kind are forked from, if it does not run; do not wait for it.
 
         Raises:
             RuntimeError: `close` was called.
         """
-        if not self._imports or (kind in self._plain and kind not in self._running):
-            return self._plain_one(kind)
-        preload = Preload(trainable=kind.trainable, import_path=kind.import_path)
-        return self._found(kind, lambda: ForkServer.start(kind.whole_environment, preload, log))
+        if not self._has_templates or kind in self._unfit:
+            return self.plain(kind)
+        return self._found(kind, lambda: Template(self.plain(kind), kind, log))
 
-    def ready(self, kind: TrialKind, log: Log, stop: threading.Event) -> ForkServer:
-        """Return it after its import; if `stop` is set before, one that imports nothing.
+    def ready(self, kind: TrialKind, log: Log, stop: threading.Event) -> Forks:
+        """Return it after its import; a plain fork server if the import cannot be shared, or if `stop` is set before.
 
         Why an import cannot be shared is logged once.
         """
-        forks = self.of(kind, log)
+        forks = self.begin(kind, log)
+        if isinstance(forks, ForkServer):
+            return forks
         while not forks.is_ready(_LOOK_AGAIN):
             if stop.is_set():
-                return self._plain_one(kind)
-        if forks.why_plain:
-            self._note(kind, forks.why_plain, log)
-        if not forks.has_died:
+                return self.plain(kind)
+        if not forks.why_not:
             return forks
-        self.lose(forks)
-        return self._plain_one(kind)
+        self._note(kind, forks, log)
+        return self.plain(kind)
+
+    def running(self, kind: TrialKind) -> Forks | None:
+        """Return what trials of this kind are forked from if it runs and is ready, else None."""
+        with self._guard:
+            own = self._running.get(kind)
+            if isinstance(own, Template):
+                return own if own.is_ready(timedelta(0)) and not own.why_not else None
+            return self._running.get(frozenset(kind.read_at_start.items()))
+
+    def plain(self, kind: TrialKind) -> ForkServer:
+        """Return the fork server that has imported no trainable; start it if it does not run."""
+        own = kind.read_at_start
+        found = self._found(frozenset(own.items()), lambda: ForkServer.start({**os.environ, **own}))
+        if not isinstance(found, ForkServer):
+            raise TypeError("a template under the key of a fork server")
+        return found
 
     def kept(self, kind: TrialKind) -> Literal["never", "after-imports", "always"]:
         """Return when the process of a trial of this kind serves the next one, as in `Start`."""
-        if self._reuse == "keep" or (self._reuse == "auto" and kind in self._plain):
+        if self._reuse == "keep" or (self._reuse == "auto" and kind in self._unfit):
             return "always"
         return "after-imports" if self._reuse == "auto" else "never"
 
-    def lose(self, forks: ForkServer) -> None:
-        """Kill and forget a fork server that has died or is stopped; its processes do not need it."""
+    def lose(self, forks: Forks) -> None:
+        """Kill and forget one that has died or is stopped. Processes of a fork server do not need it."""
         with self._guard:
             self._running = {key: each for key, each in self._running.items() if each is not forks}
         forks.kill()
+
+    def end_surplus(self, slots: int) -> None:
+        """End those that were used longest ago, beyond the number that trials in `slots` slots may need."""
+        most = 1 + slots * (2 if self._has_templates else 1)
+        with self._guard:
+            idle = [
+                key
+                for key, each in self._running.items()
+                if isinstance(each, ForkServer) or each.is_ready(timedelta(0))
+            ]
+            surplus = [self._running.pop(key) for key in idle[: max(0, len(self._running) - most)]]
+        for each in surplus:
+            each.let_go()
 
     def close(self, *, is_used: bool) -> None:
         """End all; do not wait for them if processes that they forked are in use."""
         with self._guard:
             self._closed = True
             running, self._running = [*self._running.values()], {}
-        for each in running:
+        for each in sorted(
+            running, key=lambda each: isinstance(each, ForkServer)
+        ):  # templates are forked by the others
             each.let_go() if is_used else each.end()
 
-    def _plain_one(self, kind: TrialKind) -> ForkServer:
-        own = kind.read_at_start
-        return self._found(frozenset(own.items()), lambda: ForkServer.start({**os.environ, **own}))
-
-    def _found(self, key: TrialKind | frozenset[tuple[str, str]], start: Callable[[], ForkServer]) -> ForkServer:
+    def _found(self, key: _Key, start: Callable[[], Forks]) -> Forks:
         with self._guard:
             if self._closed:
                 raise RuntimeError("the pool of trial processes is closed")
@@ -146,14 +250,13 @@ class ForkServers:
             self._running[key] = found  # ordered by last use
             return found
 
-    def _note(self, kind: TrialKind, why: str, log: Log) -> None:
+    def _note(self, kind: TrialKind, template: Template, log: Log) -> None:
         with self._guard:
-            is_news = kind not in self._plain
-            self._plain.add(kind)
+            is_news = kind not in self._unfit
+            self._unfit[kind] = template.why_not
+            self._running.pop(kind, None)
         if is_news:
-            how = (
-                "a process that has imported it serves one trial after the other"
-                if self.kept(kind) == "always"
-                else "each trial imports it"
-            )
-            log.info("%s: trials cannot be forked after its import; %s: %s", kind, how, why)
+            template.end()
+            kept = self.kept(kind) == "always"
+            how = "a process that has imported it serves one trial after the other" if kept else "each trial imports it"
+            log.info("%s: trials cannot be forked after its import; %s: %s", kind, how, template.why_not)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Self
 
-from prefect_tune.core.messages.process_messages import FromTrial, Preload, Start, Surroundings, ToTrial, TrialEnded
+from prefect_tune.core.messages.process_messages import FromTrial, Preload, Start, ToTrial, TrialEnded
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.supervisor.fork_client import ForkedProcess, ForkServer, PendingFork
+from prefect_tune.supervisor.fork_client import ForkedProcess, PendingFork, surroundings
 from prefect_tune.supervisor.fork_servers import ForkServers, TrialKind
 from prefect_tune.supervisor.process_channel import AS_IT_IS, TrialChannel, became, trial_process
 from prefect_tune.supervisor.process_output import Log, TrialOutput
@@ -68,7 +66,7 @@ class TrialProcessPool:
         """
         if sys.platform == "linux":
             kind = TrialKind.of(trainable, import_path(), environment)
-            self._pool.forks.of(kind, log) if self._pool.slots else self._pool.import_ahead(kind, log)
+            self._pool.forks.begin(kind, log) if self._pool.slots else self._pool.import_ahead(kind)
 
     @contextmanager
     def process(
@@ -110,7 +108,7 @@ class TrialProcessPool:
             finally:
                 channel.close()
         if not channel.keeps:
-            self._pool.expect(kind, log)
+            self._pool.expect(kind)
 
     def _ways_to_wait(self, kind: TrialKind) -> Mapping[str, bool | str]:
         waits = self._pool.slots > 0
@@ -134,7 +132,7 @@ class _Pool:
         self._guard = threading.RLock()
         self._used_count = 0
         self._waiting: list[tuple[TrialKind, ForkedProcess]] = []
-        self._expected: list[tuple[ForkServer, PendingFork]] = []
+        self._expected: list[tuple[TrialKind, PendingFork]] = []
         self._closed = False
 
     @contextmanager
@@ -163,29 +161,29 @@ class _Pool:
         child.end()
         return self.waiting_child(kind)
 
-    def expect(self, kind: TrialKind, log: Log) -> None:
+    def expect(self, kind: TrialKind) -> None:
         """Fork a process in advance, in place of one that has ended, so that the next trial need not wait."""
         with self._guard, suppress(OSError):  # `new_child` raises it if a trial then needs a process
             in_sight = self._used_count + len(self._waiting) + len(self._expected)
-            if self.forks and not self._closed and in_sight < self.slots:
-                forks = self.forks.of(kind, log)
-                if forks.is_ready(timedelta(0)):
-                    self._expected.append((forks, forks.fork()))
+            if not self._closed and in_sight < self.slots and (forks := self.forks.running(kind)) is not None:
+                self._expected.append((kind, forks.fork()))
 
-    def import_ahead(self, kind: TrialKind, log: Log) -> None:
+    def import_ahead(self, kind: TrialKind) -> None:
         """Fork a process in advance, and have it import the trainable."""
         with self._guard, suppress(OSError):
-            forks = self.forks.of(kind, log)
-            self._expected.append((forks, pending := forks.fork()))
-            pending.tell(_surroundings(pending.temporary_directory, kind.environment))
+            self._expected.append((kind, pending := self.forks.plain(kind).fork()))
+            pending.tell(surroundings(pending.temporary_directory, kind.whole_environment))
             pending.tell(Preload(trainable=kind.trainable, import_path=kind.import_path))
 
     def new_child(self, kind: TrialKind, log: Log, stop: threading.Event) -> ForkedProcess:
         """Return a new process, after ending waiting processes of other kinds if there are too many."""
         self.dismiss_waiting(slots=self.slots)
-        while (expected := self._next_expected(kind, log)) is not None:
-            if (child := self._child_of(*expected)) is not None:
-                return child
+        while (expected := self._next_expected(kind)) is not None:
+            with suppress(OSError):
+                if (child := expected.child()) is not None and child.is_alive():
+                    return child
+                if child is not None:
+                    child.end()
         for _ in range(_TRIES):
             forks = self.forks.ready(kind, log, stop)
             self.forks.end_surplus(self.slots)
@@ -194,26 +192,11 @@ class _Pool:
             self.forks.lose(forks)
         raise OSError(f"cannot fork a trial's process: {_TRIES} fork servers in a row did not answer")
 
-    def _next_expected(self, kind: TrialKind, log: Log) -> tuple[ForkServer, PendingFork] | None:
+    def _next_expected(self, kind: TrialKind) -> PendingFork | None:
         with self._guard:
-            forks = self.forks.of(kind, log)
-            mine = [each for each in self._expected if each[0] is forks]
+            mine = [each for each in self._expected if each[0] == kind]
             self._expected = [each for each in self._expected if each not in mine[:1]]
-        return mine[0] if mine else None
-
-    def _child_of(self, forks: ForkServer, expected: PendingFork) -> ForkedProcess | None:
-        """Return a process that was forked in advance; None if that fork failed or the process has died since."""
-        try:
-            child = expected.child()
-        except OSError:
-            return None
-        if child is None:
-            self.forks.lose(forks)
-        elif child.is_alive():
-            return child
-        else:
-            child.end()
-        return None
+        return mine[0][1] if mine else None
 
     def keep(self, kind: TrialKind, child: ForkedProcess) -> None:
         """Keep a process for another trial; end it if there are enough."""
@@ -301,7 +284,7 @@ class _PooledChannel(TrialChannel):
         """Send the process its environment and the trial's start message."""
         self._borrowed.begin()
         temporary = self._borrowed.child.new_temporary_directory()
-        super().tell(_surroundings(temporary, self._request.kind.environment))
+        super().tell(surroundings(temporary, self._request.kind.whole_environment))
         for message in (self._request.start, *self._told):
             super().tell(message)
 
@@ -349,25 +332,3 @@ class _PooledChannel(TrialChannel):
             self.go_over_to(self._borrowed.child.connection, self._borrowed)
             self._is_on_trial = False
             self.begin()
-
-
-def _surroundings(temporary: Path, environment: frozenset[tuple[str, str]]) -> Surroundings:
-    own = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary)}
-    whole = {**os.environ, **dict(environment), **own}
-    return Surroundings(
-        environment={_latin(name): _latin(value) for name, value in whole.items()},
-        working_directory=_latin(_here()),
-    )
-
-
-def _here() -> str:
-    """Return the working directory; "" if it was removed: then a fork inherits it anyway."""
-    try:
-        return os.getcwd()  # noqa: PTH109 - text is needed, not a Path
-    except FileNotFoundError:
-        return ""
-
-
-def _latin(text: str) -> str:
-    """Return the text's bytes as Latin-1, a character per byte: a variable or a path may not be UTF-8."""
-    return os.fsencode(text).decode("latin-1")

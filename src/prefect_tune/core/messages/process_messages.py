@@ -13,11 +13,14 @@ from prefect_tune.core.models import StepReport, Value
 from prefect_tune.core.texts import Message, PathName
 
 __all__ = [
+    "FORK",
+    "IMPORT",
     "READY",
     "Broke",
     "CheckpointSaved",
     "FromTrial",
     "GoOn",
+    "ImportRequest",
     "Leave",
     "MilestoneReached",
     "Preload",
@@ -45,17 +48,30 @@ class Surroundings(Value):
     """In Latin-1, too; empty to keep the present one."""
 
 
+FORK, IMPORT = b"fork", b"import"
+"""What a fork server is asked for: a trial's process, or a template."""
 READY = "ready"
-"""What a fork server says when it has imported the trainable, and can be forked."""
+"""What a template says when it has imported the trainable, and can be forked; else it says why it cannot."""
 
 
 class Preload(Value):
-    """Import a trainable in the process that its trials are forked from."""
+    """Import a trainable before the trial that needs it starts."""
 
     type: Literal["preload"] = "preload"
     trainable: str
     """As in `Start`."""
     import_path: tuple[PathName, ...]
+
+
+class ImportRequest(Value):
+    """Import a trainable in a template."""
+
+    trainable: str
+    """As in `Start`."""
+    import_path: tuple[PathName, ...]
+    surroundings: Surroundings
+    supervisor: int
+    """The pid of the process that sends fork requests: the template ends with it."""
 
 
 class Start(Value):
